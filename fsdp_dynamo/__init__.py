@@ -1,0 +1,40 @@
+"""Fully Sharded Data Parallel that PyTorch's compiler understands."""
+
+from fsdp_dynamo.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdp_dynamo.errors import (
+    FSDPError,
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+)
+from fsdp_dynamo.events import Event, EventLog, record_events
+from fsdp_dynamo.wrapper import FullyShardedDataParallel
+
+FSDP = FullyShardedDataParallel
+
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "Event",
+    "EventLog",
+    "FSDPError",
+    "FSDPStateError",
+    "FSDPTypeError",
+    "FSDPValueError",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardingStrategy",
+    "StateDictType",
+    "UnsupportedError",
+    "record_events",
+]

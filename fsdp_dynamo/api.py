@@ -1,0 +1,139 @@
+"""Public configuration types: enums and frozen dataclasses, no behaviour.
+
+The names are those of ``torch.distributed.fsdp``. This file is a leaf: it imports
+nothing of the package but the errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.errors import FSDPTypeError, explain
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullStateDictConfig",
+    "MixedPrecision",
+    "ShardingStrategy",
+    "StateDictType",
+]
+
+
+class ShardingStrategy(Enum):
+    """What of a unit is sharded over the ranks, and when its parameters are unsharded.
+
+    - ``FULL_SHARD``: unsharded for the forward, resharded after it, unsharded again for
+      the backward. The root stays unsharded between the two.
+    - ``SHARD_GRAD_OP``: unsharded from the forward to the end of the backward.
+    - ``NO_SHARD``: never sharded; gradients are all-reduced.
+    - ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: known names, refused by this version.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When the all-gather of the unit that comes next in the backward is issued.
+
+    - ``BACKWARD_PRE``: before the current unit's backward (most overlap).
+    - ``BACKWARD_POST``: after the current unit's backward (least memory).
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Data types of a unit's parameters, reductions and buffers.
+
+    Attributes:
+        param_dtype: of the unsharded parameters and so of forward and backward.
+        reduce_dtype: of the gradient reduction; ``param_dtype`` if not given.
+        buffer_dtype: of floating-point buffers.
+        keep_low_precision_grads: leave gradients in the reduction's data type.
+        cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``.
+        cast_root_forward_inputs: the same for the root; wins over the line above there.
+        _module_classes_to_ignore: modules of these classes stay in their own data type;
+            their inputs are cast to it and their outputs cast back.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Keep sharded parameters and gradients in host memory.
+
+    On CPU devices this changes nothing and is accepted.
+    """
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """Forms of a model's state dict. This version writes ``FULL_STATE_DICT``."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig:
+    """Options of a full state dict (see ``StateDictType``)."""
+
+    offload_to_cpu: bool = False
+    rank0_only: bool = False
+
+
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
+    """``value`` as a member of ``enum_type``; members of upstream's enum of that name do too."""
+    if isinstance(value, enum_type):
+        return value
+    if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
+        return enum_type[value.name]
+    raise FSDPTypeError(
+        explain(
+            expected=f"a {enum_type.__name__}",
+            got=repr(value),
+            where=f"argument '{argument}'",
+            fix=f"Pass one of {', '.join(m.name for m in enum_type)}.",
+        )
+    )
+
+
+def coerce_mixed_precision(value: object) -> MixedPrecision | None:
+    """``value`` as our ``MixedPrecision``; upstream's dataclass of that name does too."""
+    if value is None or isinstance(value, MixedPrecision):
+        return value
+    if type(value).__name__ == "MixedPrecision":
+        return MixedPrecision(**vars(value))
+    raise FSDPTypeError(
+        explain(
+            expected="a MixedPrecision or None",
+            got=repr(value),
+            where="argument 'mixed_precision'",
+            fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
+        )
+    )

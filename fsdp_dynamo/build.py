@@ -1,0 +1,282 @@
+"""From a module tree to units: who owns which parameter, in which order, in which group."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter, join_fqn
+from fsdp_dynamo.hooks import keep_module_precision
+from fsdp_dynamo.unit import Unit, UnitConfig
+
+WRAPPED = "_fsdp_wrapped_module"
+_WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+_MANAGED = "_fsdp_dynamo_owner"
+
+
+def plain_fqn(name: str) -> str:
+    """An FQN without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+@dataclass
+class Ignored:
+    """What a wrapper leaves alone: whole modules, and single parameters."""
+
+    modules: set[nn.Module] = field(default_factory=set)
+    parameters: set[nn.Parameter] = field(default_factory=set)
+
+
+@dataclass
+class _Occurrence:
+    """One place of a parameter, and the chain of units above it, outermost first."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    chain: tuple[nn.Module, ...]
+
+
+def collect_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[object] | None,
+    ignored_states: Iterable[object] | None,
+    is_unit: Callable[[object], bool],
+) -> Ignored:
+    """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
+
+    What units that are nested already have ignored stays ignored.
+    """
+    result = Ignored()
+    for item in [*(ignored_modules or ()), *(ignored_states or ())]:
+        if isinstance(item, nn.Parameter):
+            result.parameters.add(item)
+        elif is_unit(item) or not isinstance(item, nn.Module):
+            raise FSDPTypeError(
+                explain(
+                    expected="modules that are no units (or parameters in ignored_states)",
+                    got=repr(type(item)),
+                    where="argument 'ignored_modules' or 'ignored_states'",
+                    fix="Ignore the module before it is wrapped, or do not wrap it.",
+                )
+            )
+        else:
+            if item is root:
+                warnings.warn(
+                    "ignored_modules names the wrapped module itself: nothing will be sharded",
+                    stacklevel=3,
+                )
+            result.modules.update(item.modules())
+    for module in result.modules:
+        result.parameters.update(p for p in module._parameters.values() if p is not None)
+    for module in root.modules():
+        nested: Ignored | None = module.__dict__.get("_ignored")
+        if nested is not None:
+            result.modules |= nested.modules
+            result.parameters |= nested.parameters
+    return result
+
+
+def build_units(
+    root: nn.Module,
+    targets: Sequence[nn.Module],
+    ignored: Ignored,
+    config_of: Callable[[nn.Module], UnitConfig],
+    is_unit: Callable[[object], bool],
+) -> dict[nn.Module, Unit]:
+    """Make one unit for ``root`` and one for each target, with all parameters below them.
+
+    A parameter that several modules hold belongs to the innermost unit above all of them, so
+    that it is unsharded before the first of its users runs. Nothing is changed before every
+    check has passed.
+
+    Args:
+        root: the module that the outermost of these units wraps.
+        targets: modules below it that become units of their own.
+        ignored: what stays as it is.
+        config_of: the configuration of each unit.
+        is_unit: whether a module is a wrapper already.
+    """
+    owners = set(targets)
+    places: dict[nn.Parameter, list[_Occurrence]] = {}
+    paths: dict[nn.Module, str] = {root: ""}
+    for occurrence, param in _walk(root, "", (root,), owners, ignored, is_unit, set(), paths):
+        places.setdefault(param, []).append(occurrence)
+    owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
+    for param, occurrences in places.items():
+        _check_parameter(param, occurrences[0].fqn)
+        owner = _innermost_common([o.chain for o in occurrences])
+        prefix = paths[owner]
+        sites = [(o.module, o.name, o.fqn[len(prefix) + 1 if prefix else 0 :]) for o in occurrences]
+        owned[owner].append(OriginalParameter(param, sites[0][2], sites))
+    for owner, originals in owned.items():
+        _check_devices(paths[owner], originals)
+    return {
+        owner: _build_unit(owner, paths[owner], originals, config_of(owner))
+        for owner, originals in owned.items()
+    }
+
+
+def _walk(
+    module: nn.Module,
+    path: str,
+    chain: tuple[nn.Module, ...],
+    owners: set[nn.Module],
+    ignored: Ignored,
+    is_unit: Callable[[object], bool],
+    seen: set[tuple[nn.Module, str]],
+    paths: dict[nn.Module, str],
+) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
+    """All places of parameters, left to right, depth first; nested units are not entered."""
+    if module in owners:
+        chain = (*chain, module)
+        paths.setdefault(module, path)
+    for name, param in module._parameters.items():
+        if param is not None and param not in ignored.parameters:
+            yield _Occurrence(module, name, join_fqn(path, name), chain), param
+    for name, child in module._modules.items():
+        if child is None or child in ignored.modules or is_unit(child):
+            continue
+        child_path = path if name in _WRAPPER_NAMES else join_fqn(path, name)
+        if (child, child_path) in seen:
+            continue
+        seen.add((child, child_path))
+        yield from _walk(child, child_path, chain, owners, ignored, is_unit, seen, paths)
+
+
+def _innermost_common(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
+    common = chains[0]
+    for chain in chains[1:]:
+        length = 0
+        while length < min(len(common), len(chain)) and common[length] is chain[length]:
+            length += 1
+        common = common[:length]
+    return common[-1]
+
+
+def _check_parameter(param: nn.Parameter, fqn: str) -> None:
+    owner = getattr(param, _MANAGED, None)
+    if owner is not None:
+        raise FSDPValueError(
+            explain(
+                expected="a parameter that no unit holds yet",
+                got=f"one that is tied to '{owner}' of a unit that was wrapped before",
+                where=f"parameter '{fqn}'",
+                fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
+                "the parameter), or wrap only the module that holds both.",
+            )
+        )
+    if param.device.type == "meta":
+        raise UnsupportedError(
+            explain(
+                expected="a parameter with values",
+                got="one on the meta device",
+                where=f"parameter '{fqn}'",
+                fix="Call module.to_empty(device=...) and initialise it before wrapping.",
+            )
+        )
+
+
+def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
+    devices = {original.param.device: original.fqn for original in originals}
+    if len(devices) > 1:
+        listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
+        raise FSDPValueError(
+            explain(
+                expected="all parameters of a unit on one device",
+                got=listed,
+                where=f"unit '{unit_fqn}'",
+                fix="Move the module to one device first, or pass device_id.",
+            )
+        )
+
+
+def _build_unit(
+    module: nn.Module, fqn: str, originals: Sequence[OriginalParameter], config: UnitConfig
+) -> Unit:
+    precision = config.precision
+    kept = _modules_in_own_precision(module, originals, precision)
+    groups: dict[tuple[torch.dtype, bool, bool], list[OriginalParameter]] = {}
+    for original in originals:
+        own_precision = original.sites[0][0] in kept
+        param = original.param
+        key = (param.dtype, param.requires_grad, own_precision)
+        groups.setdefault(key, []).append(original)
+    flats = [
+        FlatParameter(
+            members,
+            config.group,
+            sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
+            precision=None if own_precision else precision,
+        )
+        for (_, _, own_precision), members in groups.items()
+    ]
+    for original in originals:
+        setattr(original.param, _MANAGED, join_fqn(fqn, original.fqn))
+        original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
+    return Unit(module, flats, config)
+
+
+def _modules_in_own_precision(
+    module: nn.Module, originals: Sequence[OriginalParameter], precision: MixedPrecision | None
+) -> set[nn.Module]:
+    """Modules that mixed precision leaves alone; they cast their inputs and outputs."""
+    if precision is None or precision.param_dtype is None:
+        return set()
+    kept: set[nn.Module] = set()
+    for original in originals:
+        holder = original.sites[0][0]
+        if isinstance(holder, tuple(precision._module_classes_to_ignore)) and holder not in kept:
+            kept.add(holder)
+            keep_module_precision(holder, original.param.dtype, precision.param_dtype)
+    return kept
+
+
+def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
+    """Mark modules as managed: Dynamo then reads their parameters afresh at each call.
+
+    See DESIGN, section 5; ``torch._dynamo.variables.builder`` looks for these two attributes.
+    """
+    for module in modules:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def broadcast_module_states(
+    root: nn.Module, ignored: Ignored, group: dist.ProcessGroup, is_unit: Callable[[object], bool]
+) -> None:
+    """Give all ranks rank 0's parameters and buffers, each once; nested units keep theirs."""
+    source = dist.get_global_rank(group, 0)
+    seen: set[torch.Tensor] = set()
+    for module in _modules_outside_units(root, ignored, is_unit):
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is None or tensor in seen or tensor in ignored.parameters:
+                continue
+            seen.add(tensor)
+            if tensor.device.type == "cpu" and group.name() == "nccl":
+                raise FSDPValueError(
+                    explain(
+                        expected="parameters on the accelerator",
+                        got="a CPU tensor with an NCCL group",
+                        where="argument 'sync_module_states'",
+                        fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
+                    )
+                )
+            dist.broadcast(tensor.detach(), source, group=group)
+
+
+def _modules_outside_units(
+    root: nn.Module, ignored: Ignored, is_unit: Callable[[object], bool]
+) -> Iterator[nn.Module]:
+    yield root
+    for child in root._modules.values():
+        if child is not None and child not in ignored.modules and not is_unit(child):
+            yield from _modules_outside_units(child, ignored, is_unit)

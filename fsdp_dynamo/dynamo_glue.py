@@ -1,0 +1,106 @@
+"""Every question this package asks Dynamo that has no public answer.
+
+Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
+``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
+``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
+code is shared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import innermost_backend
+
+from fsdp_dynamo.errors import FSDPStateError, explain
+
+GRAPH_WAY = "graph"
+LEAF_WAY = "leaf"
+HOOKS_WAY = "hooks"
+NO_BACKEND = -1
+
+_WAY_ATTRIBUTE = "_fsdp_dynamo_way"
+
+Backend = Callable[..., Any]
+
+_backends: list[Backend] = []
+
+
+def declare_way(backend: Backend, way: str) -> None:
+    """Say which way a backend of ours takes."""
+    setattr(backend, _WAY_ATTRIBUTE, way)
+
+
+def key_of(backend: Backend) -> int:
+    """A small number that stands for a backend in traced code."""
+    for key, known in enumerate(_backends):
+        if known is backend:
+            return key
+    _backends.append(backend)
+    return len(_backends) - 1
+
+
+def backend_of(key: int) -> Backend:
+    """The backend that ``key_of`` gave this number."""
+    return _backends[key]
+
+
+def way_of(backend: Backend) -> str:
+    """The declared way of a backend, looking through torch.compile's own wrapper."""
+    inner = getattr(backend, "compiler_fn", backend)
+    return str(getattr(inner, _WAY_ATTRIBUTE, HOOKS_WAY))
+
+
+@torch._dynamo.assume_constant_result
+def which_way() -> tuple[str, int]:
+    """Which way the trace that runs now takes, and the number of its backend.
+
+    Raises:
+        FSDPStateError: for ``fullgraph=True`` with a backend that knows nothing of units.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx()
+    backend = innermost_backend(translator.output.compiler_fn)
+    way = way_of(backend)
+    if way == HOOKS_WAY and translator.one_graph:
+        raise FSDPStateError(
+            explain(
+                expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
+                got=f'backend "{getattr(backend, "compiler_name", backend)}"',
+                where="torch.compile",
+                fix="Name one of these backends, or leave fullgraph out: hooks then run "
+                "between compiled regions.",
+            )
+        )
+    return way, key_of(backend)
+
+
+def active_backend_key() -> int:
+    """The number of the backend around the calling frame, or ``NO_BACKEND``."""
+    callback = get_eval_frame_callback()
+    if not callable(callback):
+        return NO_BACKEND
+    return key_of(innermost_backend(callback))
+
+
+def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a callable with exactly this backend object; graph breaks are allowed."""
+    compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
+    return compiled
+
+
+def entry_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """What to compile of a module so that Dynamo sees a frame of its own.
+
+    Dynamo never compiles the frames of ``torch.nn`` itself; such a module gets one in between.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    if trace_rules.check(module.forward):
+        wrapped: Callable[..., Any] = external_utils.wrap_inline(module)
+        return wrapped
+    return module.__call__

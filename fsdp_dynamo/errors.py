@@ -1,0 +1,44 @@
+"""Errors of fsdp_dynamo.
+
+Every message says what was expected, what came, which unit or parameter (by FQN)
+is meant, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FSDPError(RuntimeError):
+    """Base class of all errors that fsdp_dynamo raises on purpose."""
+
+
+class FSDPTypeError(FSDPError, TypeError):
+    """An argument of the wrong type."""
+
+
+class FSDPValueError(FSDPError, ValueError):
+    """An argument or a tensor with a wrong value."""
+
+
+class FSDPStateError(FSDPError):
+    """A call that is not allowed in the present training state."""
+
+
+class UnsupportedError(FSDPError, NotImplementedError):
+    """An argument that upstream knows and this version does not support."""
+
+
+def explain(*, expected: str, got: str, where: str, fix: str) -> str:
+    """One error message with the four parts that every error here has.
+
+    Args:
+        expected: what should have come.
+        got: what came.
+        where: the FQN, unit, argument or rank that is meant.
+        fix: what the user can do about it.
+    """
+    return f"{where}: expected {expected}, got {got}. {fix}"
+
+
+def unit_name(fqn: str) -> str:
+    """How a unit is called in a message (the root's FQN is the empty string)."""
+    return f"unit '{fqn}'" if fqn else "the root unit"

@@ -1,0 +1,139 @@
+"""Recorder of what happened: unshards, reshards, collectives and compute, in order of issue.
+
+Off, the recorder is ``None`` and every place that could record asks just that. On, each event
+is appended when its work is *issued*, so the order of the list is the order of issue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_dynamo.errors import FSDPStateError
+
+Kind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "unshard", "reshard", "forward", "backward"
+]
+Phase = Literal["forward", "backward"]
+Source = Literal["hook", "graph"]
+
+COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+COMPUTE_KINDS = frozenset({"forward", "backward"})
+
+
+@dataclass
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        unit: the unit's FQN, ``""`` for the root.
+        kind: what happened.
+        phase: in which pass.
+        num_bytes: of the unsharded tensor that the event is about; 0 for compute.
+        source: ``"hook"`` where Python around the compute did it, ``"graph"`` where a node of
+            a compiled graph did.
+        issued_ns: when it was issued or began (``time.perf_counter_ns``).
+        waited_ns: when it was known to be complete; 0 while it is in flight.
+        exposed_ns: how long the rank was blocked for it, computing nothing. On CUDA this
+            is the host's time in the wait, not the stream's.
+    """
+
+    unit: str
+    kind: Kind
+    phase: Phase
+    num_bytes: int
+    source: Source
+    issued_ns: int
+    waited_ns: int = 0
+    exposed_ns: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """``(kind, unit, phase)``: what order assertions compare."""
+        return (self.kind, self.unit, self.phase)
+
+
+class EventLog(list[Event]):
+    """The ordered list that ``record_events`` yields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def issue(
+        self, unit: str, kind: Kind, phase: Phase, num_bytes: int = 0, source: Source = "hook"
+    ) -> Event:
+        """Append an event that begins now."""
+        event = Event(unit, kind, phase, num_bytes, source, time.perf_counter_ns())
+        with self._lock:  # backward hooks of CUDA devices run on autograd's own threads
+            self.append(event)
+        return event
+
+    def instant(
+        self, unit: str, kind: Kind, phase: Phase, num_bytes: int, source: Source = "hook"
+    ) -> None:
+        """Append an event without duration."""
+        event = self.issue(unit, kind, phase, num_bytes, source)
+        event.waited_ns = event.issued_ns
+
+    def keys(self, *kinds: Kind) -> list[tuple[str, str, str]]:
+        """``Event.key`` of all events, or of those of the kinds named."""
+        return [event.key for event in self if not kinds or event.kind in kinds]
+
+    def peak_unsharded_bytes(self) -> int:
+        """Most bytes that were unsharded at one time, from unshard and reshard events."""
+        live = peak = 0
+        for event in self:
+            if event.kind == "unshard":
+                live += event.num_bytes
+                peak = max(peak, live)
+            elif event.kind == "reshard":
+                live -= event.num_bytes
+        return peak
+
+    def exposed_ms(self) -> float:
+        """Milliseconds in which the rank was blocked by collectives."""
+        return sum(e.exposed_ns for e in self if e.kind in COLLECTIVE_KINDS) / 1e6
+
+
+def complete(event: Event, blocked_since_ns: int) -> None:
+    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed."""
+    event.waited_ns = time.perf_counter_ns()
+    event.exposed_ns += event.waited_ns - blocked_since_ns
+
+
+def finish(event: Event | None) -> None:
+    """Mark a compute event as ended."""
+    if event is not None:
+        event.waited_ns = time.perf_counter_ns()
+
+
+recorder: EventLog | None = None
+"""The log being written, or ``None``. Read it; only ``record_events`` sets it."""
+
+
+@contextmanager
+def record_events() -> Iterator[EventLog]:
+    """Record all events of this process while the context is open.
+
+    Yields:
+        The list of events, in order of issue. It can be read after the context has closed.
+
+    Raises:
+        FSDPStateError: if a recording is already under way.
+    """
+    global recorder
+    if recorder is not None:
+        raise FSDPStateError(
+            "record_events(): expected no recording under way, got a second one. "
+            "Leave the outer 'with record_events()' first."
+        )
+    recorder = EventLog()
+    try:
+        yield recorder
+    finally:
+        recorder = None

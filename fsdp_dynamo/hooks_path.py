@@ -1,0 +1,246 @@
+"""The hooks path: every unit's body compiled by itself, hooks eager in between.
+
+A unit without nested units is compiled as it is; identical units share the code object and so
+the compiled code. A unit that holds nested units (the root, mostly) is another matter: a graph
+break at each nested call would fall into the loop over the blocks, and Dynamo leaves a frame
+that breaks inside a loop uncompiled. So there Dynamo records each nested unit's call as one
+opaque *leaf* of the graph, and ``SegmentBackend`` cuts the graph at the leaves::
+
+    embed -> [leaf: blocks.0] -> [leaf: blocks.1] -> norm, head
+    \\_____/                                         \\________/
+    segment 0, compiled                              segment 1, compiled
+
+At run time the segments are called in turn, and each leaf runs its unit's hooks and body.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+
+from fsdp_dynamo import hooks
+from fsdp_dynamo.dynamo_glue import (
+    LEAF_WAY,
+    NO_BACKEND,
+    Backend,
+    backend_of,
+    compile_with,
+    declare_way,
+    entry_of,
+    key_of,
+)
+from fsdp_dynamo.segments import split_at_leaves
+from fsdp_dynamo.tree import tensors_of
+
+_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_templates: dict[int, Any] = {}
+_active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
+_faking: ContextVar[bool] = ContextVar("faking", default=False)
+_next_id = iter(range(1 << 62))
+
+
+def register(wrapper: nn.Module) -> int:
+    """A number that stands for a wrapper in graphs."""
+    leaf_id = next(_next_id)
+    _wrappers[leaf_id] = wrapper
+    return leaf_id
+
+
+@contextmanager
+def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
+    """The unit's body: its module, or that compiled with the backend in force.
+
+    Args:
+        wrapper: the unit's wrapper.
+        key: the backend of the frame around; where there is none, that of the unit around.
+    """
+    if key == NO_BACKEND:
+        key = _active_key.get()
+    if key == NO_BACKEND:
+        yield wrapper.module
+        return
+    backend = backend_of(key)
+    if isinstance(backend, SegmentBackend):
+        key = backend.inner_key
+    token = _active_key.set(key)
+    try:
+        yield _compiled_body(wrapper, key)
+    finally:
+        _active_key.reset(token)
+
+
+def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
+    body: Callable[..., Any] | None = wrapper._bodies.get(key)
+    if body is None:
+        backend = backend_of(key)
+        if wrapper._has_nested:
+            backend = _segment_backend(key)
+        body = compile_with(backend, entry_of(wrapper.module))
+        wrapper._bodies[key] = body
+    return body
+
+
+# -- nested units as leaves -------------------------------------------------------------------
+
+
+def call_as_leaf(leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Traced by Dynamo in place of a nested wrapper's forward."""
+    outputs = leaf(leaf_id, args, kwargs)
+    return _rebuild(_template_of(leaf_id), outputs)
+
+
+def leaf(leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """One node of the graph: a nested unit's forward. Returns the tensors of its output.
+
+    Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
+    ``run_leaf`` in its place.
+    """
+    wrapper = _wrappers[leaf_id]
+    mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
+    if mode is None:
+        return run_leaf(leaf_id, args, kwargs)
+    token = _faking.set(True)
+    try:
+        with mode:
+            output = fake_forward(wrapper, args, kwargs)
+    finally:
+        _faking.reset(token)
+    tensors: list[torch.Tensor] = []
+    _templates[leaf_id] = _take_apart(output, tensors)
+    return tuple(tensors)
+
+
+torch._dynamo.allow_in_graph(leaf)
+
+
+def run_leaf(
+    leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The leaf at run time: the nested unit with its hooks."""
+    tensors: list[torch.Tensor] = []
+    _take_apart(_wrappers[leaf_id](*args, **kwargs), tensors)
+    return tuple(tensors)
+
+
+@torch._dynamo.assume_constant_result
+def _template_of(leaf_id: int) -> Any:
+    return _templates[leaf_id]
+
+
+def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Tensors of a nested output in order, and a template of constants to rebuild it."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("tensor", len(tensors) - 1)
+    if type(value) in (tuple, list):
+        return (type(value).__name__, tuple([_take_apart(item, tensors) for item in value]))
+    if type(value) is dict:
+        items = tuple([_take_apart(item, tensors) for item in value.values()])
+        return ("dict", tuple(value), items)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ("constant", value)
+    raise TypeError(
+        f"a nested unit returned {type(value).__name__}: expected tensors in tuples, lists, dicts"
+    )
+
+
+def _rebuild(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    kind = template[0]
+    if kind == "tensor":
+        return tensors[template[1]]
+    if kind == "constant":
+        return template[1]
+    if kind == "tuple":
+        return tuple([_rebuild(item, tensors) for item in template[1]])
+    if kind == "list":
+        return [_rebuild(item, tensors) for item in template[1]]
+    return {
+        key: _rebuild(item, tensors)
+        for key, item in zip(template[1], template[2])  # noqa: B905  # traced by Dynamo
+    }
+
+
+# -- what a leaf's output looks like -----------------------------------------------------------
+
+
+def is_faking() -> bool:
+    """Whether a leaf's output is being worked out on fake tensors."""
+    return _faking.get()
+
+
+def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A unit's forward on fake tensors: no collectives, no hooks, nothing computed."""
+    unit = wrapper._unit
+    args, kwargs = hooks.prepare_inputs(unit, args, kwargs, wrapper._input_dtype)
+    buffers = _fake_buffers(wrapper.module)
+    for flat in unit.flats:
+        flat.set_views(
+            [
+                torch.empty(
+                    slot.shape,
+                    dtype=flat.param_dtype,
+                    device=flat.device,
+                    requires_grad=flat.requires_grad,
+                )
+                for slot in flat.layout.slots
+            ]
+        )
+    try:
+        return wrapper.module(*args, **kwargs)
+    finally:
+        unit.use_sharded_views()
+        for module, own in buffers:
+            module._buffers.update(own)
+
+
+def _fake_buffers(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor | None]]]:
+    """Put fake tensors in the place of real buffers; returns what to put back."""
+    kept = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+    for holder, own in kept:
+        for name, buffer in own.items():
+            if buffer is not None and detect_fake_mode([buffer]) is None:
+                holder._buffers[name] = torch.empty_strided(
+                    buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device
+                )
+    return kept
+
+
+# -- cutting the graph at the leaves -------------------------------------------------------------
+
+
+class SegmentBackend:
+    """A Dynamo backend: cuts the graph at its leaves and compiles the segments in between.
+
+    Args:
+        inner_key: number of the backend that compiles the segments.
+    """
+
+    def __init__(self, inner_key: int) -> None:
+        self.inner_key = inner_key
+        declare_way(self, LEAF_WAY)
+        self._cache: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        inner = backend_of(self.inner_key)
+        return split_at_leaves(gm, example_inputs, leaf, run_leaf, inner, self._cache)
+
+
+_segment_backends: dict[int, SegmentBackend] = {}
+
+
+def _segment_backend(key: int) -> Backend:
+    if key not in _segment_backends:
+        backend = SegmentBackend(key)
+        key_of(backend)
+        _segment_backends[key] = backend
+    return _segment_backends[key]
+
+
+

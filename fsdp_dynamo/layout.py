@@ -1,0 +1,144 @@
+"""Flat layout of a unit's parameters, in pure integers.
+
+A flat parameter is one row of elements::
+
+    | param 0 | gap | param 1 | param 2 | ... | padding |
+    |<------ shard of rank 0 ------>|<-- rank 1 -->| ...
+
+Every parameter starts at a multiple of ``align_numel`` (gaps in between), and the whole is
+padded to a multiple of the world size. Rank r holds the r-th contiguous 1/N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one original parameter lies in the unsharded flat parameter.
+
+    Attributes:
+        fqn: the parameter's FQN in the plain model, relative to its unit.
+        shape: its original shape.
+        offset: first element in the flat parameter.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """The part of one parameter that one rank holds.
+
+    Attributes:
+        param_start: first element of the part within the flattened parameter.
+        shard_start: first element of the part within the rank's shard.
+        numel: length; 0 where the rank holds nothing of the parameter.
+    """
+
+    param_start: int
+    shard_start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Offsets, gaps and shards of one flat parameter.
+
+    Attributes:
+        slots: one a parameter, by offset.
+        unpadded_numel: end of the last parameter.
+        padded_numel: the same, up to a multiple of ``world_size``.
+        world_size: number of shards.
+    """
+
+    slots: tuple[Slot, ...]
+    unpadded_numel: int
+    padded_numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.padded_numel // self.world_size
+
+    @cached_property
+    def split_sizes(self) -> tuple[int, ...]:
+        """Sizes that cut the unsharded flat parameter into slots and gaps, in order."""
+        return tuple(size for size, _ in self._pieces)
+
+    @cached_property
+    def split_slots(self) -> tuple[int, ...]:
+        """For each slot, the index of its piece in ``split_sizes``."""
+        return tuple(i for i, (_, is_slot) in enumerate(self._pieces) if is_slot)
+
+    @cached_property
+    def split_gaps(self) -> tuple[int, ...]:
+        """Indices of the pieces in ``split_sizes`` that are gaps or padding."""
+        return tuple(i for i, (_, is_slot) in enumerate(self._pieces) if not is_slot)
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[int, bool], ...]:
+        pieces: list[tuple[int, bool]] = []
+        position = 0
+        for slot in self.slots:
+            if slot.offset > position:
+                pieces.append((slot.offset - position, False))
+            pieces.append((slot.numel, True))
+            position = slot.end
+        if self.padded_numel > position:
+            pieces.append((self.padded_numel - position, False))
+        return tuple(pieces)
+
+    def shard_bounds(self, rank: int) -> tuple[int, int]:
+        """First element and end of a rank's shard in the flat parameter."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def shard_range(self, index: int, rank: int) -> ShardRange:
+        """Which part of the parameter in slot ``index`` a rank holds."""
+        slot = self.slots[index]
+        low, high = self.shard_bounds(rank)
+        start, end = max(slot.offset, low), min(slot.end, high)
+        if start >= end:
+            return ShardRange(param_start=0, shard_start=0, numel=0)
+        return ShardRange(start - slot.offset, start - low, end - start)
+
+
+def make_layout(
+    fqns: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    world_size: int,
+    align_numel: int,
+) -> FlatLayout:
+    """Lay parameters out in the order given.
+
+    Args:
+        fqns: FQNs, one a parameter.
+        shapes: original shapes, one a parameter.
+        world_size: number of shards, at least 1.
+        align_numel: every parameter starts at a multiple of it.
+    """
+    slots: list[Slot] = []
+    position = 0
+    for fqn, shape in zip(fqns, shapes, strict=True):
+        offset = -(-position // align_numel) * align_numel
+        slot = Slot(fqn, tuple(shape), offset)
+        slots.append(slot)
+        position = slot.end
+    padded_numel = max(1, -(-position // world_size)) * world_size
+    return FlatLayout(tuple(slots), position, padded_numel, world_size)

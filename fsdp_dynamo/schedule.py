@@ -1,0 +1,263 @@
+"""The root's schedule: execution order, prefetch, reductions in flight.
+
+One ``Root`` serves all units below the outermost wrapper. Order of a step for units 1..L::
+
+    forward:   AG(1) [AG(2) F(1)] [AG(3) F(2)] ... F(L)
+    backward:  AG(L) [AG(L-1) B(L)] RS(L) [AG(L-2) B(L-1)] RS(L-1) ...
+
+A bracket is a collective that runs beside a computation. At most one unit is unsharded ahead
+of the one that computes, and at most ``MAX_REDUCES`` gradients are being reduced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fsdp_dynamo import events
+from fsdp_dynamo.api import BackwardPrefetch, ShardingStrategy
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.training_state import RootState, StateMachine, UnitState
+from fsdp_dynamo.unit import ForwardCall, PendingReduce, Unit
+
+MAX_REDUCES = 2
+"""Reductions in flight: each keeps an unsharded gradient (on gloo two) alive."""
+
+
+class Root:
+    """Schedule of all units under one outermost wrapper.
+
+    Args:
+        units: every unit with its FQN, in left-to-right depth-first order; the first is the
+            outermost.
+    """
+
+    def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
+        self.units: list[Unit] = []
+        self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
+        self.sync_gradients = True
+        self.in_backward = False
+        self._depth = 0
+        self._backward_id = 0
+        self._pending: deque[PendingReduce] = deque()
+        self._recorded: list[Unit] = []  # units in the order of the last complete forward
+        self._order: list[Unit] = []  # the same of the forward that runs now
+        self._ended: list[ForwardCall] = []  # calls in the order in which their forwards ended
+        for fqn, unit in units:
+            unit.rename(fqn)
+            unit.on_gradients = self.post_backward
+            self.units.append(unit)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> ForwardCall:
+        """Unshard ``unit``, start the prefetch of the next one, show the views."""
+        if self._depth == 0 and not self.in_backward:
+            self._begin_forward()
+        unit.check_originals()
+        unit.machine.advance(UnitState.FORWARD)
+        self._depth += 1
+        unit.issue_unshard("forward")
+        unit.wait_unshard()
+        self._order.append(unit)
+        if not self.in_backward:
+            self._prefetch_forward(unit)
+        call = unit.use_unsharded_views()
+        log = events.recorder
+        if log is not None:
+            unit.event = log.issue(unit.fqn, "forward", "forward")
+        return call
+
+    def post_forward(self, unit: Unit, call: ForwardCall) -> None:
+        """Put the original parameters back and reshard ``unit`` if its strategy says so."""
+        events.finish(unit.event)
+        unit.event = None
+        unit.use_sharded_views()
+        self._depth -= 1
+        outermost = self._depth == 0
+        if not self.in_backward:
+            call.order = len(self._ended)
+            self._ended.append(call)
+            if self._reshards_after_forward(unit, outermost):
+                unit.reshard("forward")
+        unit.machine.advance(UnitState.IDLE)
+        if outermost and not self.in_backward:
+            self._end_forward()
+
+    def _begin_forward(self) -> None:
+        self.machine.advance(RootState.FORWARD_BACKWARD)
+        self._order = []
+        self._ended = []
+        for unit in self.units:  # left over from a forward that no backward followed
+            unit.reshard("forward")
+
+    def _end_forward(self) -> None:
+        self._recorded = self._order
+        self.machine.advance(RootState.IDLE)
+        if not torch.is_grad_enabled():
+            self._ended = []
+
+    def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
+        if not torch.is_grad_enabled():
+            return True
+        return unit.config.strategy is ShardingStrategy.FULL_SHARD and not outermost
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        """Issue the all-gather of the unit that came after this one in the last forward."""
+        if not _prefetches_forward(unit):
+            return
+        position = len(self._order) - 1
+        recorded = self._recorded
+        if position + 1 >= len(recorded) or recorded[position] is not unit:
+            return
+        following = recorded[position + 1]
+        if following.machine.state is UnitState.IDLE:
+            following.issue_unshard("forward")
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def pre_backward(self, call: ForwardCall) -> None:
+        """Unshard a unit whose output's gradient has come, and prefetch the next one."""
+        if not self.in_backward:
+            self._begin_backward()
+        if call.backward_id == self._backward_id:
+            return
+        unit = call.unit
+        unit.machine.advance(UnitState.BACKWARD_PRE)
+        call.backward_id = self._backward_id
+        unit.pending_calls += 1
+        unit.issue_unshard("backward")
+        unit.wait_unshard()
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_backward(call)
+        unit.reuse_views(call)
+        log = events.recorder
+        if log is not None:
+            unit.event = log.issue(unit.fqn, "backward", "backward")
+
+    def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """Reshard a unit whose backward is done, and start to reduce its gradients."""
+        unit = call.unit
+        if not self.in_backward:
+            self._begin_backward()
+        events.finish(unit.event)
+        unit.event = None
+        if unit.machine.state is UnitState.BACKWARD_PRE:
+            unit.pending_calls -= 1
+        if unit.pending_calls <= 0:
+            unit.machine.advance(UnitState.BACKWARD_POST)
+            unit.use_sharded_views()
+            if self._reshards_after_backward(unit):
+                unit.reshard("backward")
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_backward(call)
+        self._reduce(unit, grads)
+
+    def _begin_backward(self) -> None:
+        self.machine.advance(RootState.FORWARD_BACKWARD)
+        self.in_backward = True
+        self._backward_id += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        """The engine's last callback: all reductions done, all units sharded and idle."""
+        while self._pending:
+            self._pending.popleft().finish()
+        for unit in self.units:
+            unit.use_sharded_views()
+            unit.reshard("backward")
+            unit.pending_calls = 0
+            unit.machine.advance(UnitState.IDLE)
+        self._ended = []
+        self.in_backward = False
+        self.machine.advance(RootState.IDLE)
+
+    def _reshards_after_backward(self, unit: Unit) -> bool:
+        return self.sync_gradients or unit.config.strategy is ShardingStrategy.FULL_SHARD
+
+    def _prefetch_backward(self, call: ForwardCall) -> None:
+        """Issue the all-gather of the unit whose forward ended before this call's."""
+        for position in range(call.order - 1, -1, -1):
+            if position >= len(self._ended):
+                return
+            unit = self._ended[position].unit
+            if unit.is_unsharded or not unit.needs_unshard:
+                continue
+            unit.issue_unshard("backward")
+            return
+
+    def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        for flat, unsharded_grad in unit.unsharded_grads(grads):
+            if not self.sync_gradients:
+                flat.unsharded_grad_sum = unsharded_grad
+                continue
+            while len(self._pending) >= MAX_REDUCES:
+                self._pending.popleft().finish()
+            self._pending.append(unit.issue_reduce(flat, unsharded_grad))
+
+    # -- errors and contexts -----------------------------------------------------------------
+
+    def fail_forward(self, unit: Unit) -> None:
+        """A unit's forward raised: undo what was done for it; at the outermost, for all."""
+        self._depth -= 1
+        unit.event = None
+        unit.use_sharded_views()
+        if self.in_backward:  # a recomputation that ended early: its backward goes on
+            unit.machine.reset()
+        elif self._depth <= 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """Drop everything in flight; all units sharded and idle."""
+        while self._pending:
+            self._pending.popleft().in_flight.wait()
+        for unit in self.units:
+            unit.use_sharded_views()
+            unit.reshard("forward")
+            unit.pending_calls = 0
+            unit.event = None
+            unit.machine.reset()
+        self._ended = []
+        self._order = []
+        self._depth = 0
+        self.in_backward = False
+        self.machine.reset()
+
+    def recover(self) -> None:
+        """Reset if a backward raised: the engine then never called ``_end_backward``."""
+        if self.in_backward and not _engine_is_running():
+            self.reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum unsharded gradients locally, without communication, while open."""
+        if self.machine.state is not RootState.IDLE:
+            raise FSDPStateError(
+                explain(
+                    expected="no_sync() around whole steps",
+                    got=f"a call in state {self.machine.state.name}",
+                    where=unit_name(""),
+                    fix="Enter it before the forward and leave it after the backward.",
+                )
+            )
+        before = self.sync_gradients
+        self.sync_gradients = False
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+
+def _prefetches_forward(unit: Unit) -> bool:
+    """Where the user left it open: on CPU, whose host does not run ahead of the device."""
+    wanted = unit.config.forward_prefetch
+    if wanted is not None:
+        return wanted
+    return bool(unit.flats) and unit.flats[0].device.type == "cpu"
+
+
+def _engine_is_running() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,148 @@
+"""The graph path: a unit's forward as Dynamo traces it.
+
+The all-gather is the forward and the reduce-scatter the backward of one ``autograd.Function``
+of functional collectives, so both are nodes of the graph. Every collective is marked where it
+is made. Nothing here runs outside a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import traceback
+
+from fsdp_dynamo.collectives import divisors
+from fsdp_dynamo.flat_parameter import FlatParameter
+from graph_passes.markers import COLLECTIVE, UNIT, Mark
+
+
+@dataclass(frozen=True)
+class TracedFlat:
+    """What the graph needs to know of one flat parameter, as constants.
+
+    Attributes:
+        group_name: the process group's registered name (no rank number is baked in).
+        world_size: its size.
+        is_sharded: whether there is anything to gather.
+        param_dtype: dtype of the unsharded flat parameter.
+        reduce_dtype: dtype of the reduction.
+        grad_dtype: dtype of the gradient that leaves the graph.
+        gather_mark: mark of the all-gather.
+        reduce_mark: mark of the reduction.
+        divide_before: what gradients are divided by before the sum.
+        divide_after: and after it.
+    """
+
+    group_name: str
+    world_size: int
+    is_sharded: bool
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    gather_mark: str
+    reduce_mark: str
+    divide_before: float
+    divide_after: float
+
+
+def describe(flat: FlatParameter, unit_fqn: str, ordinal: int) -> TracedFlat:
+    """Constants of one flat parameter for the trace."""
+    world_size = flat.group.size()
+    before, after = divisors(flat.reduce_dtype, world_size)
+    reduce_kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
+    return TracedFlat(
+        group_name=flat.group.group_name,
+        world_size=world_size,
+        is_sharded=flat.is_sharded,
+        param_dtype=flat.param_dtype,
+        reduce_dtype=flat.reduce_dtype,
+        grad_dtype=flat.dtype,
+        gather_mark=Mark(unit_fqn, "all_gather", "forward", ordinal).encode(),
+        reduce_mark=Mark(unit_fqn, reduce_kind, "backward", ordinal).encode(),  # type: ignore[arg-type]
+        divide_before=before,
+        divide_after=after,
+    )
+
+
+def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
+    if shard.dtype != spec.param_dtype:
+        shard = shard.to(spec.param_dtype)
+    if not spec.is_sharded:
+        return shard.view_as(shard)
+    with traceback.annotate({COLLECTIVE: spec.gather_mark}):
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            shard, spec.world_size, spec.group_name
+        )
+        unsharded: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return unsharded
+
+
+def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
+    if grad.dtype != spec.reduce_dtype:
+        grad = grad.to(spec.reduce_dtype)
+    if spec.world_size > 1:
+        if spec.divide_before != 1:
+            grad = grad / spec.divide_before
+        with traceback.annotate({COLLECTIVE: spec.reduce_mark}):
+            if spec.is_sharded:
+                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
+                    grad, "sum", spec.world_size, spec.group_name
+                )
+            else:
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "sum", spec.group_name)
+            grad = torch.ops._c10d_functional.wait_tensor(reduced)
+        if spec.divide_after != 1:
+            grad = grad / spec.divide_after
+    return grad.to(spec.grad_dtype)
+
+
+class TracedUnshard(torch.autograd.Function):
+    """Shard ``(padded_numel / N,)`` to unsharded ``(padded_numel,)`` and back."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:  # type: ignore[override]
+        ctx.spec = spec
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _reduce(grad, ctx.spec), None
+
+
+def traced_forward(
+    flats: tuple[FlatParameter, ...],
+    specs: tuple[TracedFlat, ...],
+    unit_fqn: str,
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A unit's forward with its all-gathers in the graph.
+
+    Views of the unsharded flat parameters stand in ``module._parameters`` while the module is
+    called, and the original parameters after it.
+    """
+    kept = []
+    for flat, spec in zip(flats, specs):  # noqa: B905  # Dynamo does not know strict= everywhere
+        if flat.requires_grad:
+            unsharded = TracedUnshard.apply(flat.sharded, spec)
+        else:
+            unsharded = _unshard(flat.sharded, spec)
+        pieces = torch.split(unsharded, flat.layout.split_sizes)
+        for original, index, slot in zip(  # noqa: B905
+            flat.originals, flat.layout.split_slots, flat.layout.slots
+        ):
+            view = pieces[index].view(slot.shape)
+            for holder, name, _ in original.sites:
+                kept.append((holder, name, holder._parameters[name]))
+                holder._parameters[name] = view
+    with traceback.annotate({UNIT: unit_fqn}):
+        output = call(*args, **kwargs)
+    for holder, name, param in kept:
+        holder._parameters[name] = param
+    return output

@@ -1,0 +1,99 @@
+"""Training states of units and roots, and the one table of legal transitions."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+
+
+class UnitState(Enum):
+    """What a unit is doing.
+
+    - ``IDLE``: sharded (unless its strategy keeps it unsharded until the backward).
+    - ``FORWARD``: unsharded, inside its forward.
+    - ``BACKWARD_PRE``: unsharded, its backward runs.
+    - ``BACKWARD_POST``: resharded, its gradient is being reduced.
+    - ``SUMMON_FULL_PARAMS``: unsharded on the user's request.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+class RootState(Enum):
+    """What a root is doing: nothing, a training or inference pass, or a summon."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+_U = UnitState
+_R = RootState
+
+# (from, to): what the user most likely did where it is illegal stands in `_HINTS`.
+_LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
+    {
+        (_U.IDLE, _U.FORWARD),
+        (_U.FORWARD, _U.IDLE),
+        (_U.IDLE, _U.BACKWARD_PRE),
+        (_U.BACKWARD_PRE, _U.BACKWARD_PRE),  # the backward of a second forward call began
+        (_U.BACKWARD_PRE, _U.BACKWARD_POST),
+        (_U.IDLE, _U.BACKWARD_POST),  # none of the outputs carried a hook
+        (_U.BACKWARD_POST, _U.BACKWARD_PRE),  # a second forward call of the same step
+        (_U.BACKWARD_POST, _U.BACKWARD_POST),
+        (_U.BACKWARD_POST, _U.IDLE),
+        (_U.BACKWARD_PRE, _U.IDLE),  # no parameter of the unit took part in the backward
+        (_U.IDLE, _U.IDLE),
+        (_U.IDLE, _U.SUMMON_FULL_PARAMS),
+        (_U.SUMMON_FULL_PARAMS, _U.IDLE),
+        (_R.IDLE, _R.FORWARD_BACKWARD),
+        (_R.FORWARD_BACKWARD, _R.IDLE),
+        (_R.IDLE, _R.SUMMON_FULL_PARAMS),
+        (_R.SUMMON_FULL_PARAMS, _R.IDLE),
+    }
+)
+
+_HINTS: dict[Enum, str] = {
+    _U.FORWARD: "Do not call a unit from inside its own forward or its backward.",
+    _U.BACKWARD_PRE: "Do not call backward() inside the forward of a wrapped module.",
+    _U.BACKWARD_POST: "Do not call backward() inside the forward of a wrapped module.",
+    _U.SUMMON_FULL_PARAMS: "Ask for full parameters or a state dict between two steps only.",
+    _R.SUMMON_FULL_PARAMS: "Ask for full parameters or a state dict between two steps only.",
+    _R.FORWARD_BACKWARD: "Do not run the model while its parameters are summoned.",
+    _U.IDLE: "Leave the context manager that summoned the parameters first.",
+    _R.IDLE: "Leave the context manager that summoned the parameters first.",
+}
+
+StateT = TypeVar("StateT", UnitState, RootState)
+
+
+class StateMachine(Generic[StateT]):
+    """Holds one state; ``advance`` checks the table, ``reset`` does not."""
+
+    def __init__(self, initial: StateT, fqn: str) -> None:
+        self.state = initial
+        self.fqn = fqn
+        self._initial = initial
+
+    def advance(self, wanted: StateT) -> None:
+        """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such step."""
+        if (self.state, wanted) not in _LEGAL:
+            raise FSDPStateError(
+                explain(
+                    expected=f"a state from which {wanted.name} can be reached",
+                    got=f"{self.state.name} -> {wanted.name}",
+                    where=unit_name(self.fqn),
+                    fix=_HINTS[wanted],
+                )
+            )
+        self.state = wanted
+
+    def reset(self) -> None:
+        """Back to the initial state, after an error or at the end of a pass."""
+        self.state = self._initial

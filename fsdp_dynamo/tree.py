@@ -1,0 +1,40 @@
+"""Walking the inputs and outputs of a user's forward: containers, dataclasses, tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A copy of ``value`` with ``fn`` applied to each tensor in tuples, lists and dicts.
+
+    Other objects are passed through as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) is dict:
+        return {key: map_tensors(fn, item) for key, item in value.items()}
+    if type(value) is list:
+        return [map_tensors(fn, item) for item in value]
+    if type(value) is tuple:
+        return tuple([map_tensors(fn, item) for item in value])
+    return value

@@ -1,0 +1,243 @@
+"""One unit: unshard, reshard and reduce of the modules that share flat parameters.
+
+A unit holds one flat parameter a group of parameters with equal dtype, ``requires_grad`` and
+precision. It knows how to do things; when they are done is the schedule's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo import collectives, events
+from fsdp_dynamo.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter
+from fsdp_dynamo.training_state import StateMachine, UnitState
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """What a wrapper call asked for; the same object serves all units of an auto-wrap."""
+
+    group: dist.ProcessGroup
+    strategy: ShardingStrategy
+    precision: MixedPrecision | None
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool | None
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One forward call of a unit, as its backward needs to know it.
+
+    Attributes:
+        unit: whose call it is.
+        views: the parameter views of this call, one list a flat parameter.
+        order: position in the order in which the forwards ended.
+        backward_id: the backward pass in which the pre-backward ran last; 0 for none.
+    """
+
+    unit: Unit
+    views: list[list[torch.Tensor]]
+    order: int = -1
+    backward_id: int = 0
+
+
+@dataclass
+class PendingReduce:
+    """A gradient reduction in flight: what to wait for and where the result goes."""
+
+    flat: FlatParameter
+    in_flight: collectives.InFlight
+    sharded_grad: torch.Tensor
+
+    def finish(self) -> None:
+        """Wait, then add the result to the original parameters' gradients."""
+        self.in_flight.wait()
+        self.flat.accumulate_grad(self.sharded_grad)
+
+
+class _ViewsOfUnsharded(torch.autograd.Function):
+    """Forward: the parameter views. Backward: all their gradients at once, to the unit.
+
+    The engine runs the backward when every use of every view has given its gradient: that is
+    the end of the unit's backward. The shards' own gradients are set by the reduction later,
+    so none is returned.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: ForwardCall, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.num_shards = len(shards)
+        return tuple(view for flat in call.unit.trainable for view in flat.make_views())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        call: ForwardCall = ctx.call
+        call.unit.on_gradients(call, grads)
+        return (None,) * (ctx.num_shards + 1)
+
+
+class Unit:
+    """The modules that share flat parameters, and the state they are in.
+
+    Args:
+        module: the unit's outermost module (the user's, not the wrapper).
+        flats: its flat parameters; none for a unit without parameters.
+        config: what the wrapper call asked for.
+    """
+
+    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
+        self.module = module
+        self.flats = tuple(flats)
+        self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
+        self.config = config
+        self.fqn = ""
+        self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
+        self.pending_calls = 0
+        self.is_unsharded = False
+        self.event: events.Event | None = None
+        self._gathers: list[collectives.InFlight] = []
+        self.on_gradients: Callable[[ForwardCall, Sequence[torch.Tensor | None]], None] = _no_owner
+
+    def rename(self, fqn: str) -> None:
+        """Set the unit's FQN relative to its root."""
+        self.fqn = fqn
+        self.machine.fqn = fqn
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes that an unshard allocates."""
+        return sum(flat.unsharded_bytes for flat in self.flats if flat.needs_storage)
+
+    @property
+    def needs_unshard(self) -> bool:
+        """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
+        return any(flat.needs_storage for flat in self.flats)
+
+    # -- unshard and reshard -----------------------------------------------------------------
+
+    def issue_unshard(self, phase: events.Phase) -> None:
+        """Allocate the unsharded flat parameters and start to gather them."""
+        if self.is_unsharded:
+            return
+        self.is_unsharded = True
+        log = events.recorder
+        if log is not None and self.needs_unshard:
+            log.instant(self.fqn, "unshard", phase, self.unsharded_bytes)
+        for flat in self.flats:
+            if not flat.needs_storage:
+                continue
+            output = flat.allocate()
+            shard = flat.shard_to_gather()
+            if not flat.is_sharded:
+                output.copy_(shard)
+                continue
+            event = None
+            if log is not None:
+                event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
+            self._gathers.append(
+                collectives.issue_all_gather(output, shard, flat.group, event)
+            )
+
+    def wait_unshard(self) -> None:
+        """Wait for what ``issue_unshard`` started."""
+        if self._gathers:
+            gathers, self._gathers = self._gathers, []
+            for in_flight in gathers:
+                in_flight.wait()
+
+    def reshard(self, phase: events.Phase) -> None:
+        """Free the unsharded flat parameters."""
+        if not self.is_unsharded:
+            return
+        self.wait_unshard()
+        self.is_unsharded = False
+        freed = [flat.free() for flat in self.flats]
+        log = events.recorder
+        if log is not None and any(freed):
+            log.instant(self.fqn, "reshard", phase, self.unsharded_bytes)
+
+    # -- views -----------------------------------------------------------------------------
+
+    def use_unsharded_views(self) -> ForwardCall:
+        """Show the modules views of the unsharded flat parameters, tied into autograd."""
+        call = ForwardCall(self, [])
+        trainable = self.trainable
+        tracked: tuple[torch.Tensor, ...] = ()
+        if trainable and torch.is_grad_enabled():
+            tracked = _ViewsOfUnsharded.apply(call, *[flat.sharded for flat in trainable])
+        position = 0
+        for flat in self.flats:
+            if tracked and flat.requires_grad:
+                end = position + len(flat.originals)
+                views = list(tracked[position:end])
+                position = end
+            else:
+                views = flat.make_views()
+            flat.set_views(views)
+            call.views.append(views)
+        return call
+
+    def reuse_views(self, call: ForwardCall) -> None:
+        """Show the views of an earlier call again, for a recomputation in its backward."""
+        for flat, views in zip(self.flats, call.views, strict=True):
+            flat.set_views(views)
+
+    def use_sharded_views(self) -> None:
+        """Put the original parameters back."""
+        for flat in self.flats:
+            flat.unset_views()
+
+    def check_originals(self) -> None:
+        """Raise if a parameter was changed behind the wrapper's back."""
+        for flat in self.flats:
+            flat.check_originals(self.fqn)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def unsharded_grads(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> list[tuple[FlatParameter, torch.Tensor]]:
+        """The gradients of the views, gathered into one tensor a trainable flat parameter."""
+        result: list[tuple[FlatParameter, torch.Tensor]] = []
+        position = 0
+        for flat in self.trainable:
+            end = position + len(flat.originals)
+            result.append((flat, flat.gather_grads(grads[position:end])))
+            position = end
+        return result
+
+    def issue_reduce(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
+        """Start the mean over ranks of an unsharded gradient."""
+        log = events.recorder
+        event = None
+        if log is not None and flat.group.size() > 1:
+            kind: events.Kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
+            event = log.issue(self.fqn, kind, "backward", flat.reduce_bytes)
+        if flat.group.size() == 1:
+            done = collectives.InFlight(None, (), None)
+            return PendingReduce(flat, done, unsharded_grad)
+        output = unsharded_grad
+        if flat.is_sharded:
+            output = unsharded_grad.new_empty(flat.layout.shard_numel)
+        in_flight = collectives.issue_reduce_mean(output, unsharded_grad, flat.group, event)
+        return PendingReduce(flat, in_flight, output)
+
+    # -- parameters ------------------------------------------------------------------------
+
+    def originals(self) -> list[OriginalParameter]:
+        """All original parameters of the unit."""
+        return [original for flat in self.flats for original in flat.originals]
+
+
+def _no_owner(call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+    raise AssertionError(f"unit '{call.unit.fqn}' belongs to no root")

@@ -1,0 +1,207 @@
+"""Policies that choose which submodules become units of their own.
+
+Two forms are understood: objects of ``WrapPolicy`` (and upstream's of the same interface), and
+callables ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as upstream has them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+
+Targets = dict[nn.Module, dict[str, Any]]
+"""Modules to wrap, each with the constructor arguments that differ from the root's."""
+
+CallablePolicy = Callable[..., bool]
+
+
+class WrapPolicy(ABC):
+    """Base class of policies."""
+
+    @abstractmethod
+    def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+        """Which modules below ``root`` to wrap.
+
+        Args:
+            root: the module being wrapped; wrapped anyway, so it need not be returned.
+            ignored: modules that must not be wrapped.
+        """
+
+
+class ModuleWrapPolicy(WrapPolicy):
+    """Wrap every module of the given classes."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        classes = tuple(module_classes)
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise FSDPTypeError(
+                    explain(
+                        expected="classes derived from torch.nn.Module",
+                        got=repr(cls),
+                        where="ModuleWrapPolicy",
+                        fix="Pass the classes, not instances or names.",
+                    )
+                )
+        self.module_classes = classes
+
+    def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+        found: Targets = {
+            module: {}
+            for module in root.modules()
+            if isinstance(plain_module(module), self.module_classes) and module not in ignored
+        }
+        names = ", ".join(cls.__name__ for cls in self.module_classes)
+        return _checked(found, root, f"modules of class {names}")
+
+
+class CustomPolicy(WrapPolicy):
+    """Wrap where ``lambda_fn(module)`` is true; a dict adds constructor arguments."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
+        self.lambda_fn = lambda_fn
+
+    def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+        found: Targets = {}
+        for module in root.modules():
+            if module in ignored:
+                continue
+            answer = self.lambda_fn(module)
+            if isinstance(answer, Mapping):
+                found[module] = dict(answer)
+            elif answer is True:
+                found[module] = {}
+            elif answer is not False:
+                raise FSDPTypeError(
+                    explain(
+                        expected="True, False or a dict of constructor arguments",
+                        got=repr(answer),
+                        where=f"CustomPolicy on {type(module).__name__}",
+                        fix="Return one of these from the policy function.",
+                    )
+                )
+        return _checked(found, root, "modules for which the policy function is true")
+
+
+def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
+    if not found:
+        present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
+        raise FSDPValueError(
+            explain(
+                expected=f"{expected} in the module tree",
+                got=f"a policy that matches nothing in a tree of: {present}",
+                where="argument 'auto_wrap_policy'",
+                fix="Name classes that the model has, or pass no policy to make it one unit.",
+            )
+        )
+    return found
+
+
+def plain_module(module: nn.Module) -> nn.Module:
+    """The user's module behind torch.compile's and checkpointing's wrappers."""
+    while True:
+        inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+        if inner is None:
+            return module
+        module = inner
+
+
+def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Wrap every module."""
+    return True
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Wrap modules of the layer classes (``ModuleWrapPolicy`` as a callable)."""
+    return recurse or isinstance(plain_module(module), tuple(transformer_layer_cls))
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wrap where ``lambda_fn(module)`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
+    exclude_wrap_modules: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+) -> bool:
+    """Wrap modules whose not yet wrapped parameters have at least ``min_num_params`` elements.
+
+    Modules of ``force_leaf_modules`` are never looked into, those of ``exclude_wrap_modules``
+    never wrapped.
+    """
+    big = nonwrapped_numel >= min_num_params
+    if recurse:
+        return big and not isinstance(module, tuple(force_leaf_modules))
+    return big and not isinstance(module, tuple(exclude_wrap_modules))
+
+
+def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+    """Targets below ``root`` (the root itself left out), for any form of policy."""
+    if isinstance(policy, WrapPolicy):
+        found = policy.targets(root, ignored)
+    elif hasattr(policy, "_run_policy"):  # upstream's policy classes
+        found = _checked(dict(policy._run_policy(root, ignored, {})), root, "modules to wrap")
+    elif callable(policy):
+        found = {}
+        _run_callable(policy, root, ignored, found, set())
+        if not found:
+            warnings.warn(
+                "auto_wrap_policy chose no module: the whole model is one unit", stacklevel=2
+            )
+    else:
+        raise FSDPTypeError(
+            explain(
+                expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
+                got=repr(policy),
+                where="argument 'auto_wrap_policy'",
+                fix="Pass for example ModuleWrapPolicy({Block}).",
+            )
+        )
+    found.pop(root, None)
+    return found
+
+
+def _run_callable(
+    policy: CallablePolicy,
+    module: nn.Module,
+    ignored: set[nn.Module],
+    found: Targets,
+    seen: set[nn.Module],
+) -> int:
+    """Bottom-up; returns how many elements below ``module`` are in units by now."""
+    own_numel = sum(p.numel() for p in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=own_numel):
+        return 0
+    wrapped_numel = 0
+    for child in module.children():
+        if child in ignored or child in seen:
+            continue
+        seen.add(child)
+        below = _run_callable(policy, child, ignored, found, seen)
+        child_numel = sum(p.numel() for p in child.parameters())
+        if policy(module=child, recurse=False, nonwrapped_numel=child_numel - below):
+            found[child] = {}
+            below = child_numel
+        wrapped_numel += below
+    return wrapped_numel

@@ -1,0 +1,527 @@
+"""FullyShardedDataParallel: the module wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo import build, hooks, hooks_path, state_dict
+from fsdp_dynamo.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    coerce_enum,
+    coerce_mixed_precision,
+)
+from fsdp_dynamo.dynamo_glue import GRAPH_WAY, LEAF_WAY, active_backend_key, which_way
+from fsdp_dynamo.errors import (
+    FSDPError,
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    explain,
+)
+from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.grad_clip import clip_grad_norm
+from fsdp_dynamo.schedule import Root
+from fsdp_dynamo.traced import TracedFlat, describe, traced_forward
+from fsdp_dynamo.unit import Unit, UnitConfig
+from fsdp_dynamo.wrap_policy import run_policy
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over the ranks.
+
+    ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
+    submodules by wrappers in place and returns the outermost one. Each wrapper is one unit.
+    It runs eagerly, under ``torch.compile(model)`` (hooks path) and under
+    ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
+
+    Args:
+        module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
+            view of this rank's part (``NO_SHARD``: a view in its original shape).
+        process_group: ranks to shard over; the default group if not given.
+        sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
+        cpu_offload: accepted on CPU, where it changes nothing; refused elsewhere.
+        auto_wrap_policy: which submodules become units of their own.
+        backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
+        mixed_precision: see ``MixedPrecision``.
+        ignored_modules: modules that stay as they are.
+        ignored_states: modules or parameters that stay as they are.
+        param_init_fn: not supported yet; raises.
+        device_id: the device to move the module to before it is sharded.
+        sync_module_states: broadcast rank 0's parameters and buffers first.
+        forward_prefetch: issue the next unit's all-gather before the current unit's forward.
+            ``None`` (default): on CPU only, whose host does not run ahead of the device.
+        limit_all_gathers: accepted; at most one unit is gathered ahead in any case.
+        use_orig_params: ``False`` is accepted in eager and refused under compile.
+        device_mesh: a 1-D mesh in place of ``process_group``.
+
+    Raises:
+        FSDPError: one of its subclasses, before anything is changed. The message says what was
+            expected, what came, where, and what to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: object | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        _check_module(module)
+        compile_context = None
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            compile_context, module = module.dynamo_ctx, module._orig_mod
+            _check_module(module)
+        group = _group_of(process_group, device_mesh)
+        _refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
+        config = UnitConfig(
+            group=group,
+            strategy=_strategy_of(sharding_strategy, group),
+            precision=coerce_mixed_precision(mixed_precision),
+            backward_prefetch=None
+            if backward_prefetch is None
+            else coerce_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch"),
+            forward_prefetch=forward_prefetch,
+        )
+        ignored = build.collect_ignored(module, ignored_modules, ignored_states, _is_unit)
+        targets: dict[nn.Module, dict[str, Any]] = {}
+        if auto_wrap_policy is not None:
+            found = run_policy(auto_wrap_policy, module, ignored.modules)
+            targets = {m: kw for m, kw in found.items() if not _is_unit(m)}
+        if device_id is not None:
+            device = torch.device(device_id) if isinstance(device_id, torch.device) else (
+                torch.device("cuda", device_id)
+            )
+            module.to(device)
+        if sync_module_states:
+            build.broadcast_module_states(module, ignored, group, _is_unit)
+        configs = {m: _override(config, overrides) for m, overrides in targets.items()}
+        units = build.build_units(
+            module, list(targets), ignored, lambda m: configs.get(m, config), _is_unit
+        )
+        _wrap_children(module, units, ignored, use_orig_params)
+        self._setup(module, units[module], ignored, use_orig_params)
+        self._cast_buffers()
+        self._become_root()
+        if compile_context is not None:
+            self._compiled_call_impl = compile_context(self._call_impl)
+
+    def _setup(
+        self, module: nn.Module, unit: Unit, ignored: build.Ignored, use_orig_params: bool
+    ) -> None:
+        nn.Module.__init__(self)
+        self.training = module.training
+        self._unit = unit
+        self._ignored = ignored
+        self._root: Root
+        self._specs: tuple[TracedFlat, ...] = ()
+        self._input_dtype: torch.dtype | None = None
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+        self._has_nested = False
+        self._bodies: dict[int, Callable[..., Any]] = {}
+        self._leaf_id = hooks_path.register(self)
+        self._modules[build.WRAPPED] = module
+        build.tag_for_dynamo([self, *_managed_modules(module, ignored)], use_orig_params)
+        self.register_state_dict_post_hook(_save_hook)
+        self.register_load_state_dict_pre_hook(_load_hook)
+
+    def _become_root(self) -> None:
+        """Take over the units of all wrappers below; the outermost wrapper is built last."""
+        wrappers = [(build.plain_fqn(n), m) for n, m in _raw_named_modules(self) if _is_unit(m)]
+        root = Root([(fqn, wrapper._unit) for fqn, wrapper in wrappers])
+        for fqn, wrapper in wrappers:
+            unit = wrapper._unit
+            wrapper._root = root
+            wrapper._input_dtype = _input_dtype(unit, is_root=wrapper is self)
+            wrapper._specs = tuple(describe(f, fqn, i) for i, f in enumerate(unit.flats))
+            wrapper._has_nested = any(w is not wrapper for w in wrapper.modules() if _is_unit(w))
+
+    def _cast_buffers(self) -> None:
+        precision = self._unit.config.precision
+        if precision is None or precision.buffer_dtype is None:
+            return
+        for name, module in _raw_named_modules(self):
+            if module in self._ignored.modules:
+                continue
+            for buffer_name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                if buffer.dtype != precision.buffer_dtype:
+                    self._buffer_dtypes[join_fqn(name, buffer_name)] = buffer.dtype
+                    module._buffers[buffer_name] = buffer.to(precision.buffer_dtype)
+
+    # -- running -----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters unsharded."""
+        if torch.compiler.is_dynamo_compiling():
+            way, key = which_way()
+            if way == GRAPH_WAY:
+                return self._graph_forward(args, kwargs)
+            if way == LEAF_WAY:
+                return hooks_path.call_as_leaf(self._leaf_id, args, kwargs)
+            return self._hooked_forward(args, kwargs, key)
+        if hooks_path.is_faking():
+            return hooks_path.fake_forward(self, args, kwargs)
+        return self._hooked_forward(args, kwargs, active_backend_key())
+
+    def _graph_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._unit
+        args, kwargs = hooks.prepare_inputs(unit, args, kwargs, self._input_dtype)
+        module = self._modules["_fsdp_wrapped_module"]
+        return traced_forward(unit.flats, self._specs, unit.fqn, module, module, args, kwargs)
+
+    @torch.compiler.disable(reason="a unit's hooks run eagerly, between compiled regions")
+    def _hooked_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
+    ) -> Any:
+        with hooks_path.body_of(self, backend_key) as body:
+            return hooks.run_unit(self._root, self._unit, body, args, kwargs, self._input_dtype)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        inner = self._modules[build.WRAPPED]
+        assert inner is not None
+        return inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the wrapped module are reachable through the wrapper."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == build.WRAPPED or build.WRAPPED not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[build.WRAPPED], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    # -- training ------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate unsharded gradients without communication while open.
+
+        Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
+        sharded form at the cost of one reduction a backward.
+        """
+        with self._root.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients by their global norm; every rank must call it.
+
+        Returns:
+            The norm before clipping, a scalar equal on all ranks.
+        """
+        managed = {id(o.param) for unit in self._root.units for o in unit.originals()}
+        others = [p for p in self.parameters() if id(p) not in managed]
+        flats = [flat for unit in self._root.units for flat in unit.flats]
+        return clip_grad_norm(flats, others, self._unit.config.group, float(max_norm), norm_type)
+
+    def flat_parameter_of(self, fqn: str) -> FlatParameter:
+        """The flat parameter that holds the parameter with this plain FQN.
+
+        Raises:
+            FSDPValueError: if no unit holds a parameter of that name.
+        """
+        for unit in self._root.units:
+            for flat in unit.flats:
+                for _, _, _, site in flat.sites():
+                    if join_fqn(unit.fqn, site) == fqn:
+                        return flat
+        raise FSDPValueError(
+            explain(
+                expected="the FQN of a parameter that a unit manages",
+                got=f"'{fqn}'",
+                where="flat_parameter_of",
+                fix="See named_parameters() for the names.",
+            )
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
+        unit = self._unit
+        unit.reshard("forward")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for flat in unit.flats:
+            converted = fn(flat.sharded.detach())
+            flat.convert(converted)
+        self._specs = tuple(describe(f, unit.fqn, i) for i, f in enumerate(unit.flats))
+        return self
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``, with plain FQNs; the wrapper and its module share one."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield build.plain_fqn(name), module
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """All wrappers in ``module``, or only the outermost ones."""
+        found = [m for _, m in _raw_named_modules(module) if _is_unit(m)]
+        if not root_only:
+            return found
+        return [m for m in found if isinstance(m, FullyShardedDataParallel) and m._is_outermost()]
+
+    def _is_outermost(self) -> bool:
+        return self._root.units[0] is self._unit
+
+
+def _is_unit(module: object) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _raw_named_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``named_modules`` with the wrappers' own names left in."""
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    seen: set[nn.Module] = set()
+    while stack:
+        name, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield name, current
+        children = [(n, c) for n, c in current._modules.items() if c is not None]
+        stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
+
+
+def _managed_modules(module: nn.Module, ignored: build.Ignored) -> Iterator[nn.Module]:
+    yield module
+    for child in module._modules.values():
+        if child is not None and child not in ignored.modules and not _is_unit(child):
+            yield from _managed_modules(child, ignored)
+
+
+def _wrap_children(
+    root: nn.Module, units: dict[nn.Module, Unit], ignored: build.Ignored, use_orig_params: bool
+) -> None:
+    """Put a wrapper in the place of every unit's module below ``root``, innermost first."""
+    wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module._modules.items()):
+            if child is None or _is_unit(child):
+                continue
+            if child not in wrappers:
+                visit(child)
+                if child in units:
+                    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                    wrapper._setup(child, units[child], ignored, use_orig_params)
+                    wrappers[child] = wrapper
+            if child in wrappers:
+                module._modules[name] = wrappers[child]
+
+    visit(root)
+
+
+def _save_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    state_dict.save_unit(module._unit, destination, prefix)
+    state_dict.restore_buffer_dtypes(destination, prefix, module._buffer_dtypes)
+
+
+def _load_hook(
+    module: nn.Module,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    module._unit.reshard("forward")
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    state_dict.load_unit(module._unit, source, prefix, assign)
+
+
+# -- arguments -------------------------------------------------------------------------------
+
+
+def _check_module(module: object) -> None:
+    if _is_unit(module):
+        raise FSDPStateError(
+            explain(
+                expected="a module that is not wrapped yet",
+                got="a FullyShardedDataParallel",
+                where="argument 'module'",
+                fix="Wrap each module once; wrap its parent to make one more unit.",
+            )
+        )
+    if not isinstance(module, nn.Module):
+        raise FSDPTypeError(
+            explain(
+                expected="a torch.nn.Module",
+                got=repr(type(module)),
+                where="argument 'module'",
+                fix="Pass the model itself.",
+            )
+        )
+
+
+def _group_of(group: object, mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise FSDPStateError(
+            explain(
+                expected="an initialised default process group",
+                got="none",
+                where="argument 'process_group'",
+                fix="Call torch.distributed.init_process_group(...) first, for example under "
+                "torchrun.",
+            )
+        )
+    if mesh is not None:
+        if group is not None:
+            raise FSDPValueError(
+                explain(
+                    expected="process_group or device_mesh",
+                    got="both",
+                    where="arguments",
+                    fix="Pass one of them.",
+                )
+            )
+        if mesh.ndim != 1:
+            raise UnsupportedError(
+                explain(
+                    expected="a 1-D device mesh",
+                    got=f"{mesh.ndim} dimensions",
+                    where="argument 'device_mesh'",
+                    fix="Pass one dimension of it, as mesh['name'].",
+                )
+            )
+        return mesh.get_group()
+    if group is None:
+        default = dist.group.WORLD
+        assert default is not None
+        return default
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, tuple):
+        raise UnsupportedError(
+            explain(
+                expected="one process group",
+                got="a tuple of groups, which is for HYBRID_SHARD",
+                where="argument 'process_group'",
+                fix="Use FULL_SHARD with one group; hybrid strategies are not supported yet.",
+            )
+        )
+    raise FSDPTypeError(
+        explain(
+            expected="a torch.distributed.ProcessGroup",
+            got=repr(group),
+            where="argument 'process_group'",
+            fix="Pass the result of torch.distributed.new_group(...).",
+        )
+    )
+
+
+def _strategy_of(strategy: object | None, group: dist.ProcessGroup) -> ShardingStrategy:
+    chosen = (
+        ShardingStrategy.FULL_SHARD
+        if strategy is None
+        else coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
+    )
+    if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        raise UnsupportedError(
+            explain(
+                expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+                got=chosen.name,
+                where="argument 'sharding_strategy'",
+                fix="Hybrid strategies are not supported yet; use FULL_SHARD.",
+            )
+        )
+    return ShardingStrategy.NO_SHARD if group.size() == 1 else chosen
+
+
+def _refuse_unsupported(
+    module: nn.Module,
+    param_init_fn: object | None,
+    cpu_offload: object | None,
+    device_id: int | torch.device | None,
+) -> None:
+    if param_init_fn is not None:
+        raise UnsupportedError(
+            explain(
+                expected="a module with initialised parameters",
+                got="a param_init_fn",
+                where="argument 'param_init_fn'",
+                fix="Initialise the module before wrapping; deferred init is not supported yet.",
+            )
+        )
+    wants_offload = bool(getattr(cpu_offload, "offload_params", False))
+    first = next(module.parameters(), None)
+    on_cpu = (first is None or first.device.type == "cpu") and (
+        device_id is None or torch.device(device_id).type == "cpu"
+    )
+    if wants_offload and not on_cpu:
+        raise UnsupportedError(
+            explain(
+                expected="CPUOffload(offload_params=False) on an accelerator",
+                got="offload_params=True",
+                where="argument 'cpu_offload'",
+                fix="Leave it out; offloading is not supported yet.",
+            )
+        )
+
+
+def _override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
+    """A target's configuration: the root's, with what a policy's dict changes."""
+    known = {
+        "sharding_strategy": lambda v: {"strategy": _strategy_of(v, config.group)},
+        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
+        "backward_prefetch": lambda v: {
+            "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")
+        },
+        "forward_prefetch": lambda v: {"forward_prefetch": v},
+    }
+    values = dict(vars(config))
+    for name, value in overrides.items():
+        if name not in known:
+            raise UnsupportedError(
+                explain(
+                    expected=f"one of {', '.join(known)}",
+                    got=f"'{name}'",
+                    where="a policy's dict of constructor arguments",
+                    fix="Wrap that module by hand to give it other arguments.",
+                )
+            )
+        values.update(known[name](value))
+    return UnitConfig(**values)
+
+
+def _input_dtype(unit: Unit, is_root: bool) -> torch.dtype | None:
+    precision = unit.config.precision
+    if precision is None or precision.param_dtype is None:
+        return None
+    wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+    return precision.param_dtype if wanted else None
+
+
+__all__ = ["FSDPError", "FullyShardedDataParallel"]

@@ -1,0 +1,1 @@
+"""FX passes that order collectives around compute. Knows graphs and marks, not the wrapper."""
