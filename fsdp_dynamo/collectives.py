@@ -13,12 +13,22 @@ The same functions run under the hooks and under lowered graph nodes.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_dynamo import events
+
+
+# Public names since torch 2.12; the older ones warn there.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)
 
 
 class Work(Protocol):
@@ -96,8 +106,13 @@ def issue_all_gather(
     event: events.Event | None = None,
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``."""
-    work = dist.all_gather_into_tensor(output, shard, group=group, async_op=True)
+    work = _all_gather(output, shard, group=group, async_op=True)
     return InFlight(work, (output, shard), event)
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather every rank's shard and wait."""
+    _all_gather(output, shard, group=group)
 
 
 def issue_reduce_scatter(
@@ -111,7 +126,7 @@ def issue_reduce_scatter(
         received = torch.empty_like(unsharded)
         work = dist.all_to_all_single(received, unsharded, group=group, async_op=True)
         return _SumOfParts(work, (output, received, unsharded), event)
-    work = dist.reduce_scatter_tensor(output, unsharded, group=group, async_op=True)
+    work = _reduce_scatter(output, unsharded, group=group, async_op=True)
     return InFlight(work, (output, unsharded), event)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +63,7 @@ class EventLog(list[Event]):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
+        self.at_end: Callable[[], None] | None = None
 
     def issue(
         self, unit: str, kind: Kind, phase: Phase, num_bytes: int = 0, source: Source = "hook"
@@ -136,4 +137,6 @@ def record_events() -> Iterator[EventLog]:
     try:
         yield recorder
     finally:
+        if recorder.at_end is not None:
+            recorder.at_end()
         recorder = None

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_dynamo.build import WRAPPED, plain_fqn
+from fsdp_dynamo.collectives import all_gather
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.training_state import UnitState
@@ -31,7 +31,7 @@ def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
     if not flat.is_sharded:
         return [view.clone() for view in flat.cut(shard)]
     unsharded = shard.new_empty(flat.layout.padded_numel)
-    dist.all_gather_into_tensor(unsharded, shard, group=flat.group)
+    all_gather(unsharded, shard, flat.group)
     return [view.clone() for view in flat.cut(unsharded)]
 
 

@@ -35,6 +35,8 @@ class TracedFlat:
         reduce_mark: mark of the reduction.
         divide_before: what gradients are divided by before the sum.
         divide_after: and after it.
+        split_sizes: how the unsharded flat parameter is cut.
+        views: for each original parameter, its piece and its shape.
     """
 
     group_name: str
@@ -47,10 +49,19 @@ class TracedFlat:
     reduce_mark: str
     divide_before: float
     divide_after: float
+    split_sizes: tuple[int, ...]
+    views: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def describe(flat: FlatParameter, unit_fqn: str, ordinal: int) -> TracedFlat:
-    """Constants of one flat parameter for the trace."""
+def describe(flat: FlatParameter, unit_fqn: str, ordinal: int, reshards: bool) -> TracedFlat:
+    """Constants of one flat parameter for the trace.
+
+    Args:
+        flat: the flat parameter.
+        unit_fqn: its unit.
+        ordinal: which of the unit's it is.
+        reshards: whether the unit is resharded after its forward.
+    """
     world_size = flat.group.size()
     before, after = divisors(flat.reduce_dtype, world_size)
     reduce_kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
@@ -61,10 +72,15 @@ def describe(flat: FlatParameter, unit_fqn: str, ordinal: int) -> TracedFlat:
         param_dtype=flat.param_dtype,
         reduce_dtype=flat.reduce_dtype,
         grad_dtype=flat.dtype,
-        gather_mark=Mark(unit_fqn, "all_gather", "forward", ordinal).encode(),
+        gather_mark=Mark(unit_fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_mark=Mark(unit_fqn, reduce_kind, "backward", ordinal).encode(),  # type: ignore[arg-type]
         divide_before=before,
         divide_after=after,
+        split_sizes=flat.layout.split_sizes,
+        views=tuple(
+            (i, slot.shape)
+            for i, slot in zip(flat.layout.split_slots, flat.layout.slots, strict=True)
+        ),
     )
 
 
@@ -128,21 +144,19 @@ def traced_forward(
     called, and the original parameters after it.
     """
     kept = []
-    for flat, spec in zip(flats, specs):  # noqa: B905  # Dynamo does not know strict= everywhere
-        if flat.requires_grad:
-            unsharded = TracedUnshard.apply(flat.sharded, spec)
-        else:
-            unsharded = _unshard(flat.sharded, spec)
-        pieces = torch.split(unsharded, flat.layout.split_sizes)
-        for original, index, slot in zip(  # noqa: B905
-            flat.originals, flat.layout.split_slots, flat.layout.slots
-        ):
-            view = pieces[index].view(slot.shape)
-            for holder, name, _ in original.sites:
-                kept.append((holder, name, holder._parameters[name]))
-                holder._parameters[name] = view
     with traceback.annotate({UNIT: unit_fqn}):
+        for flat, spec in zip(flats, specs):  # noqa: B905  # traced by Dynamo
+            if flat.requires_grad:
+                unsharded = TracedUnshard.apply(flat.sharded, spec)
+            else:
+                unsharded = _unshard(flat.sharded, spec)
+            pieces = torch.split(unsharded, spec.split_sizes)
+            for original, (index, shape) in zip(flat.originals, spec.views):  # noqa: B905
+                view = pieces[index].view(shape)
+                for holder, name, _ in original.sites:
+                    kept.append((holder, name, holder._parameters[name]))
+                    holder._parameters[name] = view
         output = call(*args, **kwargs)
-    for holder, name, param in kept:
-        holder._parameters[name] = param
+        for holder, name, param in kept:
+            holder._parameters[name] = param
     return output

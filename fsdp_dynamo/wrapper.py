@@ -20,6 +20,7 @@ from fsdp_dynamo.api import (
     coerce_enum,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.compile import mark_shard
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, LEAF_WAY, active_backend_key, which_way
 from fsdp_dynamo.errors import (
     FSDPError,
@@ -155,8 +156,18 @@ class FullyShardedDataParallel(nn.Module):
             unit = wrapper._unit
             wrapper._root = root
             wrapper._input_dtype = _input_dtype(unit, is_root=wrapper is self)
-            wrapper._specs = tuple(describe(f, fqn, i) for i, f in enumerate(unit.flats))
+            wrapper._prepare_graph_path()
             wrapper._has_nested = any(w is not wrapper for w in wrapper.modules() if _is_unit(w))
+
+    def _prepare_graph_path(self) -> None:
+        unit = self._unit
+        is_root = self._root.units[0] is unit
+        reshards = unit.config.strategy is ShardingStrategy.FULL_SHARD and not is_root
+        self._specs = tuple(
+            describe(flat, unit.fqn, i, reshards) for i, flat in enumerate(unit.flats)
+        )
+        for flat in unit.flats:
+            mark_shard(flat)
 
     def _cast_buffers(self) -> None:
         precision = self._unit.config.precision
@@ -270,7 +281,7 @@ class FullyShardedDataParallel(nn.Module):
         for flat in unit.flats:
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
-        self._specs = tuple(describe(f, unit.fqn, i) for i, f in enumerate(unit.flats))
+        self._prepare_graph_path()
         return self
 
     # -- names -----------------------------------------------------------------------------------

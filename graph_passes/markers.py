@@ -30,26 +30,28 @@ class Mark:
         direction: the pass in which it was traced. (An all-gather that is recomputed for the
             backward keeps its mark; the graph it is in says the rest.)
         ordinal: which flat parameter of the unit.
+        reshards: for an all-gather, whether the unit is resharded after its forward.
     """
 
     unit: str
     kind: CollectiveKind
     direction: Literal["forward", "backward"]
     ordinal: int
+    reshards: bool = False
 
     def encode(self) -> str:
         """As a string, which survives tracing and code generation."""
-        return f"{self.kind}|{self.direction}|{self.ordinal}|{self.unit}"
+        return f"{self.kind}|{self.direction}|{self.ordinal}|{int(self.reshards)}|{self.unit}"
 
     @staticmethod
     def decode(text: str) -> Mark:
         """Back from ``encode``; raises ``ValueError`` for anything else."""
-        kind, direction, ordinal, unit = text.split("|", 3)
+        kind, direction, ordinal, reshards, unit = text.split("|", 4)
         if kind not in ("all_gather", "reduce_scatter", "all_reduce"):
             raise ValueError(f"mark: expected a collective's kind, got '{kind}' in '{text}'")
         if direction not in ("forward", "backward"):
             raise ValueError(f"mark: expected a direction, got '{direction}' in '{text}'")
-        return Mark(unit, kind, direction, int(ordinal))  # type: ignore[arg-type]
+        return Mark(unit, kind, direction, int(ordinal), reshards == "1")  # type: ignore[arg-type]
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:

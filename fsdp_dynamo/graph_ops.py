@@ -1,0 +1,186 @@
+"""What collectives of a compiled graph run: the same eager collectives, recorded if asked.
+
+``lower`` replaces functional collectives by these at the very end, after all passes. An issue
+returns a tensor that must not be read before its wait. Under aot_eager the nodes call these
+functions directly; under Inductor they are operators of the library ``fsdp_dynamo``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_dynamo import collectives, events
+from graph_passes.labels import Label
+
+_in_flight: dict[int, collectives.InFlight] = {}
+
+
+class GraphRecording:
+    """Events of compiled graphs, seen from their collectives.
+
+    Compute is what runs between two collectives; the label of each says whose it is. The
+    unsharded flat parameter's end is noticed at the next collective.
+    """
+
+    def __init__(self, log: events.EventLog) -> None:
+        self.log = log
+        self.compute: list[events.Event] = []
+        self.alive: list[tuple[StorageWeakRef, Label, int]] = []
+
+    def boundary(self, label: Label) -> None:
+        """A collective begins: what computed until now has stopped."""
+        now = time.perf_counter_ns()
+        for unit in label.before:
+            began = self.log[-1].waited_ns or self.log[-1].issued_ns if self.log else now
+            event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            event.issued_ns = began
+            event.waited_ns = now
+        for event in self.compute:
+            event.waited_ns = now
+        self.compute = []
+        self.expire()
+
+    def follow(self, label: Label) -> None:
+        """A collective has been issued or waited for: whose compute comes next."""
+        for unit in label.after:
+            event = self._same_compute(unit, label.phase)
+            if event is None:
+                event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            self.compute.append(event)
+
+    def _same_compute(self, unit: str, phase: events.Phase) -> events.Event | None:
+        """A unit's compute goes on where a collective of another unit fell into it."""
+        for event in reversed(self.log):
+            if event.kind == phase and event.source == "graph":
+                return event if event.unit == unit and event.phase == phase else None
+        return None
+
+    def expire(self) -> None:
+        """Note unsharded flat parameters whose storage has been freed."""
+        still = []
+        for reference, label, num_bytes in self.alive:
+            if reference.expired():
+                self.log.instant(label.unit, "reshard", label.phase, num_bytes, "graph")
+            else:
+                still.append((reference, label, num_bytes))
+        self.alive = still
+
+
+_recording: GraphRecording | None = None
+
+
+def _recording_of_now() -> GraphRecording | None:
+    global _recording
+    log = events.recorder
+    if log is None:
+        _recording = None
+    elif _recording is None or _recording.log is not log:
+        _recording = GraphRecording(log)
+        log.at_end = _recording.expire
+    return _recording
+
+
+def _issue(
+    tensor: torch.Tensor, output: torch.Tensor, group_name: str, text: str, num_bytes: int
+) -> torch.Tensor:
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
+    recording = _recording_of_now()
+    event = None
+    if recording is not None:
+        label = Label.decode(text)
+        recording.boundary(label)
+        if label.kind == "all_gather":
+            recording.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
+            reference = StorageWeakRef(output.untyped_storage())
+            recording.alive.append((reference, label, num_bytes))
+        event = recording.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
+    key = output.untyped_storage().data_ptr()
+    if output is tensor:
+        _in_flight[key] = collectives.issue_all_reduce(output, group, event)
+    elif output.numel() > tensor.numel():
+        _in_flight[key] = collectives.issue_all_gather(output, tensor, group, event)
+    else:
+        _in_flight[key] = collectives.issue_reduce_scatter(output, tensor, group, event)
+    if recording is not None:
+        recording.follow(label)
+    return output
+
+
+def all_gather(shard: torch.Tensor, world_size: int, group: str, text: str) -> torch.Tensor:
+    """Start an all-gather; returns the unsharded tensor, unread until its wait."""
+    shard = shard.contiguous()
+    output = shard.new_empty(shard.numel() * world_size)
+    return _issue(shard, output, group, text, output.numel() * output.element_size())
+
+
+def reduce_scatter(
+    unsharded: torch.Tensor, world_size: int, group: str, text: str
+) -> torch.Tensor:
+    """Start a sum over ranks; returns this rank's part, unread until its wait."""
+    unsharded = unsharded.contiguous()
+    output = unsharded.new_empty(unsharded.numel() // world_size)
+    return _issue(unsharded, output, group, text, unsharded.numel() * unsharded.element_size())
+
+
+def all_reduce(tensor: torch.Tensor, group: str, text: str) -> torch.Tensor:
+    """Start a sum over ranks of a copy; returns it, unread until its wait."""
+    output = tensor.contiguous().clone()
+    return _issue(output, output, group, text, output.numel() * output.element_size())
+
+
+def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
+    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive."""
+    in_flight = _in_flight.pop(output.untyped_storage().data_ptr())
+    recording = _recording_of_now()
+    if recording is not None:
+        label = Label.decode(text)
+        recording.boundary(label)
+    in_flight.wait()
+    if recording is not None:
+        recording.follow(label)
+    return output
+
+
+# -- the same as operators, for Inductor ----------------------------------------------------------
+
+_library = torch.library.Library("fsdp_dynamo", "DEF")
+_library.define("all_gather(Tensor shard, int world_size, str group, str text) -> Tensor")
+_library.define("reduce_scatter(Tensor unsharded, int world_size, str group, str text) -> Tensor")
+_library.define("all_reduce(Tensor tensor, str group, str text) -> Tensor")
+_library.define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
+
+
+def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
+    wait(output, source, text)
+
+
+def _fake_all_gather(shard: Any, world_size: int, group: str, text: str) -> Any:
+    return shard.new_empty(shard.numel() * world_size)
+
+
+def _fake_reduce_scatter(unsharded: Any, world_size: int, group: str, text: str) -> Any:
+    return unsharded.new_empty(unsharded.numel() // world_size)
+
+
+def _fake_all_reduce(tensor: Any, group: str, text: str) -> Any:
+    return tensor.new_empty(tensor.size())
+
+
+def _fake_wait(output: Any, source: Any, text: str) -> None:
+    return None
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_gather", all_gather, _key)
+    _library.impl("reduce_scatter", reduce_scatter, _key)
+    _library.impl("all_reduce", all_reduce, _key)
+    _library.impl("wait_", _wait_, _key)
+_library.impl("all_gather", _fake_all_gather, "Meta")
+_library.impl("reduce_scatter", _fake_reduce_scatter, "Meta")
+_library.impl("all_reduce", _fake_all_reduce, "Meta")
+_library.impl("wait_", _fake_wait, "Meta")

@@ -1,0 +1,62 @@
+"""The last step on a scheduled graph: functional collectives become calls of ``graph_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_dynamo import graph_ops
+from graph_passes.graph_utils import is_collective, is_wait, op_name
+from graph_passes.labels import label_boundaries
+
+_ISSUES: dict[str, Callable[..., Any]] = {
+    "_c10d_functional::all_gather_into_tensor": graph_ops.all_gather,
+    "_c10d_functional::reduce_scatter_tensor": graph_ops.reduce_scatter,
+    "_c10d_functional::all_reduce": graph_ops.all_reduce,
+}
+
+
+def _issue_args(node: fx.Node) -> list[Any]:
+    """Arguments of the lowered call: without the reduce op, which is always a sum."""
+    return [arg for arg in node.args if arg != "sum"]
+
+
+def lower_to_functions(graph: fx.Graph) -> None:
+    """For backends that run the graph as Python: nodes call the functions themselves."""
+    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    waits = [node for node in labels if is_wait(node)]
+    for node, text in labels.items():
+        if is_collective(node):
+            node.target = _ISSUES[op_name(node)]
+            node.args = (*_issue_args(node), text)
+    for node in waits:
+        issued = node.args[0]
+        node.target = graph_ops.wait
+        node.args = (issued, issued.args[0], labels[node])
+
+
+def lower_to_operators(graph: fx.Graph) -> None:
+    """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
+    operators = torch.ops.fsdp_dynamo
+    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    for node, text in labels.items():
+        if is_collective(node):
+            function = _ISSUES[op_name(node)]
+            node.target = getattr(operators, function.__name__).default
+            node.args = (*_issue_args(node), text)
+            node.meta.pop("eager_input_vals", None)
+    for node, text in labels.items():
+        if is_wait(node):
+            issued = node.args[0]
+            with graph.inserting_before(node):
+                mutate = graph.call_function(
+                    operators.wait_.default, (issued, issued.args[0], text)
+                )
+            mutate.meta.update(node.meta)
+            mutate.meta["val"] = None
+            mutate.meta.pop("eager_input_vals", None)  # of the operator that was replaced
+            node.replace_all_uses_with(issued)
+            graph.erase_node(node)

@@ -1,0 +1,87 @@
+"""Labels: what a collective or a wait in a *final* graph says of itself and of the compute next
+to it, as one string that survives code generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from graph_passes.graph_utils import is_backward, is_collective, is_compute, is_wait, op_name
+from graph_passes.markers import CollectiveKind, mark_of, unit_of
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """One boundary of compute in a final graph.
+
+    Attributes:
+        unit: FQN of the collective's unit.
+        kind: what the collective does.
+        phase: the graph it is in.
+        before: units that compute before it, where it is the first boundary of its graph.
+        after: units that compute between it and the next boundary, in order.
+    """
+
+    unit: str
+    kind: CollectiveKind
+    phase: Phase
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def encode(self) -> str:
+        """As a string."""
+        lists = ["".join(f"{name}," for name in names) for names in (self.before, self.after)]
+        return "|".join([self.kind, self.phase, self.unit, *lists])
+
+    @staticmethod
+    def decode(text: str) -> Label:
+        """Back from ``encode``."""
+        kind, phase, unit, before, after = text.split("|")
+        names = [tuple(part.split(",")[:-1]) for part in (before, after)]
+        return Label(unit, kind, phase, names[0], names[1])  # type: ignore[arg-type]
+
+
+def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
+    """Labels of all collectives and waits of a scheduled graph."""
+    phase: Phase = "backward" if is_backward(graph) else "forward"
+    boundaries: list[tuple[fx.Node, list[fx.Node]]] = []
+    before: list[fx.Node] = []
+    current = before
+    reduced: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_collective(node) or is_wait(node):
+            current = []
+            boundaries.append((node, current))
+            mark = mark_of(node)
+            if mark is not None and mark.kind != "all_gather":
+                reduced.add(node)
+        elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
+            reduced.add(node)  # a cast or a division of a reduced gradient: no unit's compute
+        elif is_compute(node):
+            current.append(node)
+    labels: dict[fx.Node, Label] = {}
+    for position, (node, after) in enumerate(boundaries):
+        mark = mark_of(node) or mark_of(node.all_input_nodes[0])
+        if mark is None:
+            continue
+        first = _units(before) if position == 0 else ()
+        labels[node] = Label(mark.unit, mark.kind, phase, first, _units(after))
+    return labels
+
+
+_HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")
+
+
+def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
+    """Units in the order in which they compute; where there is heavy compute, of that alone."""
+    heavy = [node for node in nodes if any(part in op_name(node) for part in _HEAVY)]
+    units: list[str] = []
+    for node in heavy or nodes:
+        unit = unit_of(node)
+        if unit is not None and (not units or units[-1] != unit):
+            units.append(unit)
+    return tuple(units)

@@ -1,0 +1,54 @@
+"""The ordered passes over a partitioned graph; the spec is verified after each.
+
+A pass is a callable ``pass_(graph) -> None`` that changes the graph in place. It is named in
+error messages by its ``__name__`` and takes part in the compile-cache key by its source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graph_passes.prefetch import prefetch_all_gathers
+from graph_passes.sink_waits import sink_waits
+from graph_passes.spec import inventory, verify_graph
+
+GraphPass = Callable[[fx.Graph], None]
+
+DEFAULT_PASSES: tuple[GraphPass, ...] = (sink_waits, prefetch_all_gathers)
+
+
+@dataclass
+class Pipeline:
+    """Passes in order.
+
+    Attributes:
+        passes: what runs over every partitioned graph.
+    """
+
+    passes: Sequence[GraphPass] = field(default_factory=lambda: DEFAULT_PASSES)
+
+    def run(self, graph: fx.Graph) -> None:
+        """Run all passes; raises ``SpecError`` at the first that breaks the spec."""
+        verify_graph(graph, "partition")
+        before = inventory(graph)
+        for pass_ in self.passes:
+            pass_(graph)
+            verify_graph(graph, pass_name(pass_), before)
+
+    def cache_key(self) -> str:
+        """Changes when a pass is added, removed, reordered or edited."""
+        digest = hashlib.sha256()
+        for pass_ in self.passes:
+            digest.update(pass_name(pass_).encode())
+            digest.update(inspect.getsource(inspect.getmodule(pass_) or type(pass_)).encode())
+        return digest.hexdigest()
+
+
+def pass_name(pass_: GraphPass) -> str:
+    """How a pass is called in messages."""
+    return getattr(pass_, "__name__", type(pass_).__name__)
