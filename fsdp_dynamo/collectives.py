@@ -40,58 +40,51 @@ class Work(Protocol):
 class InFlight:
     """A collective that was issued: keeps its buffers alive until it has been waited for.
 
-    Attributes:
+    Args:
+        work: what to wait for; ``None`` if nothing was needed.
+        output: where the result will be.
+        source: the input, kept alive.
         event: what the recorder knows of it, or ``None`` where nothing records.
+        parts: with an all-to-all, the parts of all ranks ``(world_size * n,)``, still to be
+            summed into ``output`` ``(n,)``.
+        divisor: what the result is still to be divided by.
     """
 
+    __slots__ = ("_divisor", "_output", "_parts", "_source", "_work", "event")
+
     def __init__(
-        self, work: Work | None, buffers: tuple[torch.Tensor, ...], event: events.Event | None
+        self,
+        work: Work | None,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        event: events.Event | None = None,
+        parts: torch.Tensor | None = None,
+        divisor: float = 1.0,
     ) -> None:
         self._work = work
-        self._buffers = buffers
+        self._output: torch.Tensor | None = output
+        self._source: torch.Tensor | None = source
+        self._parts = parts
+        self._divisor = divisor
         self.event = event
 
     def wait(self) -> None:
         """Block until complete (on CUDA: make the current stream wait)."""
-        if self._work is None:
+        work, self._work = self._work, None
+        if work is None:
             return
-        began_ns = time.perf_counter_ns() if self.event is not None else 0
-        self._work.wait()
-        self._work = None
-        self._finish(self._buffers)
-        self._buffers = ()
-        if self.event is not None:
-            events.complete(self.event, began_ns)
-
-    def _finish(self, buffers: tuple[torch.Tensor, ...]) -> None:
-        """What is left to do on this rank when the data has come."""
-
-
-class _SumOfParts(InFlight):
-    """The second half of a reduce-scatter by all-to-all: the local sum."""
-
-    def _finish(self, buffers: tuple[torch.Tensor, ...]) -> None:
-        output, received, _ = buffers
-        torch.sum(received.view(-1, output.numel()), dim=0, out=output)
-
-
-class _Divided(InFlight):
-    """Divides the output by ``divisor`` when the wrapped collective is complete."""
-
-    def __init__(self, inner: InFlight, output: torch.Tensor, divisor: float) -> None:
-        super().__init__(inner, (output,), None)
-        self.event = inner.event
-        self._inner = inner
-        self._divisor = divisor
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._inner.wait()
-        self._work = None
-        if self._divisor != 1:
-            self._buffers[0].div_(self._divisor)
-        self._buffers = ()
+        event = self.event
+        began_ns = time.perf_counter_ns() if event is not None else 0
+        work.wait()
+        output = self._output
+        assert output is not None
+        if self._parts is not None:
+            torch.sum(self._parts.view(-1, output.numel()), dim=0, out=output)
+        if self._divisor != 1.0:
+            output.div_(self._divisor)
+        self._output = self._source = self._parts = None
+        if event is not None:
+            events.complete(event, began_ns)
 
 
 def prefers_all_to_all(group: dist.ProcessGroup) -> bool:
@@ -107,42 +100,12 @@ def issue_all_gather(
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``."""
     work = _all_gather(output, shard, group=group, async_op=True)
-    return InFlight(work, (output, shard), event)
+    return InFlight(work, output, shard, event)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather every rank's shard and wait."""
     _all_gather(output, shard, group=group)
-
-
-def issue_reduce_scatter(
-    output: torch.Tensor,
-    unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    event: events.Event | None = None,
-) -> InFlight:
-    """Start summing ``unsharded`` ``(n * world_size,)`` over ranks; rank r gets part r ``(n,)``."""
-    if prefers_all_to_all(group):
-        received = torch.empty_like(unsharded)
-        work = dist.all_to_all_single(received, unsharded, group=group, async_op=True)
-        return _SumOfParts(work, (output, received, unsharded), event)
-    work = _reduce_scatter(output, unsharded, group=group, async_op=True)
-    return InFlight(work, (output, unsharded), event)
-
-
-def issue_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, event: events.Event | None = None
-) -> InFlight:
-    """Start summing ``tensor`` over ranks in place."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    return InFlight(work, (tensor,), event)
-
-
-def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
-    """What gradients are divided by before and after they are summed over the ranks."""
-    if dtype == torch.float16:
-        return float(world_size), 1.0
-    return 1.0, float(world_size)
 
 
 def issue_reduce_mean(
@@ -151,16 +114,21 @@ def issue_reduce_mean(
     group: dist.ProcessGroup,
     event: events.Event | None = None,
 ) -> InFlight:
-    """Start the mean over ranks of ``unsharded``, which is overwritten.
+    """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
-    ``output`` is either this rank's part of it (a reduce-scatter) or ``unsharded`` itself
-    (an all-reduce).
+    ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
+    itself (an all-reduce).
     """
-    before, after = divisors(unsharded.dtype, group.size())
-    if before != 1:
-        unsharded.div_(before)
+    divisor = float(group.size())
+    if unsharded.dtype == torch.float16:
+        unsharded.div_(divisor)
+        divisor = 1.0
     if output is unsharded:
-        inner = issue_all_reduce(unsharded, group, event)
-    else:
-        inner = issue_reduce_scatter(output, unsharded, group, event)
-    return _Divided(inner, output, after)
+        work = dist.all_reduce(unsharded, group=group, async_op=True)
+        return InFlight(work, output, unsharded, event, None, divisor)
+    if prefers_all_to_all(group):
+        parts = torch.empty_like(unsharded)
+        work = dist.all_to_all_single(parts, unsharded, group=group, async_op=True)
+        return InFlight(work, output, unsharded, event, parts, divisor)
+    work = _reduce_scatter(output, unsharded, group=group, async_op=True)
+    return InFlight(work, output, unsharded, event, None, divisor)

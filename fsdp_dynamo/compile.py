@@ -7,7 +7,9 @@ is wrapped in ``_Entry``, which leads the shards' gradients to the original para
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
@@ -64,7 +67,10 @@ def _with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
         flats: list[FlatParameter] = []
         for position, value in enumerate(inputs):
             flat = getattr(value, _OWNER, None)
-            if flat is not None and flat.requires_grad:
+            if flat is None:
+                continue
+            flat.check_originals()
+            if flat.requires_grad:
                 where.append(position)
                 flats.append(flat)
         if not where:
@@ -123,7 +129,8 @@ class _ScheduleAndLower(CustomGraphPass):
         lower_to_operators(graph)
 
     def uuid(self) -> str:
-        return f"fsdp_dynamo.schedule.{self.pipeline.cache_key()}"
+        lowering = hashlib.sha256(Path(lowering_module.__file__).read_bytes()).hexdigest()
+        return f"fsdp_dynamo.schedule.{self.pipeline.cache_key()}.{lowering}"
 
 
 def _inductor_config() -> dict[str, Any]:

@@ -96,6 +96,7 @@ class FlatParameter:
         self.unsharded_grad_sum: torch.Tensor | None = None
         self._sharded_sizes, self._sharded_index = self._shard_pieces()
         self._views_set = False
+        self.unit_fqn = ""
         self._point_originals_to_shard()
 
     # -- construction ------------------------------------------------------------------
@@ -249,7 +250,7 @@ class FlatParameter:
 
     # -- consistency -----------------------------------------------------------------------
 
-    def check_originals(self, unit_fqn: str) -> None:
+    def check_originals(self) -> None:
         """Raise if a parameter was replaced, moved or frozen behind the wrapper's back."""
         if self._views_set:
             return
@@ -272,7 +273,7 @@ class FlatParameter:
                     expected=f"the wrapped parameter (requires_grad={self.requires_grad}, "
                     f"{part.numel} elements on this rank) unchanged",
                     got=got,
-                    where=f"parameter '{join_fqn(unit_fqn, fqn)}'",
+                    where=f"parameter '{join_fqn(self.unit_fqn, fqn)}'",
                     fix="Change values in place under torch.no_grad(), load a state dict, or "
                     "replace and freeze parameters before wrapping.",
                 )

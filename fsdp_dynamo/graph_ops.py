@@ -99,13 +99,15 @@ def _issue(
             reference = StorageWeakRef(output.untyped_storage())
             recording.alive.append((reference, label, num_bytes))
         event = recording.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
-    key = output.untyped_storage().data_ptr()
+    key = output.data_ptr()
     if output is tensor:
-        _in_flight[key] = collectives.issue_all_reduce(output, group, event)
+        _in_flight[key] = collectives.issue_reduce_mean(output, output, group, event)
     elif output.numel() > tensor.numel():
         _in_flight[key] = collectives.issue_all_gather(output, tensor, group, event)
     else:
-        _in_flight[key] = collectives.issue_reduce_scatter(output, tensor, group, event)
+        if tensor.dtype == torch.float16:  # divided in place before the sum
+            tensor = tensor.clone()
+        _in_flight[key] = collectives.issue_reduce_mean(output, tensor, group, event)
     if recording is not None:
         recording.follow(label)
     return output
@@ -121,21 +123,21 @@ def all_gather(shard: torch.Tensor, world_size: int, group: str, text: str) -> t
 def reduce_scatter(
     unsharded: torch.Tensor, world_size: int, group: str, text: str
 ) -> torch.Tensor:
-    """Start a sum over ranks; returns this rank's part, unread until its wait."""
+    """Start a mean over ranks; returns this rank's part, unread until its wait."""
     unsharded = unsharded.contiguous()
     output = unsharded.new_empty(unsharded.numel() // world_size)
     return _issue(unsharded, output, group, text, unsharded.numel() * unsharded.element_size())
 
 
 def all_reduce(tensor: torch.Tensor, group: str, text: str) -> torch.Tensor:
-    """Start a sum over ranks of a copy; returns it, unread until its wait."""
+    """Start a mean over ranks of a copy; returns it, unread until its wait."""
     output = tensor.contiguous().clone()
     return _issue(output, output, group, text, output.numel() * output.element_size())
 
 
 def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
     """Wait for a collective. ``source``, its input, is an argument so that it is kept alive."""
-    in_flight = _in_flight.pop(output.untyped_storage().data_ptr())
+    in_flight = _in_flight.pop(output.data_ptr())
     recording = _recording_of_now()
     if recording is not None:
         label = Label.decode(text)

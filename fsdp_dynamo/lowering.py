@@ -20,8 +20,8 @@ _ISSUES: dict[str, Callable[..., Any]] = {
 
 
 def _issue_args(node: fx.Node) -> list[Any]:
-    """Arguments of the lowered call: without the reduce op, which is always a sum."""
-    return [arg for arg in node.args if arg != "sum"]
+    """Arguments of the lowered call: without the reduce op, which is always the mean."""
+    return [arg for arg in node.args if arg != "avg"]
 
 
 def lower_to_functions(graph: fx.Graph) -> None:

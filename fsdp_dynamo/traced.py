@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.fx import traceback
 
-from fsdp_dynamo.collectives import divisors
 from fsdp_dynamo.flat_parameter import FlatParameter
 from graph_passes.markers import COLLECTIVE, UNIT, Mark
 
@@ -33,8 +32,6 @@ class TracedFlat:
         grad_dtype: dtype of the gradient that leaves the graph.
         gather_mark: mark of the all-gather.
         reduce_mark: mark of the reduction.
-        divide_before: what gradients are divided by before the sum.
-        divide_after: and after it.
         split_sizes: how the unsharded flat parameter is cut.
         views: for each original parameter, its piece and its shape.
     """
@@ -47,8 +44,6 @@ class TracedFlat:
     grad_dtype: torch.dtype
     gather_mark: str
     reduce_mark: str
-    divide_before: float
-    divide_after: float
     split_sizes: tuple[int, ...]
     views: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -63,7 +58,6 @@ def describe(flat: FlatParameter, unit_fqn: str, ordinal: int, reshards: bool) -
         reshards: whether the unit is resharded after its forward.
     """
     world_size = flat.group.size()
-    before, after = divisors(flat.reduce_dtype, world_size)
     reduce_kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
     return TracedFlat(
         group_name=flat.group.group_name,
@@ -74,8 +68,6 @@ def describe(flat: FlatParameter, unit_fqn: str, ordinal: int, reshards: bool) -
         grad_dtype=flat.dtype,
         gather_mark=Mark(unit_fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_mark=Mark(unit_fqn, reduce_kind, "backward", ordinal).encode(),  # type: ignore[arg-type]
-        divide_before=before,
-        divide_after=after,
         split_sizes=flat.layout.split_sizes,
         views=tuple(
             (i, slot.shape)
@@ -101,18 +93,14 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
     if grad.dtype != spec.reduce_dtype:
         grad = grad.to(spec.reduce_dtype)
     if spec.world_size > 1:
-        if spec.divide_before != 1:
-            grad = grad / spec.divide_before
         with traceback.annotate({COLLECTIVE: spec.reduce_mark}):
             if spec.is_sharded:
                 reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
-                    grad, "sum", spec.world_size, spec.group_name
+                    grad, "avg", spec.world_size, spec.group_name
                 )
             else:
-                reduced = torch.ops._c10d_functional.all_reduce(grad, "sum", spec.group_name)
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", spec.group_name)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
-        if spec.divide_after != 1:
-            grad = grad / spec.divide_after
     return grad.to(spec.grad_dtype)
 
 

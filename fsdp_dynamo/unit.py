@@ -112,6 +112,8 @@ class Unit:
         """Set the unit's FQN relative to its root."""
         self.fqn = fqn
         self.machine.fqn = fqn
+        for flat in self.flats:
+            flat.unit_fqn = fqn
 
     @property
     def unsharded_bytes(self) -> int:
@@ -200,7 +202,7 @@ class Unit:
     def check_originals(self) -> None:
         """Raise if a parameter was changed behind the wrapper's back."""
         for flat in self.flats:
-            flat.check_originals(self.fqn)
+            flat.check_originals()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class Unit:
             kind: events.Kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
             event = log.issue(self.fqn, kind, "backward", flat.reduce_bytes)
         if flat.group.size() == 1:
-            done = collectives.InFlight(None, (), None)
+            done = collectives.InFlight(None, unsharded_grad, unsharded_grad)
             return PendingReduce(flat, done, unsharded_grad)
         output = unsharded_grad
         if flat.is_sharded:

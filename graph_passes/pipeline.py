@@ -10,16 +10,18 @@ import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import fx
 
 from graph_passes.prefetch import prefetch_all_gathers
+from graph_passes.simplify import drop_noop_views
 from graph_passes.sink_waits import sink_waits
 from graph_passes.spec import inventory, verify_graph
 
 GraphPass = Callable[[fx.Graph], None]
 
-DEFAULT_PASSES: tuple[GraphPass, ...] = (sink_waits, prefetch_all_gathers)
+DEFAULT_PASSES: tuple[GraphPass, ...] = (drop_noop_views, sink_waits, prefetch_all_gathers)
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Pipeline:
     def cache_key(self) -> str:
         """Changes when a pass is added, removed, reordered or edited."""
         digest = hashlib.sha256()
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(path.read_bytes())
         for pass_ in self.passes:
             digest.update(pass_name(pass_).encode())
             digest.update(inspect.getsource(inspect.getmodule(pass_) or type(pass_)).encode())

@@ -1,0 +1,63 @@
+"""Simplify: drop view nodes that change nothing.
+
+A graph that is run node by node pays host time for every node. Tracing leaves pairs such as::
+
+    mm -> t -> t -> view        ->      mm -> view
+    sum -> view -> view         ->      sum -> view
+    x -> detach -> y            ->      x -> y
+
+Nodes that are outputs stay as they are: an output must not become an alias of an input.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graph_passes.graph_utils import op_name
+
+_IDENTITIES = frozenset({"aten::detach", "aten::alias"})
+_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
+
+
+def drop_noop_views(graph: fx.Graph) -> None:
+    """Replace identities, double transposes and repeated views by what they stand for."""
+    for node in graph.nodes:
+        source = _stands_for(node)
+        if source is None or any(user.op == "output" for user in node.users):
+            continue
+        node.replace_all_uses_with(source)
+    for node in reversed(graph.nodes):
+        if op_name(node).startswith("aten::") and not node.users and _is_plain_view(node):
+            graph.erase_node(node)
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    name = op_name(node)
+    return name in _IDENTITIES or name in _RESHAPES or name == "aten::t"
+
+
+def _stands_for(node: fx.Node) -> fx.Node | None:
+    """The earlier node that ``node`` equals, if there is one; merges a view into its source."""
+    name = op_name(node)
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if name in _IDENTITIES:
+        return source
+    if name == "aten::t" and op_name(source) == "aten::t":
+        inner = source.args[0]
+        return inner if isinstance(inner, fx.Node) else None
+    if name == "aten::view":
+        if op_name(source) == "aten::view":
+            node.args = (source.args[0], *node.args[1:])
+            source = node.all_input_nodes[0]
+        if _same_shape(node, source):
+            return source
+    return None
+
+
+def _same_shape(node: fx.Node, source: fx.Node) -> bool:
+    one, other = node.meta.get("val"), source.meta.get("val")
+    if one is None or other is None or not hasattr(other, "shape"):
+        return False
+    return tuple(one.shape) == tuple(other.shape)
