@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 
-
 # Public names since torch 2.12; the older ones warn there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
     dist.all_gather_into_tensor

@@ -76,7 +76,7 @@ def _with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if not where:
             return compiled(*inputs)
         arguments = list(inputs)
-        tracked = _ShardsIn.apply(flats, *[inputs[i] for i in where])
+        tracked = _ShardsIn.apply(flats, *[inputs[i] for i in where])  # type: ignore[no-untyped-call]
         for position, shard in zip(where, tracked, strict=True):
             arguments[position] = shard
         return compiled(*arguments)
@@ -94,7 +94,8 @@ def _run_as_python(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callabl
     Pipeline().run(gm.graph)
     lower_to_functions(gm.graph)
     gm.recompile()
-    return make_boxed_func(gm.forward)
+    boxed: Callable[..., Any] = make_boxed_func(gm.forward)
+    return boxed
 
 
 _aot_eager = aot_autograd(
@@ -151,7 +152,8 @@ def fsdp_dynamo(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
-    return _with_entry(compile_fx(gm, example_inputs, config_patches=_inductor_config()))
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=_inductor_config())
+    return _with_entry(compiled)
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):

@@ -54,7 +54,7 @@ def way_of(backend: Backend) -> str:
     return str(getattr(inner, _WAY_ATTRIBUTE, HOOKS_WAY))
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def which_way() -> tuple[str, int]:
     """Which way the trace that runs now takes, and the number of its backend.
 

@@ -88,7 +88,7 @@ def _recording_of_now() -> GraphRecording | None:
 def _issue(
     tensor: torch.Tensor, output: torch.Tensor, group_name: str, text: str, num_bytes: int
 ) -> torch.Tensor:
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
     recording = _recording_of_now()
     event = None
     if recording is not None:
@@ -120,9 +120,7 @@ def all_gather(shard: torch.Tensor, world_size: int, group: str, text: str) -> t
     return _issue(shard, output, group, text, output.numel() * output.element_size())
 
 
-def reduce_scatter(
-    unsharded: torch.Tensor, world_size: int, group: str, text: str
-) -> torch.Tensor:
+def reduce_scatter(unsharded: torch.Tensor, world_size: int, group: str, text: str) -> torch.Tensor:
     """Start a mean over ranks; returns this rank's part, unread until its wait."""
     unsharded = unsharded.contiguous()
     output = unsharded.new_empty(unsharded.numel() // world_size)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_dynamo.schedule import Root
-from fsdp_dynamo.tree import map_tensors, tensors_of
 from fsdp_dynamo.training_state import UnitState
+from fsdp_dynamo.tree import map_tensors, tensors_of
 from fsdp_dynamo.unit import ForwardCall, Unit
 
 

@@ -129,7 +129,7 @@ def run_leaf(
     return tuple(tensors)
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _template_of(leaf_id: int) -> Any:
     return _templates[leaf_id]
 
@@ -241,6 +241,3 @@ def _segment_backend(key: int) -> Backend:
         key_of(backend)
         _segment_backends[key] = backend
     return _segment_backends[key]
-
-
-

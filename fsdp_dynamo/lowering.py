@@ -33,7 +33,7 @@ def lower_to_functions(graph: fx.Graph) -> None:
             node.target = _ISSUES[op_name(node)]
             node.args = (*_issue_args(node), text)
     for node in waits:
-        issued = node.args[0]
+        issued = node.all_input_nodes[0]
         node.target = graph_ops.wait
         node.args = (issued, issued.args[0], labels[node])
 
@@ -50,7 +50,7 @@ def lower_to_operators(graph: fx.Graph) -> None:
             node.meta.pop("eager_input_vals", None)
     for node, text in labels.items():
         if is_wait(node):
-            issued = node.args[0]
+            issued = node.all_input_nodes[0]
             with graph.inserting_before(node):
                 mutate = graph.call_function(
                     operators.wait_.default, (issued, issued.args[0], text)

@@ -121,7 +121,10 @@ def _structure(part: fx.GraphModule, inputs: list[Any]) -> Any:
         if node.op == "get_attr":
             return None
         numbers[node] = len(numbers)
-        args = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(numbers[n]))
+        args = fx.map_arg(
+            (node.args, node.kwargs),
+            lambda n: _Ref(numbers[n]),  # type: ignore[arg-type,return-value]
+        )
         target = "" if node.op == "placeholder" else str(node.target)
         rows.append((node.op, target, repr(args)))
     metas: list[Any] = []

@@ -90,7 +90,7 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
     plain_names_before_load(state_dict, prefix, WRAPPED)
 
 
-def _local_part(flat: FlatParameter, index: int, whole: Any, key: str) -> torch.Tensor:
+def _local_part(flat: FlatParameter, index: int, whole: torch.Tensor, key: str) -> torch.Tensor:
     slot, part = flat.layout.slots[index], flat.ranges[index]
     shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__
     if shape != slot.shape:

@@ -135,15 +135,15 @@ def traced_forward(
     with traceback.annotate({UNIT: unit_fqn}):
         for flat, spec in zip(flats, specs):  # noqa: B905  # traced by Dynamo
             if flat.requires_grad:
-                unsharded = TracedUnshard.apply(flat.sharded, spec)
+                unsharded = TracedUnshard.apply(flat.sharded, spec)  # type: ignore[no-untyped-call]
             else:
                 unsharded = _unshard(flat.sharded, spec)
-            pieces = torch.split(unsharded, spec.split_sizes)
+            pieces = torch.split(unsharded, spec.split_sizes)  # type: ignore[arg-type]
             for original, (index, shape) in zip(flat.originals, spec.views):  # noqa: B905
                 view = pieces[index].view(shape)
                 for holder, name, _ in original.sites:
                     kept.append((holder, name, holder._parameters[name]))
-                    holder._parameters[name] = view
+                    holder._parameters[name] = view  # type: ignore[assignment]
         output = call(*args, **kwargs)
         for holder, name, param in kept:
             holder._parameters[name] = param

@@ -77,9 +77,9 @@ class StateMachine(Generic[StateT]):
     """Holds one state; ``advance`` checks the table, ``reset`` does not."""
 
     def __init__(self, initial: StateT, fqn: str) -> None:
-        self.state = initial
+        self.state: StateT = initial
         self.fqn = fqn
-        self._initial = initial
+        self._initial: StateT = initial
 
     def advance(self, wanted: StateT) -> None:
         """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such step."""

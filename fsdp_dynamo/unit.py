@@ -83,7 +83,8 @@ class _ViewsOfUnsharded(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         call: ForwardCall = ctx.call
         call.unit.on_gradients(call, grads)
-        return (None,) * (ctx.num_shards + 1)
+        num_shards: int = ctx.num_shards
+        return (None,) * (num_shards + 1)
 
 
 class Unit:
@@ -146,9 +147,7 @@ class Unit:
             event = None
             if log is not None:
                 event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
-            self._gathers.append(
-                collectives.issue_all_gather(output, shard, flat.group, event)
-            )
+            self._gathers.append(collectives.issue_all_gather(output, shard, flat.group, event))
 
     def wait_unshard(self) -> None:
         """Wait for what ``issue_unshard`` started."""
@@ -176,7 +175,7 @@ class Unit:
         trainable = self.trainable
         tracked: tuple[torch.Tensor, ...] = ()
         if trainable and torch.is_grad_enabled():
-            tracked = _ViewsOfUnsharded.apply(call, *[flat.sharded for flat in trainable])
+            tracked = _ViewsOfUnsharded.apply(call, *[flat.sharded for flat in trainable])  # type: ignore[no-untyped-call]
         position = 0
         for flat in self.flats:
             if tracked and flat.requires_grad:

@@ -106,7 +106,9 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
 def plain_module(module: nn.Module) -> nn.Module:
     """The user's module behind torch.compile's and checkpointing's wrappers."""
     while True:
-        inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+        inner = module._modules.get("_orig_mod") or module._modules.get(
+            "_checkpoint_wrapped_module"
+        )
         if inner is None:
             return module
         module = inner

@@ -20,16 +20,17 @@ from fsdp_dynamo.api import (
     coerce_enum,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.arguments import (
+    check_module,
+    group_of,
+    input_dtype_of,
+    override,
+    refuse_unsupported,
+    strategy_of,
+)
 from fsdp_dynamo.compile import mark_shard
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, LEAF_WAY, active_backend_key, which_way
-from fsdp_dynamo.errors import (
-    FSDPError,
-    FSDPStateError,
-    FSDPTypeError,
-    FSDPValueError,
-    UnsupportedError,
-    explain,
-)
+from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.grad_clip import clip_grad_norm
 from fsdp_dynamo.schedule import Root
@@ -90,16 +91,16 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        _check_module(module)
+        check_module(module, _is_unit)
         compile_context = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compile_context, module = module.dynamo_ctx, module._orig_mod
-            _check_module(module)
-        group = _group_of(process_group, device_mesh)
-        _refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
+            check_module(module, _is_unit)
+        group = group_of(process_group, device_mesh)
+        refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
         config = UnitConfig(
             group=group,
-            strategy=_strategy_of(sharding_strategy, group),
+            strategy=strategy_of(sharding_strategy, group),
             precision=coerce_mixed_precision(mixed_precision),
             backward_prefetch=None
             if backward_prefetch is None
@@ -112,13 +113,15 @@ class FullyShardedDataParallel(nn.Module):
             found = run_policy(auto_wrap_policy, module, ignored.modules)
             targets = {m: kw for m, kw in found.items() if not _is_unit(m)}
         if device_id is not None:
-            device = torch.device(device_id) if isinstance(device_id, torch.device) else (
-                torch.device("cuda", device_id)
+            device = (
+                torch.device(device_id)
+                if isinstance(device_id, torch.device)
+                else (torch.device("cuda", device_id))
             )
             module.to(device)
         if sync_module_states:
             build.broadcast_module_states(module, ignored, group, _is_unit)
-        configs = {m: _override(config, overrides) for m, overrides in targets.items()}
+        configs = {m: override(config, overrides) for m, overrides in targets.items()}
         units = build.build_units(
             module, list(targets), ignored, lambda m: configs.get(m, config), _is_unit
         )
@@ -145,17 +148,17 @@ class FullyShardedDataParallel(nn.Module):
         self._leaf_id = hooks_path.register(self)
         self._modules[build.WRAPPED] = module
         build.tag_for_dynamo([self, *_managed_modules(module, ignored)], use_orig_params)
-        self.register_state_dict_post_hook(_save_hook)
-        self.register_load_state_dict_pre_hook(_load_hook)
+        self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
     def _become_root(self) -> None:
         """Take over the units of all wrappers below; the outermost wrapper is built last."""
         wrappers = [(build.plain_fqn(n), m) for n, m in _raw_named_modules(self) if _is_unit(m)]
         root = Root([(fqn, wrapper._unit) for fqn, wrapper in wrappers])
-        for fqn, wrapper in wrappers:
+        for _, wrapper in wrappers:
             unit = wrapper._unit
             wrapper._root = root
-            wrapper._input_dtype = _input_dtype(unit, is_root=wrapper is self)
+            wrapper._input_dtype = input_dtype_of(unit, is_root=wrapper is self)
             wrapper._prepare_graph_path()
             wrapper._has_nested = any(w is not wrapper for w in wrapper.modules() if _is_unit(w))
 
@@ -201,10 +204,12 @@ class FullyShardedDataParallel(nn.Module):
     def _graph_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
         args, kwargs = hooks.prepare_inputs(unit, args, kwargs, self._input_dtype)
-        module = self._modules["_fsdp_wrapped_module"]
+        module: Any = self._modules["_fsdp_wrapped_module"]
         return traced_forward(unit.flats, self._specs, unit.fqn, module, module, args, kwargs)
 
-    @torch.compiler.disable(reason="a unit's hooks run eagerly, between compiled regions")
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a unit's hooks run eagerly, between compiled regions"
+    )
     def _hooked_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
     ) -> Any:
@@ -371,168 +376,3 @@ def _load_hook(
     module._unit.reshard("forward")
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     state_dict.load_unit(module._unit, source, prefix, assign)
-
-
-# -- arguments -------------------------------------------------------------------------------
-
-
-def _check_module(module: object) -> None:
-    if _is_unit(module):
-        raise FSDPStateError(
-            explain(
-                expected="a module that is not wrapped yet",
-                got="a FullyShardedDataParallel",
-                where="argument 'module'",
-                fix="Wrap each module once; wrap its parent to make one more unit.",
-            )
-        )
-    if not isinstance(module, nn.Module):
-        raise FSDPTypeError(
-            explain(
-                expected="a torch.nn.Module",
-                got=repr(type(module)),
-                where="argument 'module'",
-                fix="Pass the model itself.",
-            )
-        )
-
-
-def _group_of(group: object, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise FSDPStateError(
-            explain(
-                expected="an initialised default process group",
-                got="none",
-                where="argument 'process_group'",
-                fix="Call torch.distributed.init_process_group(...) first, for example under "
-                "torchrun.",
-            )
-        )
-    if mesh is not None:
-        if group is not None:
-            raise FSDPValueError(
-                explain(
-                    expected="process_group or device_mesh",
-                    got="both",
-                    where="arguments",
-                    fix="Pass one of them.",
-                )
-            )
-        if mesh.ndim != 1:
-            raise UnsupportedError(
-                explain(
-                    expected="a 1-D device mesh",
-                    got=f"{mesh.ndim} dimensions",
-                    where="argument 'device_mesh'",
-                    fix="Pass one dimension of it, as mesh['name'].",
-                )
-            )
-        return mesh.get_group()
-    if group is None:
-        default = dist.group.WORLD
-        assert default is not None
-        return default
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, tuple):
-        raise UnsupportedError(
-            explain(
-                expected="one process group",
-                got="a tuple of groups, which is for HYBRID_SHARD",
-                where="argument 'process_group'",
-                fix="Use FULL_SHARD with one group; hybrid strategies are not supported yet.",
-            )
-        )
-    raise FSDPTypeError(
-        explain(
-            expected="a torch.distributed.ProcessGroup",
-            got=repr(group),
-            where="argument 'process_group'",
-            fix="Pass the result of torch.distributed.new_group(...).",
-        )
-    )
-
-
-def _strategy_of(strategy: object | None, group: dist.ProcessGroup) -> ShardingStrategy:
-    chosen = (
-        ShardingStrategy.FULL_SHARD
-        if strategy is None
-        else coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
-    )
-    if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        raise UnsupportedError(
-            explain(
-                expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                got=chosen.name,
-                where="argument 'sharding_strategy'",
-                fix="Hybrid strategies are not supported yet; use FULL_SHARD.",
-            )
-        )
-    return ShardingStrategy.NO_SHARD if group.size() == 1 else chosen
-
-
-def _refuse_unsupported(
-    module: nn.Module,
-    param_init_fn: object | None,
-    cpu_offload: object | None,
-    device_id: int | torch.device | None,
-) -> None:
-    if param_init_fn is not None:
-        raise UnsupportedError(
-            explain(
-                expected="a module with initialised parameters",
-                got="a param_init_fn",
-                where="argument 'param_init_fn'",
-                fix="Initialise the module before wrapping; deferred init is not supported yet.",
-            )
-        )
-    wants_offload = bool(getattr(cpu_offload, "offload_params", False))
-    first = next(module.parameters(), None)
-    on_cpu = (first is None or first.device.type == "cpu") and (
-        device_id is None or torch.device(device_id).type == "cpu"
-    )
-    if wants_offload and not on_cpu:
-        raise UnsupportedError(
-            explain(
-                expected="CPUOffload(offload_params=False) on an accelerator",
-                got="offload_params=True",
-                where="argument 'cpu_offload'",
-                fix="Leave it out; offloading is not supported yet.",
-            )
-        )
-
-
-def _override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
-    """A target's configuration: the root's, with what a policy's dict changes."""
-    known = {
-        "sharding_strategy": lambda v: {"strategy": _strategy_of(v, config.group)},
-        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
-        "backward_prefetch": lambda v: {
-            "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")
-        },
-        "forward_prefetch": lambda v: {"forward_prefetch": v},
-    }
-    values = dict(vars(config))
-    for name, value in overrides.items():
-        if name not in known:
-            raise UnsupportedError(
-                explain(
-                    expected=f"one of {', '.join(known)}",
-                    got=f"'{name}'",
-                    where="a policy's dict of constructor arguments",
-                    fix="Wrap that module by hand to give it other arguments.",
-                )
-            )
-        values.update(known[name](value))
-    return UnitConfig(**values)
-
-
-def _input_dtype(unit: Unit, is_root: bool) -> torch.dtype | None:
-    precision = unit.config.precision
-    if precision is None or precision.param_dtype is None:
-        return None
-    wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
-    return precision.param_dtype if wanted else None
-
-
-__all__ = ["FSDPError", "FullyShardedDataParallel"]

@@ -17,7 +17,7 @@ def op_name(node: fx.Node) -> str:
         return ""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target.name().split(".")[0]
+        return str(target.name()).split(".")[0]
     return ""
 
 
@@ -53,7 +53,7 @@ def order_index(graph: fx.Graph) -> dict[fx.Node, int]:
 def num_bytes(node: fx.Node) -> int:
     """Bytes of a node's tensor, from its metadata."""
     value = node.meta["val"]
-    return int(value.numel()) * value.element_size()
+    return int(value.numel() * value.element_size())
 
 
 def is_backward(graph: fx.Graph) -> bool:
@@ -61,13 +61,11 @@ def is_backward(graph: fx.Graph) -> bool:
     return any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
 
 
-_NO_COMPUTE = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view _unsafe_view reshape t transpose permute detach alias expand split "
-        "split_with_sizes slice select unsqueeze squeeze as_strided unbind"
-    ).split()
-)
+_VIEWS = """
+    view _unsafe_view reshape t transpose permute detach alias expand split split_with_sizes
+    slice select unsqueeze squeeze as_strided unbind
+"""
+_NO_COMPUTE = frozenset(f"aten::{name}" for name in _VIEWS.split())
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -14,6 +14,8 @@ unit is gathered ahead. It takes along what it alone depends on (the cast of its
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import fx
 
 from graph_passes.graph_utils import collectives, is_collective, is_wait, order_index, wait_of
@@ -34,7 +36,7 @@ def prefetch_all_gathers(graph: fx.Graph) -> None:
             units[-1][1].append(node)
         else:
             units.append((mark.unit, [node]))
-    for (_, previous), (_, current) in zip(units, units[1:], strict=False):
+    for (_, previous), (_, current) in pairwise(units):
         index = order_index(graph)
         anchor = max((wait_of(node) for node in previous), key=lambda n: index[n])
         for node in current:

@@ -33,8 +33,6 @@ def test_losses_equal_ddp_bitwise(ranks: RankPool, strategy: ShardingStrategy) -
 def test_losses_and_norms_equal_ddp(
     ranks: RankPool, world_size: int, strategy: ShardingStrategy, tied: bool
 ) -> None:
-    for (losses, norms), (got_losses, got_norms) in ranks.run(
-        _compare, world_size, strategy, tied
-    ):
+    for (losses, norms), (got_losses, got_norms) in ranks.run(_compare, world_size, strategy, tied):
         assert got_losses == pytest.approx(losses, rel=1e-6)
         assert got_norms == pytest.approx(norms, rel=1e-6)

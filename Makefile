@@ -1,0 +1,31 @@
+# make test | make demo: both do their own set-up and can be run again cheaply.
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+READY = $(VENV)/.ready
+RANKS ?= 2
+
+.PHONY: setup test lint demo bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml tools/setup_env.py
+	$(PYTHON) tools/setup_env.py $(VENV)
+	touch $(READY)
+
+lint: $(READY)
+	$(PY) -m ruff check fsdp_dynamo graph_passes tests benchmarks examples tools
+	$(PY) -m ruff format --check fsdp_dynamo graph_passes tests benchmarks examples tools
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest tests
+
+demo: $(READY)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)
+
+bench: $(READY)
+	$(PY) benchmarks/host_overhead.py
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

@@ -1,0 +1,190 @@
+"""Arguments of the wrapper: checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.api import (
+    BackwardPrefetch,
+    ShardingStrategy,
+    coerce_enum,
+    coerce_mixed_precision,
+)
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    explain,
+)
+from fsdp_dynamo.unit import Unit, UnitConfig
+
+
+def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
+    """Raise unless ``module`` is a module that is not wrapped yet."""
+    if is_unit(module):
+        raise FSDPStateError(
+            explain(
+                expected="a module that is not wrapped yet",
+                got="a FullyShardedDataParallel",
+                where="argument 'module'",
+                fix="Wrap each module once; wrap its parent to make one more unit.",
+            )
+        )
+    if not isinstance(module, nn.Module):
+        raise FSDPTypeError(
+            explain(
+                expected="a torch.nn.Module",
+                got=repr(type(module)),
+                where="argument 'module'",
+                fix="Pass the model itself.",
+            )
+        )
+
+
+def group_of(group: object, mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks to shard over, from the two arguments that can name them."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise FSDPStateError(
+            explain(
+                expected="an initialised default process group",
+                got="none",
+                where="argument 'process_group'",
+                fix="Call torch.distributed.init_process_group(...) first, for example under "
+                "torchrun.",
+            )
+        )
+    if mesh is not None:
+        if group is not None:
+            raise FSDPValueError(
+                explain(
+                    expected="process_group or device_mesh",
+                    got="both",
+                    where="arguments",
+                    fix="Pass one of them.",
+                )
+            )
+        if mesh.ndim != 1:
+            raise UnsupportedError(
+                explain(
+                    expected="a 1-D device mesh",
+                    got=f"{mesh.ndim} dimensions",
+                    where="argument 'device_mesh'",
+                    fix="Pass one dimension of it, as mesh['name'].",
+                )
+            )
+        return mesh.get_group()
+    if group is None:
+        default = dist.group.WORLD
+        assert default is not None
+        return default
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, tuple):
+        raise UnsupportedError(
+            explain(
+                expected="one process group",
+                got="a tuple of groups, which is for HYBRID_SHARD",
+                where="argument 'process_group'",
+                fix="Use FULL_SHARD with one group; hybrid strategies are not supported yet.",
+            )
+        )
+    raise FSDPTypeError(
+        explain(
+            expected="a torch.distributed.ProcessGroup",
+            got=repr(group),
+            where="argument 'process_group'",
+            fix="Pass the result of torch.distributed.new_group(...).",
+        )
+    )
+
+
+def strategy_of(strategy: object | None, group: dist.ProcessGroup) -> ShardingStrategy:
+    """The strategy in force: FULL_SHARD by default, NO_SHARD on one rank."""
+    chosen = (
+        ShardingStrategy.FULL_SHARD
+        if strategy is None
+        else coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
+    )
+    if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        raise UnsupportedError(
+            explain(
+                expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+                got=chosen.name,
+                where="argument 'sharding_strategy'",
+                fix="Hybrid strategies are not supported yet; use FULL_SHARD.",
+            )
+        )
+    return ShardingStrategy.NO_SHARD if group.size() == 1 else chosen
+
+
+def refuse_unsupported(
+    module: nn.Module,
+    param_init_fn: object | None,
+    cpu_offload: object | None,
+    device_id: int | torch.device | None,
+) -> None:
+    """Raise for arguments that upstream knows and this version does not support."""
+    if param_init_fn is not None:
+        raise UnsupportedError(
+            explain(
+                expected="a module with initialised parameters",
+                got="a param_init_fn",
+                where="argument 'param_init_fn'",
+                fix="Initialise the module before wrapping; deferred init is not supported yet.",
+            )
+        )
+    wants_offload = bool(getattr(cpu_offload, "offload_params", False))
+    first = next(module.parameters(), None)
+    on_cpu = (first is None or first.device.type == "cpu") and (
+        device_id is None or torch.device(device_id).type == "cpu"
+    )
+    if wants_offload and not on_cpu:
+        raise UnsupportedError(
+            explain(
+                expected="CPUOffload(offload_params=False) on an accelerator",
+                got="offload_params=True",
+                where="argument 'cpu_offload'",
+                fix="Leave it out; offloading is not supported yet.",
+            )
+        )
+
+
+def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
+    """A target's configuration: the root's, with what a policy's dict changes."""
+    known: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "sharding_strategy": lambda v: {"strategy": strategy_of(v, config.group)},
+        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
+        "backward_prefetch": lambda v: {
+            "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")
+        },
+        "forward_prefetch": lambda v: {"forward_prefetch": v},
+    }
+    values = dict(vars(config))
+    for name, value in overrides.items():
+        if name not in known:
+            raise UnsupportedError(
+                explain(
+                    expected=f"one of {', '.join(known)}",
+                    got=f"'{name}'",
+                    where="a policy's dict of constructor arguments",
+                    fix="Wrap that module by hand to give it other arguments.",
+                )
+            )
+        values.update(known[name](value))
+    return UnitConfig(**values)
+
+
+def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
+    """What a unit casts its floating-point inputs to; ``None``: nothing."""
+    precision = unit.config.precision
+    if precision is None or precision.param_dtype is None:
+        return None
+    wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+    return precision.param_dtype if wanted else None
