@@ -1,9 +1,10 @@
-"""Every question this package asks Dynamo that has no public answer.
+"""Every question this package asks Dynamo that has no public answer, and one answer it lacks.
 
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
-code is shared).
+code is shared), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's state dict has
+plain names, so it must also load them; there is no hook on a class).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
 from fsdp_dynamo.errors import FSDPStateError, explain
 
@@ -104,3 +105,18 @@ def entry_of(module: torch.nn.Module) -> Callable[..., Any]:
         wrapped: Callable[..., Any] = external_utils.wrap_inline(module)
         return wrapped
     return module.__call__
+
+
+def _load_plain_names(
+    module: OptimizedModule, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    inner = module._orig_mod
+    if getattr(inner, "_is_fsdp_managed_module", False):
+        for key in [k for k in state_dict if k.startswith(prefix)]:
+            name = key[len(prefix) :]
+            if not name.startswith("_orig_mod."):
+                state_dict[f"{prefix}_orig_mod.{name}"] = state_dict.pop(key)
+    torch.nn.Module._load_from_state_dict(module, state_dict, prefix, *rest)
+
+
+OptimizedModule._load_from_state_dict = _load_plain_names  # type: ignore[method-assign,assignment]

@@ -35,8 +35,8 @@ def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
     return [view.clone() for view in flat.cut(unsharded)]
 
 
-def plain_names_after_save(state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename everything below ``prefix`` to plain FQNs, keeping the order.
+def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: str) -> None:
+    """Rename everything below ``prefix`` to ``new_prefix`` and plain FQNs, keeping the order.
 
     What a module's children wrote is the end of the dict when its own hook runs.
     """
@@ -46,11 +46,14 @@ def plain_names_after_save(state_dict: dict[str, Any], prefix: str) -> None:
             break
         tail.append(key)
     for key in reversed(tail):
-        state_dict[plain_fqn(key)] = state_dict.pop(key)
+        state_dict[new_prefix + plain_fqn(key[len(prefix) :])] = state_dict.pop(key)
 
 
-def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace this rank's parts by whole tensors, under plain names."""
+def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, is_root: bool) -> None:
+    """Replace this rank's parts by whole tensors, under plain names.
+
+    The root also takes out of ``prefix`` what ``torch.compile`` has put in.
+    """
     if unit.machine.state is not UnitState.IDLE:
         raise FSDPStateError(
             explain(
@@ -60,14 +63,19 @@ def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
                 fix="Call it before the forward or after the backward.",
             )
         )
-    plain_names_after_save(state_dict, prefix)
-    base = plain_fqn(prefix)
-    base = f"{base}." if base and not base.endswith(".") else base
+    base = _plain_prefix(prefix) if is_root else prefix
+    plain_names_after_save(state_dict, prefix, base)
     for flat in unit.flats:
         for original, whole in zip(flat.originals, gather_originals(flat), strict=True):
             for _, _, fqn in original.sites:
                 if base + fqn in state_dict:
                     state_dict[base + fqn] = whole
+
+
+def _plain_prefix(prefix: str) -> str:
+    """A prefix (empty or with a dot at its end) without the parts of wrappers."""
+    name = plain_fqn(prefix.rstrip("."))
+    return f"{name}." if name else ""
 
 
 def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
@@ -121,6 +129,6 @@ def restore_buffer_dtypes(
 ) -> None:
     """Cast buffers back to the dtypes they had before mixed precision, for a checkpoint."""
     for fqn, dtype in dtypes.items():
-        key = plain_fqn(prefix + fqn)
+        key = _plain_prefix(prefix) + plain_fqn(fqn)
         if key in state_dict:
             state_dict[key] = state_dict[key].to(dtype)

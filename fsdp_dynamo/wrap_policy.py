@@ -55,7 +55,7 @@ class ModuleWrapPolicy(WrapPolicy):
         found: Targets = {
             module: {}
             for module in root.modules()
-            if isinstance(plain_module(module), self.module_classes) and module not in ignored
+            if isinstance(module, self.module_classes) and module not in ignored
         }
         names = ", ".join(cls.__name__ for cls in self.module_classes)
         return _checked(found, root, f"modules of class {names}")
@@ -103,17 +103,6 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
     return found
 
 
-def plain_module(module: nn.Module) -> nn.Module:
-    """The user's module behind torch.compile's and checkpointing's wrappers."""
-    while True:
-        inner = module._modules.get("_orig_mod") or module._modules.get(
-            "_checkpoint_wrapped_module"
-        )
-        if inner is None:
-            return module
-        module = inner
-
-
 def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     """Wrap every module."""
     return True
@@ -126,7 +115,7 @@ def transformer_auto_wrap_policy(
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
     """Wrap modules of the layer classes (``ModuleWrapPolicy`` as a callable)."""
-    return recurse or isinstance(plain_module(module), tuple(transformer_layer_cls))
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def lambda_auto_wrap_policy(

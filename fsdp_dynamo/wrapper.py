@@ -353,6 +353,8 @@ def _wrap_children(
                     wrappers[child] = wrapper
             if child in wrappers:
                 module._modules[name] = wrappers[child]
+                if isinstance(module, torch._dynamo.OptimizedModule):
+                    module._initialize()  # it has bound the plain module's forward
 
     visit(root)
 
@@ -361,7 +363,7 @@ def _save_hook(
     module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     assert isinstance(module, FullyShardedDataParallel)
-    state_dict.save_unit(module._unit, destination, prefix)
+    state_dict.save_unit(module._unit, destination, prefix, module._is_outermost())
     state_dict.restore_buffer_dtypes(destination, prefix, module._buffer_dtypes)
 
 

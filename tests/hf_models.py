@@ -65,7 +65,11 @@ def _gpt2() -> tuple[nn.Module, type[nn.Module]]:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    return GPT2LMHeadModel(config), GPT2Block
+    model = GPT2LMHeadModel(config)
+    # Without it transformers logs a warning in the middle of the forward, which no whole graph
+    # can hold (plain torch.compile(fullgraph=True) fails in the same way).
+    model.loss_type = "ForCausalLM"
+    return model, GPT2Block
 
 
 def _llama() -> tuple[nn.Module, type[nn.Module]]:

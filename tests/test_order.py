@@ -1,0 +1,99 @@
+"""Order and memory of a step by recorded events, in all three ways."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from models import batch, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from ways import in_way
+
+from fsdp_dynamo import BackwardPrefetch, Event, record_events
+
+BLOCKS = 4
+UNITS = [f"blocks.{i}" for i in range(BLOCKS)]
+ALL_WAYS = ["eager", "hooks", "graph", "graph-inductor"]
+
+
+def _recorded_step(
+    rank: int, world_size: int, way: str, options: dict[str, Any]
+) -> tuple[list[Event], int, dict[str, int]]:
+    """Events of one step after two warm-up steps, the peak, and the units' bytes."""
+    wrapped = wrap(make_transformer(num_blocks=BLOCKS), **options)
+    model = in_way(wrapped, way)
+    train(model, rank, steps=2)
+    with record_events() as log:
+        loss_of(model, batch(rank, 2)).backward()
+    sizes = {unit.fqn: unit.unsharded_bytes for unit in wrapped._root.units}
+    return list(log), log.peak_unsharded_bytes(), sizes
+
+
+def _keys(events: list[Event]) -> list[tuple[str, str, str]]:
+    return [event.key for event in events]
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_order_of_a_step(ranks: RankPool, way: str) -> None:
+    """DESIGN, section 5: RS(k) before BW(k-1), and AG(k-1) before BW(k)."""
+    for events, _, _ in ranks.run(_recorded_step, 2, way, {}):
+        keys = _keys(events)
+        for earlier, later in pairwise(UNITS):
+            begins = keys.index(("backward", earlier, "backward"))
+            assert keys.index(("reduce_scatter", later, "backward")) < begins
+            assert keys.index(("all_gather", earlier, "backward")) < keys.index(
+                ("backward", later, "backward")
+            )
+            # Forward prefetch: the next unit is under way before this one computes.
+            assert keys.index(("all_gather", later, "forward")) < keys.index(
+                ("forward", earlier, "forward")
+            )
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_collectives_of_a_step(ranks: RankPool, way: str) -> None:
+    """Two all-gathers a block, one of the root; one reduce-scatter a unit; all completed."""
+    for events, _, sizes in ranks.run(_recorded_step, 2, way, {}):
+        gathers = [(e.unit, e.phase) for e in events if e.kind == "all_gather"]
+        wanted = [("", "forward")] + [(u, p) for u in UNITS for p in ("forward", "backward")]
+        assert sorted(gathers) == sorted(wanted)
+        reduced = [e.unit for e in events if e.kind == "reduce_scatter"]
+        assert reduced == [*reversed(UNITS), ""]
+        for event in events:
+            if event.kind in ("all_gather", "reduce_scatter"):
+                assert event.num_bytes == sizes[event.unit]
+                assert event.waited_ns >= event.issued_ns > 0
+                assert event.source == ("graph" if way.startswith("graph") else "hook")
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_unsharded_bytes(ranks: RankPool, way: str) -> None:
+    """At most the root and two units are unsharded at any time, and nothing at the end."""
+    for events, peak, sizes in ranks.run(_recorded_step, 2, way, {}):
+        assert 0 < peak <= sizes[""] + 2 * sizes["blocks.0"]
+        unsharded = sum(e.num_bytes for e in events if e.kind == "unshard")
+        assert unsharded == sum(e.num_bytes for e in events if e.kind == "reshard")
+
+
+def test_backward_prefetch_modes(ranks: RankPool) -> None:
+    """BACKWARD_POST gathers after the unit's backward; None only when it is needed."""
+    for mode in (BackwardPrefetch.BACKWARD_POST, None):
+        options = {"backward_prefetch": mode}
+        for events, peak, sizes in ranks.run(_recorded_step, 2, "eager", options):
+            keys = _keys(events)
+            for earlier, later in pairwise(UNITS):
+                gather = keys.index(("all_gather", earlier, "backward"))
+                assert keys.index(("backward", later, "backward")) < gather
+                reduce = keys.index(("reduce_scatter", later, "backward"))
+                assert (gather < reduce) == (mode is BackwardPrefetch.BACKWARD_POST)
+            assert peak <= sizes[""] + 2 * sizes["blocks.0"]
+
+
+def test_no_forward_prefetch(ranks: RankPool) -> None:
+    for events, _, _ in ranks.run(_recorded_step, 2, "eager", {"forward_prefetch": False}):
+        keys = _keys(events)
+        for earlier, later in pairwise(UNITS):
+            assert keys.index(("forward", earlier, "forward")) < keys.index(
+                ("all_gather", later, "forward")
+            )
