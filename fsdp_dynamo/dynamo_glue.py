@@ -77,6 +77,16 @@ def which_way() -> tuple[str, int]:
                 "between compiled regions.",
             )
         )
+    if way != HOOKS_WAY and translator.output.current_tracer.parent is not None:
+        raise FSDPStateError(
+            explain(
+                expected="activation checkpointing inside a unit",
+                got="a unit called inside a checkpointed region (or another operator with a body)",
+                where="torch.compile",
+                fix="Use FSDP(checkpoint_wrapper(block)) in place of "
+                "checkpoint_wrapper(FSDP(block)), or an auto_wrap_policy, which does so itself.",
+            )
+        )
     return way, key_of(backend)
 
 

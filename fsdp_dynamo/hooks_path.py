@@ -15,6 +15,7 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,16 +40,16 @@ from fsdp_dynamo.dynamo_glue import (
 from fsdp_dynamo.segments import split_at_leaves
 from fsdp_dynamo.tree import tensors_of
 
-_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_templates: dict[int, Any] = {}
+_wrappers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_templates: dict[str, Any] = {}
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
-_next_id = iter(range(1 << 62))
+_next_id = itertools.count()
 
 
-def register(wrapper: nn.Module) -> int:
-    """A number that stands for a wrapper in graphs."""
-    leaf_id = next(_next_id)
+def register(wrapper: nn.Module) -> str:
+    """A name that stands for a wrapper in graphs (Dynamo would make a number dynamic)."""
+    leaf_id = f"unit{next(_next_id)}"
     _wrappers[leaf_id] = wrapper
     return leaf_id
 
@@ -90,13 +91,13 @@ def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
 # -- nested units as leaves -------------------------------------------------------------------
 
 
-def call_as_leaf(leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Traced by Dynamo in place of a nested wrapper's forward."""
     outputs = leaf(leaf_id, args, kwargs)
     return _rebuild(_template_of(leaf_id), outputs)
 
 
-def leaf(leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """One node of the graph: a nested unit's forward. Returns the tensors of its output.
 
     Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
@@ -121,7 +122,7 @@ torch._dynamo.allow_in_graph(leaf)
 
 
 def run_leaf(
-    leaf_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """The leaf at run time: the nested unit with its hooks."""
     tensors: list[torch.Tensor] = []
@@ -130,7 +131,7 @@ def run_leaf(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _template_of(leaf_id: int) -> Any:
+def _template_of(leaf_id: str) -> Any:
     return _templates[leaf_id]
 
 

@@ -148,7 +148,10 @@ def size_based_auto_wrap_policy(
 
 
 def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targets:
-    """Targets below ``root`` (the root itself left out), for any form of policy."""
+    """Targets below ``root`` (the root itself left out), for any form of policy.
+
+    Modules inside a checkpoint wrapper or a compiled module are replaced by that shell.
+    """
     if isinstance(policy, WrapPolicy):
         found = policy.targets(root, ignored)
     elif hasattr(policy, "_run_policy"):  # upstream's policy classes
@@ -169,8 +172,29 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
                 fix="Pass for example ModuleWrapPolicy({Block}).",
             )
         )
-    found.pop(root, None)
-    return found
+    lifted: Targets = {}
+    shells = _shells(root)
+    for module, overrides in found.items():
+        while module in shells:
+            module = shells[module]
+        lifted.setdefault(module, overrides)
+    lifted.pop(root, None)
+    return lifted
+
+
+def _shells(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """For each module inside a checkpoint wrapper or a compiled module, that shell.
+
+    A unit goes around such shells, whatever the policy named: a recomputation then runs inside
+    the unit (unsharded once for the backward), and a compiled module keeps what it has bound.
+    """
+    shells: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+            inner = module._modules.get(name)
+            if inner is not None:
+                shells[inner] = module
+    return shells
 
 
 def _run_callable(

@@ -353,8 +353,6 @@ def _wrap_children(
                     wrappers[child] = wrapper
             if child in wrappers:
                 module._modules[name] = wrappers[child]
-                if isinstance(module, torch._dynamo.OptimizedModule):
-                    module._initialize()  # it has bound the plain module's forward
 
     visit(root)
 

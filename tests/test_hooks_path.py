@@ -1,0 +1,213 @@
+"""The hooks path: graph counts, recompiles, and that all compute is inside compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_dynamo import FSDP
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+class CountingBackend:
+    """A backend that counts its graphs and says when one of them runs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.depth = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.depth += 1
+            try:
+                return gm.forward(*args)
+            finally:
+                self.depth -= 1
+
+        return run
+
+
+class MatmulWatch(TorchDispatchMode):
+    """Counts matrix products inside and outside compiled graphs (forward)."""
+
+    def __init__(self, backend: CountingBackend) -> None:
+        super().__init__()
+        self.backend = backend
+        self.inside = self.outside = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.split("::")[1].split(".")[0] in MATMULS:
+            if self.backend.depth:
+                self.inside += 1
+            else:
+                self.outside += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TiedHead(Transformer):
+    """A root whose own frame multiplies matrices before, between and after its blocks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x @ x.new_ones(x.shape[-1], x.shape[-1]) / x.shape[-1] + x
+        for block in self.blocks:
+            x = block(x) + 0.1 * x
+        return nn.functional.linear(self.norm(x), self.embed.weight) * self.scale
+
+
+def _watch(rank: int, world_size: int) -> tuple[int, int, int]:
+    torch.manual_seed(7)
+    backend = CountingBackend()
+    model = torch.compile(wrap(TiedHead(num_blocks=3)), backend=backend)
+    train(model, rank, steps=2)
+    with MatmulWatch(backend) as watch:
+        model(batch(rank, 5))
+    return watch.inside, watch.outside, backend.graphs
+
+
+def test_all_matmuls_are_compiled(ranks: RankPool) -> None:
+    for inside, outside, graphs in ranks.run(_watch, 2):
+        assert outside == 0
+        assert inside == 3 * 5 + 2  # a block: four linear layers, one attention
+        # Root: before, between (compiled once for all gaps), after the blocks; and the block.
+        assert graphs == 4
+
+
+def _count(rank: int, world_size: int, blocks: int) -> tuple[int, int]:
+    backend = CountingBackend()
+    model = torch.compile(wrap(make_transformer(num_blocks=blocks)), backend=backend)
+    train(model, rank, steps=2)
+    after_two = backend.graphs
+    train(model, rank, steps=4)
+    return after_two, backend.graphs
+
+
+def test_graphs_do_not_grow_with_depth(ranks: RankPool) -> None:
+    shallow = ranks.run(_count, 2, 2)
+    deep = ranks.run(_count, 2, 24)
+    assert shallow == deep
+    for after_two, at_end in deep:
+        assert after_two == at_end == 3  # before the blocks, the block, after the blocks
+
+
+class TwoWidths(nn.Module):
+    """Blocks of two shapes: equal class, equal code, other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.narrow = nn.ModuleList(Block(16) for _ in range(2))
+        self.widen = nn.Linear(16, 32)
+        self.wide = nn.ModuleList(Block(32) for _ in range(2))
+        self.head = nn.Linear(32, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.narrow:
+            x = block(x)
+        x = self.widen(x)
+        for block in self.wide:
+            x = block(x)
+        return self.head(x)
+
+
+def _two_widths(rank: int, world_size: int) -> tuple[int, int, float, float]:
+    torch.manual_seed(1)
+    plain = TwoWidths()
+    torch.manual_seed(1)
+    backend = CountingBackend()
+    wrapped = FSDP(TwoWidths(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = torch.compile(wrapped, backend=backend)
+    expected = loss_of(plain, batch(rank, 0)).item()
+    got = loss_of(model, batch(rank, 0)).item()
+    first = backend.graphs
+    train(model, rank, steps=2)
+    return first, backend.graphs, expected, got
+
+
+def test_other_shapes_get_their_own_graph(ranks: RankPool) -> None:
+    for first, at_end, expected, got in ranks.run(_two_widths, 2):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert first == at_end == 3 + 2  # root: three segments; one graph for each width
+
+
+class Breaking(Transformer):
+    """A root whose forward Dynamo cannot capture whole."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.head(self.norm(x)) * self.scale
+
+
+def _breaking(rank: int, world_size: int) -> tuple[list[float], list[float], int]:
+    torch.manual_seed(7)
+    expected, _ = train(wrap(Breaking(num_blocks=2)), rank, steps=3)
+    torch.manual_seed(7)
+    backend = CountingBackend()
+    model = torch.compile(wrap(Breaking(num_blocks=2)), backend=backend)
+    got, _ = train(model, rank, steps=3)
+    return expected, got, backend.graphs
+
+
+def test_a_root_that_breaks_keeps_its_hooks(ranks: RankPool) -> None:
+    """A frame that Dynamo skips still trains right, its blocks compiled."""
+    for expected, got, graphs in ranks.run(_breaking, 2):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert graphs >= 1
+
+
+def _in_place(rank: int, world_size: int) -> tuple[list[float], list[float], int]:
+    expected, _ = train(wrap(make_transformer(num_blocks=2)), rank)
+    backend = CountingBackend()
+    model = wrap(make_transformer(num_blocks=2))
+    model.compile(backend=backend)
+    got, _ = train(model, rank)
+    return expected, got, backend.graphs
+
+
+def test_module_compile_in_place(ranks: RankPool) -> None:
+    for expected, got, graphs in ranks.run(_in_place, 2):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert graphs == 3
+
+
+def _no_recompiles(rank: int, world_size: int) -> tuple[int, int, int]:
+    counters.clear()
+    model = torch.compile(wrap(make_transformer(num_blocks=2)), backend="aot_eager")
+    train(model, rank, steps=2)
+    before = counters["stats"]["unique_graphs"]
+    train(model, rank, steps=4)
+    with torch.no_grad():
+        model(batch(rank, 0))
+    without_grad = counters["stats"]["unique_graphs"]
+    model.train(False)
+    loss_of(model, batch(rank, 0)).backward()
+    model.train(True)
+    loss_of(model, batch(rank, 0)).backward()
+    return before, without_grad, counters["stats"]["unique_graphs"]
+
+
+def test_no_recompile_after_the_second_step(ranks: RankPool) -> None:
+    for before, without_grad, at_end in ranks.run(_no_recompiles, 2):
+        assert before == 2  # Dynamo counts the root's capture once, before it is cut
+        assert without_grad - before <= 2  # inference graphs: the root's and the block's
+        assert at_end - without_grad <= 2  # eval mode: the same

@@ -1,0 +1,150 @@
+"""State dicts: plain keys and whole values in every order of wrap, compile and checkpoint."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from models import VOCABULARY, Block, batch, loss_of, make_transformer, train, wrap
+from pool import RankPool, RankFailedError
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+
+from fsdp_dynamo import FSDP, MixedPrecision
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+ORDERS = [
+    order
+    for length in (1, 2, 3)
+    for order in permutations(("wrap", "compile", "checkpoint"), length)
+    if "wrap" in order
+]
+
+
+def _checkpoint(model: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    return model
+
+
+def _build(order: tuple[str, ...], per_block_compile: bool = False) -> nn.Module:
+    model: nn.Module = make_transformer(num_blocks=2, tied=True)
+    model.register_buffer("table", torch.arange(3.0))
+    for step in order:
+        if step == "wrap":
+            model = wrap(model)
+        elif step == "checkpoint":
+            model = _checkpoint(model)
+        elif per_block_compile:
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = torch.compile(block, backend="aot_eager")
+        else:
+            model = torch.compile(model, backend="aot_eager")
+    return model
+
+
+def _plain() -> nn.Module:
+    model = make_transformer(num_blocks=2, tied=True)
+    model.register_buffer("table", torch.arange(3.0))
+    return model
+
+
+def _keys_and_losses(
+    rank: int, world_size: int, order: tuple[str, ...], per_block: bool
+) -> tuple[bool, list[str], list[str], list[float], list[float]]:
+    plain = _plain()
+    model = _build(order, per_block)
+    state = model.state_dict()
+    equal = all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
+    plain.load_state_dict(state)
+    names = sorted(name for name, _ in model.named_parameters())
+    assert names == sorted(name for name, _ in plain.named_parameters())
+    assert [n for n, _ in model.named_buffers()] == ["table"]
+    reference, _ = train(wrap(_plain()), rank, steps=2)
+    losses, _ = train(model, rank, steps=2)
+    after = model.state_dict()
+    model.load_state_dict(plain.state_dict())  # back to the start, through plain keys
+    again, _ = train(model, rank, steps=1)
+    assert again[0] == losses[0]
+    assert not torch.equal(after["head.weight"], state["head.weight"])
+    return equal, list(plain.state_dict()), list(state), reference, losses
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_every_order(ranks: RankPool, order: tuple[str, ...]) -> None:
+    for equal, expected, got, reference, losses in ranks.run(_keys_and_losses, 2, order, False):
+        assert equal
+        assert got == expected
+        assert losses == pytest.approx(reference, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [("compile", "wrap"), ("compile", "checkpoint", "wrap")])
+def test_blocks_compiled_one_by_one(ranks: RankPool, order: tuple[str, ...]) -> None:
+    for equal, expected, got, reference, losses in ranks.run(_keys_and_losses, 2, order, True):
+        assert equal
+        assert got == expected
+        assert losses == pytest.approx(reference, rel=1e-6)
+
+
+def _round_trip(rank: int, world_size: int) -> tuple[float, float]:
+    """A trained state goes through the plain model into a model wrapped in another way."""
+    trained = wrap(make_transformer(num_blocks=2))
+    train(trained, rank, steps=2)
+    plain = make_transformer(num_blocks=2)
+    plain.load_state_dict(trained.state_dict())
+    whole = FSDP(make_transformer(num_blocks=2))
+    whole.load_state_dict(trained.state_dict())
+    tokens = batch(0, 9)
+    with torch.no_grad():
+        assert torch.equal(whole(tokens), trained(tokens))
+        return loss_of(plain, tokens).item(), loss_of(trained, tokens).item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_round_trip(ranks: RankPool, world_size: int) -> None:
+    for plain, trained in ranks.run(_round_trip, world_size):
+        assert plain == trained
+
+
+def _wrong_shape(rank: int, world_size: int) -> None:
+    model = wrap(make_transformer())
+    state = model.state_dict()
+    state["head.weight"] = torch.zeros(VOCABULARY, 3)
+    model.load_state_dict(state)
+
+
+def test_wrong_shape_names_the_key(ranks: RankPool) -> None:
+    with pytest.raises(RankFailedError, match=r"key 'head.weight': expected .*\(31, 16\), got"):
+        ranks.run(_wrong_shape, 2)
+
+
+def _buffers(rank: int, world_size: int) -> tuple[torch.dtype, torch.dtype]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapped = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    return wrapped.state_dict()["1.running_mean"].dtype, model[1].running_mean.dtype
+
+
+def test_buffers_keep_their_dtype_in_checkpoints(ranks: RankPool) -> None:
+    for saved, live in ranks.run(_buffers, 2):
+        assert saved == torch.float32
+        assert live == torch.bfloat16
+
+
+def _nested_prefix(rank: int, world_size: int) -> list[str]:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = FSDP(make_transformer(num_blocks=1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+            self.net = torch.compile(inner, backend="aot_eager")
+
+    trainer = Trainer()
+    trainer.load_state_dict(trainer.state_dict())
+    return list(trainer.state_dict())
+
+
+def test_inside_another_module(ranks: RankPool) -> None:
+    expected = [f"net.{key}" for key in make_transformer(num_blocks=1).state_dict()]
+    for keys in ranks.run(_nested_prefix, 2):
+        assert keys == expected
