@@ -10,7 +10,7 @@ plain names, so it must also load them; there is no hook on a class).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -115,6 +115,18 @@ def entry_of(module: torch.nn.Module) -> Callable[..., Any]:
         wrapped: Callable[..., Any] = external_utils.wrap_inline(module)
         return wrapped
     return module.__call__
+
+
+def cannot_capture(what: str, fix: str) -> NoReturn:
+    """Break the graph that is being traced: what runs here runs between compiled graphs."""
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(
+        gb_type="unit that cannot be a node of the graph",
+        context=what,
+        explanation=f"{what} cannot be a node of the graph around it.",
+        hints=[fix],
+    )
 
 
 def _load_plain_names(

@@ -15,6 +15,7 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_dynamo import hooks
 from fsdp_dynamo.dynamo_glue import (
@@ -32,6 +34,7 @@ from fsdp_dynamo.dynamo_glue import (
     NO_BACKEND,
     Backend,
     backend_of,
+    cannot_capture,
     compile_with,
     declare_way,
     entry_of,
@@ -42,6 +45,7 @@ from fsdp_dynamo.tree import tensors_of
 
 _wrappers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _templates: dict[str, Any] = {}
+_classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
 _next_id = itertools.count()
@@ -147,8 +151,15 @@ def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         return ("dict", tuple(value), items)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("constant", value)
-    raise TypeError(
-        f"a nested unit returned {type(value).__name__}: expected tensors in tuples, lists, dicts"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple([field.name for field in dataclasses.fields(value) if field.init])
+        items = tuple([_take_apart(getattr(value, name), tensors) for name in names])
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        _classes[name] = type(value)
+        return ("dataclass", names, items, name)
+    return cannot_capture(
+        f"a unit that returns {type(value).__name__}",
+        "return tensors in tuples, lists, dicts or dataclasses",
     )
 
 
@@ -162,10 +173,11 @@ def _rebuild(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
         return tuple([_rebuild(item, tensors) for item in template[1]])
     if kind == "list":
         return [_rebuild(item, tensors) for item in template[1]]
-    return {
+    items = {
         key: _rebuild(item, tensors)
         for key, item in zip(template[1], template[2])  # noqa: B905  # traced by Dynamo
     }
+    return items if kind == "dict" else _classes[template[3]](**items)
 
 
 # -- what a leaf's output looks like -----------------------------------------------------------
@@ -180,7 +192,10 @@ def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed."""
     unit = wrapper._unit
     args, kwargs = hooks.prepare_inputs(unit, args, kwargs, wrapper._input_dtype)
-    buffers = _fake_buffers(wrapper.module)
+    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in wrapper.module.modules()]
+    for module, _, _ in kept:
+        _make_fake(module._parameters)
+        _make_fake(module._buffers)
     for flat in unit.flats:
         flat.set_views(
             [
@@ -197,20 +212,19 @@ def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return wrapper.module(*args, **kwargs)
     finally:
         unit.use_sharded_views()
-        for module, own in buffers:
-            module._buffers.update(own)
+        for module, parameters, buffers in kept:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
-def _fake_buffers(module: nn.Module) -> list[tuple[nn.Module, dict[str, torch.Tensor | None]]]:
-    """Put fake tensors in the place of real buffers; returns what to put back."""
-    kept = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
-    for holder, own in kept:
-        for name, buffer in own.items():
-            if buffer is not None and detect_fake_mode([buffer]) is None:
-                holder._buffers[name] = torch.empty_strided(
-                    buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device
-                )
-    return kept
+def _make_fake(tensors: dict[str, Any]) -> None:
+    """Put fake tensors in the place of real ones."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, FakeTensor):
+            fake = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            tensors[name] = fake.requires_grad_(tensor.requires_grad)
 
 
 # -- cutting the graph at the leaves -------------------------------------------------------------

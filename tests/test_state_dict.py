@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 from models import VOCABULARY, Block, batch, loss_of, make_transformer, train, wrap
-from pool import RankPool, RankFailedError
+from pool import RankFailedError, RankPool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,

@@ -14,10 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from fsdp_dynamo import Event
+from fsdp_dynamo.events import COMPUTE_KINDS
 
 COLORS = {"forward": "#4c8bc4", "backward": "#8a6bb8"}
 EXPOSED = "#d62728"
 ROWS = ("compute", "all_gather", "reduce_scatter", "all_reduce")
+HEIGHT = 0.75
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -45,20 +47,27 @@ def draw_loss(path: Path, losses: Sequence[float], title: str) -> None:
 def draw_timeline(path: Path, events: Sequence[Event], title: str) -> None:
     """One step of one rank: compute by unit, collectives below it, exposed parts in red.
 
+    What overlaps within a row is drawn one above the other.
+
     Args:
         events: what ``record_events`` yielded around the step.
     """
-    kinds = {event.kind for event in events}
-    rows = [row for row in ROWS if row == "compute" or row in kinds]
-    begin = min(event.issued_ns for event in events)
+    timed = [event for event in events if event.waited_ns > event.issued_ns]
+    begin_ns = min((event.issued_ns for event in timed), default=0)
+    span_ns = max((event.waited_ns for event in timed), default=0) - begin_ns
+    rows = {row: [event for event in timed if row_of(event) == row] for row in ROWS}
+    rows = {row: members for row, members in rows.items() if members}
     figure, axes = plt.subplots(figsize=(14, 1.6 + 0.9 * len(rows)), layout="constrained")
-    for event in events:
-        row = "compute" if event.kind in COLORS else event.kind
-        if row in rows:
-            _draw_event(axes, event, rows.index(row), begin)
-    _label_units(axes, events, begin)
+    for position, members in enumerate(rows.values()):
+        for group in overlapping(members):
+            lanes = lanes_of(group)
+            height = HEIGHT / (max(lanes) + 1)
+            for event, lane in zip(group, lanes, strict=True):
+                middle = position - HEIGHT / 2 + (lane + 0.5) * height
+                _draw_event(axes, event, middle, height, begin_ns, span_ns)
     axes.set_yticks(range(len(rows)), [row.replace("_", "-") for row in rows])
-    axes.set_ylim(len(rows) - 0.45, -0.75)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.01)
     axes.set(xlabel="time since the step's first event (ms)", title=title)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
@@ -69,35 +78,63 @@ def draw_timeline(path: Path, events: Sequence[Event], title: str) -> None:
     plt.close(figure)
 
 
-def _draw_event(axes: Axes, event: Event, row: int, begin_ns: int) -> None:
-    """A bar from issue to wait, and in red the part at its end in which the rank waited."""
+def row_of(event: Event) -> str:
+    """The row of the timeline that an event belongs to."""
+    return "compute" if event.kind in COMPUTE_KINDS else event.kind
+
+
+def overlapping(events: Sequence[Event]) -> list[list[Event]]:
+    """Events by start, in groups: no event overlaps one of another group."""
+    groups: list[list[Event]] = []
+    end_ns = 0
+    for event in sorted(events, key=lambda event: event.issued_ns):
+        if not groups or event.issued_ns >= end_ns:
+            groups.append([])
+        groups[-1].append(event)
+        end_ns = max(end_ns, event.waited_ns)
+    return groups
+
+
+def lanes_of(events: Sequence[Event]) -> list[int]:
+    """The lowest free lane of each event; ``events`` are sorted by start."""
+    free_at_ns: list[int] = []
+    lanes: list[int] = []
+    for event in events:
+        free = [lane for lane, end_ns in enumerate(free_at_ns) if end_ns <= event.issued_ns]
+        lane = free[0] if free else len(free_at_ns)
+        free_at_ns[lane : lane + 1] = [event.waited_ns]
+        lanes.append(lane)
+    return lanes
+
+
+def _draw_event(
+    axes: Axes, event: Event, middle: float, height: float, begin_ns: int, span_ns: int
+) -> None:
+    """A bar from issue to completion; what the rank waited for, at its end, in red."""
+    compute = event.kind in COMPUTE_KINDS
     start_ms = (event.issued_ns - begin_ns) / 1e6
     length_ms = (event.waited_ns - event.issued_ns) / 1e6
-    compute = event.kind in COLORS
+    exposed_ms = event.exposed_ns / 1e6
     axes.barh(
-        row,
+        middle,
         length_ms,
         left=start_ms,
-        height=0.7 if compute else 0.55,
+        height=height,
         color=COLORS[event.phase],
-        alpha=1.0 if compute else 0.55,
+        alpha=1.0 if compute else 0.5,
         edgecolor="white",
-        linewidth=0.8,
+        linewidth=0.6,
     )
-    if event.exposed_ns:
-        exposed_ms = event.exposed_ns / 1e6
+    if exposed_ms:
         left = start_ms + length_ms - exposed_ms
-        axes.barh(row, exposed_ms, left=left, height=0.55, color=EXPOSED)
-
-
-def _label_units(axes: Axes, events: Sequence[Event], begin_ns: int) -> None:
-    """Names of units above their compute, where there is room for them."""
-    compute = [event for event in events if event.kind in COLORS]
-    span_ns = max(event.waited_ns for event in events) - begin_ns
-    for event in compute:
-        length_ns = event.waited_ns - event.issued_ns
-        if length_ns < span_ns / 60:
-            continue
-        middle_ms = (event.issued_ns + length_ns / 2 - begin_ns) / 1e6
-        name = event.unit.rsplit(".", 1)[-1] or "root"
-        axes.text(middle_ms, 0, name, ha="center", va="center", color="white", fontsize=9)
+        axes.barh(middle, exposed_ms, left=left, height=height, color=EXPOSED)
+    if event.waited_ns - event.issued_ns >= span_ns / 60:  # room for a name
+        axes.text(
+            start_ms + length_ms / 2,
+            middle,
+            event.unit.rsplit(".", 1)[-1] or "root",
+            ha="center",
+            va="center",
+            color="white" if compute else "black",
+            fontsize=8,
+        )

@@ -1,0 +1,566 @@
+"""Runtime features against one process or DDP: precision, freezing, sharing, outputs, no_sync."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ways import WAYS, in_way
+
+from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
+from fsdp_dynamo.wrap_policy import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+)
+
+ALL_WAYS = list(WAYS)
+
+
+# -- mixed precision ---------------------------------------------------------------------------
+
+
+def _mixed(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], Any]:
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        _module_classes_to_ignore=(nn.LayerNorm,),
+    )
+    full, _ = train(wrap(make_transformer(num_blocks=2)), rank)
+    wrapped = wrap(make_transformer(num_blocks=2), mixed_precision=precision)
+    model = in_way(wrapped, way)
+    low, _ = train(model, rank)
+    dtypes = {p.dtype for p in wrapped.parameters()} | {
+        p.grad.dtype for p in wrapped.parameters() if p.grad is not None
+    }
+    with record_events() as log:
+        out = model(batch(rank, 0))
+        out.float().sum().backward()
+    gathered = {e.num_bytes for e in log if e.kind == "all_gather" and e.unit == "blocks.0"}
+    reduced = {e.num_bytes for e in log if e.kind == "reduce_scatter" and e.unit == "blocks.0"}
+    flats = next(u for u in wrapped._root.units if u.fqn == "blocks.0").flats
+    numels = [flat.layout.padded_numel for flat in flats]
+    return full, low, (dtypes, out.dtype, gathered, reduced, numels)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_mixed_precision(ranks: RankPool, way: str) -> None:
+    """bf16 on the wire of the gathers, fp32 on that of the reductions; norms stay in fp32."""
+    for full, low, (dtypes, out, gathered, reduced, numels) in ranks.run(_mixed, 2, way):
+        assert low != full
+        assert low == pytest.approx(full, rel=3e-2)
+        assert dtypes == {torch.float32}
+        assert out == torch.bfloat16
+        norms, rest = numels  # in order of first appearance
+        assert gathered == {norms * 4, rest * 2}
+        assert reduced == {norms * 4, rest * 4}
+
+
+def _low_precision_grads(rank: int, world_size: int) -> tuple[set[torch.dtype], float, float]:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrap(make_transformer(num_blocks=1), mixed_precision=precision)
+    loss_of(model, batch(rank, 0)).backward()
+    dtypes = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    before = float(model.clip_grad_norm_(1e-3))
+    return dtypes, before, float(model.clip_grad_norm_(1e-3))
+
+
+def test_keep_low_precision_grads(ranks: RankPool) -> None:
+    for dtypes, before, after in ranks.run(_low_precision_grads, 2):
+        assert dtypes == {torch.bfloat16}
+        assert before > 1e-2
+        assert after == pytest.approx(1e-3, rel=2e-2)
+
+
+# -- gradients: accumulation, clipping, freezing --------------------------------------------------
+
+
+def _accumulate(rank: int, world_size: int, sync_first: bool) -> tuple[Any, Any, Any]:
+    reference = DistributedDataParallel(make_transformer(num_blocks=2))
+    for step in range(3):
+        loss_of(reference, batch(rank, step)).backward()
+    expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
+    model = wrap(make_transformer(num_blocks=2))
+    with record_events() as log:
+        if sync_first:
+            for step in range(2):
+                loss_of(model, batch(rank, step)).backward()
+        else:
+            with model.no_sync():
+                for step in range(2):
+                    loss_of(model, batch(rank, step)).backward()
+        reduced_before = len(log.keys("reduce_scatter"))
+        loss_of(model, batch(rank, 2)).backward()
+    kept = [f.unsharded_grad_sum for u in model._root.units for f in u.flats]
+    assert kept == [None] * len(kept)
+    return expected, float(model.clip_grad_norm_(1e9)), reduced_before
+
+
+@pytest.mark.parametrize("sync_first", [True, False])
+def test_accumulation(ranks: RankPool, sync_first: bool) -> None:
+    for expected, got, reduced_before in ranks.run(_accumulate, 2, sync_first):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert reduced_before == (6 if sync_first else 0)
+
+
+def _zero_between(rank: int, world_size: int, way: str, to_none: bool) -> tuple[float, float]:
+    """zero_grad between forward and backward, and gradients kept over two backwards."""
+    norms = []
+    for model in (
+        DistributedDataParallel(make_transformer(num_blocks=2)),
+        in_way(wrap(make_transformer(num_blocks=2)), way),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss_of(model, batch(rank, 0)).backward()
+        loss = loss_of(model, batch(rank, 1))
+        optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        loss_of(model, batch(rank, 2)).backward()
+        clip = getattr(model, "clip_grad_norm_", None)
+        if clip is None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        else:
+            norms.append(float(clip(1e9)))
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_zero_grad_and_accumulation(ranks: RankPool, way: str, to_none: bool) -> None:
+    for expected, got in ranks.run(_zero_between, 2, way, to_none):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _norms(
+    rank: int, world_size: int, norm_type: float, strategy: ShardingStrategy
+) -> tuple[float, float, float]:
+    """One process with the whole batch against sharded gradients."""
+    plain = make_transformer(num_blocks=2)
+    total = sum(loss_of(plain, batch(r, 0)) for r in range(world_size)) / world_size
+    total.backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
+    model = wrap(make_transformer(num_blocks=2), sharding_strategy=strategy)
+    loss_of(model, batch(rank, 0)).backward()
+    got = float(model.clip_grad_norm_(0.1, norm_type))
+    return expected, got, float(model.clip_grad_norm_(0.1, norm_type))
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norm_equals_one_process(
+    ranks: RankPool, norm_type: float, strategy: ShardingStrategy
+) -> None:
+    for expected, got, after in ranks.run(_norms, 2, norm_type, strategy):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(min(0.1, expected), rel=1e-4)
+
+
+def _freeze(model: Transformer) -> Transformer:
+    model.embed.weight.requires_grad_(False)
+    for block in model.blocks:
+        block.qkv.weight.requires_grad_(False)
+        block.norm1.bias.requires_grad_(False)
+    return model
+
+
+def _frozen(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+    expected, _ = train(DistributedDataParallel(_freeze(make_transformer(num_blocks=2))), rank)
+    wrapped = wrap(_freeze(make_transformer(num_blocks=2)))
+    model = in_way(wrapped, way)
+    got, _ = train(model, rank)
+    with record_events() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    unit = next(u for u in wrapped._root.units if u.fqn == "blocks.0")
+    reduced = sum(e.num_bytes for e in log if e.key == ("reduce_scatter", "blocks.0", "backward"))
+    frozen_grads = [p.grad for p in wrapped.parameters() if not p.requires_grad]
+    assert frozen_grads == [None] * 5
+    return expected, got, (reduced, [f.reduce_bytes for f in unit.flats if f.requires_grad])
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_frozen_parameters(ranks: RankPool, way: str) -> None:
+    for expected, got, (reduced, trainable) in ranks.run(_frozen, 2, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert reduced == sum(trainable)
+
+
+# -- sharing ------------------------------------------------------------------------------------
+
+
+class TiedBlocks(Transformer):
+    """Two blocks share a weight; the unit above both must own it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def _tied_across_units(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(2)
+    expected, _ = train(DistributedDataParallel(TiedBlocks()), rank)
+    torch.manual_seed(2)
+    wrapped = wrap(TiedBlocks())
+    got, _ = train(in_way(wrapped, way), rank)
+    owner = wrapped.flat_parameter_of("blocks.1.up.weight")
+    state = wrapped.state_dict()
+    assert torch.equal(state["blocks.0.up.weight"], state["blocks.1.up.weight"])
+    return expected, got, owner.unit_fqn
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_parameters_tied_across_units(ranks: RankPool, way: str) -> None:
+    for expected, got, owner in ranks.run(_tied_across_units, 2, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert owner == ""
+
+
+# -- outputs, inputs, odd uses ---------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """What some models return."""
+
+    hidden: torch.Tensor
+    extras: dict[str, list[torch.Tensor]]
+
+
+class OddBlock(nn.Module):
+    """Returns a dataclass, a dict or nested tuples; takes keyword inputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+        self.no_parameters = nn.ReLU()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> Any:
+        y = self.no_parameters(self.linear(x)) * scale
+        if self.kind == "dataclass":
+            return Output(y, {"twice": [2 * y]})
+        if self.kind == "dict":
+            return {"hidden": y, "none": None, "twice": [2 * y]}
+        return (y, (2 * y, None))
+
+
+class OddModel(nn.Module):
+    """Calls one unit twice, one never, one without parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = OddBlock(kind)
+        self.never = OddBlock(kind)
+        self.empty = nn.Sequential(nn.Tanh())
+        self.last = nn.Linear(6, 1)
+
+    def _hidden(self, out: Any) -> torch.Tensor:
+        if isinstance(out, Output):
+            return out.hidden + out.extras["twice"][0]
+        if isinstance(out, dict):
+            return out["hidden"] + out["twice"][0]
+        return out[0] + out[1][0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().mean()
+        once = self._hidden(self.first(x, scale=scale))
+        twice = self._hidden(self.first(self.empty(once), scale=scale))
+        return self.last(once + twice).sum()
+
+
+def _odd_model(kind: str) -> OddModel:
+    torch.manual_seed(4)
+    return OddModel(kind)
+
+
+def _odd(rank: int, world_size: int, kind: str, way: str) -> tuple[Any, Any]:
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    plain = _odd_model(kind)
+    policy = ModuleWrapPolicy({OddBlock, nn.Sequential})
+    model = in_way(FSDP(_odd_model(kind), auto_wrap_policy=policy), way)
+    results = []
+    for net in (DistributedDataParallel(plain, find_unused_parameters=True), model):
+        losses = []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = net(x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", ["dataclass", "dict", "tuple"])
+def test_odd_outputs_and_uses(ranks: RankPool, kind: str, way: str) -> None:
+    for expected, got in ranks.run(_odd, 2, kind, way):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def _no_grad_and_eval(rank: int, world_size: int, way: str) -> tuple[Any, Any, list[int]]:
+    wrapped = wrap(make_transformer(num_blocks=2))
+    model = in_way(wrapped, way)
+    plain = make_transformer(num_blocks=2)
+    alive = []
+    outputs = []
+    for net in (plain, model):
+        with torch.no_grad():
+            outputs.append(net(batch(0, 0)))
+        alive.append(sum(f.is_allocated for u in wrapped._root.units for f in u.flats))
+    loss_of(model, batch(rank, 0))  # a forward that no backward follows
+    net = model.eval()
+    outputs.append(net(batch(0, 0)).detach())
+    model.train()
+    loss_of(model, batch(rank, 0)).backward()
+    alive.append(sum(f.is_allocated for u in wrapped._root.units for f in u.flats))
+    return outputs[0], outputs[1:], alive
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_no_grad_eval_and_abandoned_forwards(ranks: RankPool, way: str) -> None:
+    for expected, got, alive in ranks.run(_no_grad_and_eval, 2, way):
+        for output in got:
+            torch.testing.assert_close(output, expected)
+        assert alive == [0, 0, 0]
+
+
+def _two_forwards(rank: int, world_size: int) -> tuple[float, float]:
+    """Two forwards, then one backward through both."""
+    norms = []
+    plain = make_transformer(num_blocks=2)
+    for net in (plain, wrap(make_transformer(num_blocks=2))):
+        loss = loss_of(net, batch(0, 0)) + loss_of(net, batch(0, 1))
+        loss.backward()
+        if isinstance(net, FSDP):
+            norms.append(float(net.clip_grad_norm_(1e9)))
+        else:
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 1e9)))
+    return norms[0], norms[1]
+
+
+def test_two_forwards_one_backward(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_two_forwards, 2):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+# -- construction ----------------------------------------------------------------------------------
+
+
+def _policies(rank: int, world_size: int) -> list[list[str]]:
+    def units(**kwargs: Any) -> list[str]:
+        return [u.fqn for u in FSDP(make_transformer(num_blocks=2), **kwargs)._root.units]
+
+    def by_lambda(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return lambda_auto_wrap_policy(
+            module, recurse, nonwrapped_numel, lambda m: isinstance(m, Block)
+        )
+
+    def by_size(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, 1500)
+
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as UpstreamPolicy
+
+    custom = CustomPolicy(
+        lambda m: (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(m, Block) else False
+        )
+    )
+    wrapped = FSDP(make_transformer(num_blocks=2), auto_wrap_policy=custom)
+    strategies = [u.config.strategy.name for u in wrapped._root.units]
+    return [
+        units(),
+        units(auto_wrap_policy=ModuleWrapPolicy({Block})),
+        units(auto_wrap_policy=UpstreamPolicy({Block})),
+        units(auto_wrap_policy=by_lambda),
+        units(auto_wrap_policy=by_size),
+        strategies,
+    ]
+
+
+def test_policies(ranks: RankPool) -> None:
+    blocks = ["", "blocks.0", "blocks.1"]
+    for whole, by_class, upstream, by_lambda, by_size, strategies in ranks.run(_policies, 2):
+        assert whole == [""]
+        assert by_class == upstream == by_lambda == blocks
+        assert set(blocks) <= set(by_size)
+        assert strategies == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"]
+
+
+def _ignored(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+    """Ignored parameters keep their shapes and are not reduced (so equal batches are used)."""
+    expected, _ = train(make_transformer(num_blocks=2), 0)
+    model = make_transformer(num_blocks=2)
+    ignored = [model.head]
+    state = [model.scale]
+    inner = FSDP(model.blocks[0], ignored_modules=[model.blocks[0].up])
+    model.blocks[0] = inner
+    wrapped = FSDP(model, ignored_modules=ignored, ignored_states=state)
+    assert wrapped.head.weight.shape == (31, 16)
+    assert wrapped.blocks[0].up.weight.shape == (32, 16)
+    got, _ = train(in_way(wrapped, way), 0)
+    names = {o.fqn for u in wrapped._root.units for o in u.originals()}
+    return expected, got, names & {"head.weight", "scale", "up.weight"}
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_ignored(ranks: RankPool, way: str) -> None:
+    for expected, got, managed in ranks.run(_ignored, 2, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert managed == set()
+
+
+def _sync_states(rank: int, world_size: int) -> tuple[bool, bool]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(rank)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3)
+    wrapped = FSDP(model, sync_module_states=True)
+    state = wrapped.state_dict()
+    same = torch.equal(state["0.weight"], expected.weight.detach())
+    return same, bool((state["1.running_mean"] == 0).all())
+
+
+def test_sync_module_states(ranks: RankPool) -> None:
+    assert ranks.run(_sync_states, 2) == [(True, True)] * 2
+
+
+def _conversion(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    model = wrap(make_transformer(num_blocks=1))
+    loss_of(model, batch(rank, 0)).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    parameters = list(model.parameters())
+    model.double()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    kept = all(
+        torch.equal(p.grad.float(), g) for p, g in zip(model.parameters(), before, strict=True)
+    )
+    plain = make_transformer(num_blocks=1).double()
+    losses = (train(plain, 0)[0], train(model, 0)[0])
+    return kept, losses[0], losses[1]
+
+
+def test_conversion_refreshes_views(ranks: RankPool) -> None:
+    """.double() keeps parameters' identity and gradients, and training goes on in float64."""
+    for kept, expected, got in ranks.run(_conversion, 2):
+        assert kept
+        assert got == pytest.approx(expected, rel=1e-12)
+
+
+def _original_parameters(rank: int, world_size: int) -> tuple[list[int], bool]:
+    model = make_transformer(num_blocks=1)
+    before = dict(model.named_parameters())
+    wrapped = wrap(model)
+    after = dict(wrapped.named_parameters())
+    assert list(before) == list(after)
+    identity = all(before[name] is after[name] for name in before)
+    return [p.numel() for p in after.values()], identity
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_original_parameters_are_parts(ranks: RankPool, world_size: int) -> None:
+    whole = [p.numel() for p in make_transformer(num_blocks=1).parameters()]
+    results = ranks.run(_original_parameters, world_size)
+    assert all(identity for _, identity in results)
+    sums = [sum(parts) for parts in zip(*(numels for numels, _ in results), strict=True)]
+    assert sums == whole
+    assert any(0 in numels for numels, _ in results)  # some rank holds nothing of a small one
+
+
+def _groups(rank: int, world_size: int) -> tuple[str, list[float], list[float]]:
+    """A group of two of three ranks, and a 1-D mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    pair = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (world_size,))
+    with_mesh, _ = train(wrap(make_transformer(num_blocks=1), device_mesh=mesh), rank, steps=2)
+    expected, _ = train(wrap(make_transformer(num_blocks=1)), rank, steps=2)
+    name = ""
+    if rank < 2:
+        model = wrap(make_transformer(num_blocks=1), process_group=pair)
+        train(model, rank, steps=2)
+        name = str(model.flat_parameter_of("embed.weight").layout.world_size)
+    return name, expected, with_mesh
+
+
+def test_groups_and_meshes(ranks: RankPool) -> None:
+    results = ranks.run(_groups, 3)
+    assert [name for name, _, _ in results] == ["2", "2", ""]
+    for _, expected, got in results:
+        assert got == expected
+
+
+# -- activation checkpointing ----------------------------------------------------------------
+
+
+def _checkpointed(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        checkpoint_wrapper,
+    )
+
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    expected, _ = train(wrap(make_transformer(num_blocks=3)), rank)
+    model = make_transformer(num_blocks=3)
+    if outside:
+        wrapped = wrap(model)
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+    else:
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+        wrapped = wrap(model)
+    net = in_way(wrapped, way)
+    got, _ = train(net, rank)
+    with record_events() as log:
+        loss_of(net, batch(rank, 0)).backward()
+    return expected, got, len(log.keys("all_gather")), len(log.keys("reduce_scatter"))
+
+
+@pytest.mark.parametrize(
+    ("outside", "reentrant", "way"),
+    [
+        (False, False, "eager"),
+        (False, True, "eager"),
+        (True, False, "eager"),
+        (False, False, "hooks"),
+        (False, False, "graph"),
+    ],
+)
+def test_activation_checkpointing(
+    ranks: RankPool, outside: bool, reentrant: bool, way: str
+) -> None:
+    """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
+    for expected, got, gathers, reduces in ranks.run(_checkpointed, 2, outside, reentrant, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert (gathers, reduces) == (7, 4)
+
+
+def _hook_order(rank: int, world_size: int) -> list[Callable[..., Any]]:
+    seen: list[Any] = []
+    model = make_transformer(num_blocks=1)
+    model.blocks[0].register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(m.qkv.weight.shape), with_kwargs=True
+    )
+    wrapped = wrap(model)
+    copies = copy.copy(seen)
+    wrapped(tokens=batch(rank, 0))  # the root's forward by keyword
+    assert copies == []
+    return seen
+
+
+def test_unit_hooks_run_first(ranks: RankPool) -> None:
+    """A module's own pre-hooks see unsharded parameters; the root takes keyword inputs."""
+    assert ranks.run(_hook_order, 2) == [[torch.Size([48, 16])]] * 2
