@@ -111,13 +111,14 @@ def build_units(
         places.setdefault(param, []).append(occurrence)
     owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
     for param, occurrences in places.items():
-        _check_parameter(param, occurrences[0].fqn)
         owner = _innermost_common([o.chain for o in occurrences])
         prefix = paths[owner]
         sites = [(o.module, o.name, o.fqn[len(prefix) + 1 if prefix else 0 :]) for o in occurrences]
         owned[owner].append(OriginalParameter(param, sites[0][2], sites))
     for owner, originals in owned.items():
         _check_devices(paths[owner], originals)
+        for original in originals:
+            _check_parameter(original.param, join_fqn(paths[owner], original.fqn))
     return {
         owner: _build_unit(owner, paths[owner], originals, config_of(owner))
         for owner, originals in owned.items()
@@ -185,7 +186,9 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
 
 
 def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
-    devices = {original.param.device: original.fqn for original in originals}
+    devices: dict[torch.device, str] = {}
+    for original in originals:
+        devices.setdefault(original.param.device, original.fqn)
     if len(devices) > 1:
         listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
         raise FSDPValueError(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import PackageError
 
 from fsdp_dynamo.errors import FSDPStateError, explain
 
@@ -26,6 +27,12 @@ NO_BACKEND = -1
 _WAY_ATTRIBUTE = "_fsdp_dynamo_way"
 
 Backend = Callable[..., Any]
+
+
+class CompileRefusedError(FSDPStateError, PackageError):
+    """A way of compiling that cannot work. (Dynamo hands errors of its own to the user as they
+    are and wraps all others; ``PackageError`` is one of the former that breaks no graph.)"""
+
 
 _backends: list[Backend] = []
 
@@ -60,7 +67,7 @@ def which_way() -> tuple[str, int]:
     """Which way the trace that runs now takes, and the number of its backend.
 
     Raises:
-        FSDPStateError: for ``fullgraph=True`` with a backend that knows nothing of units.
+        CompileRefusedError: for ``fullgraph=True`` with a backend that knows nothing of units.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -68,7 +75,7 @@ def which_way() -> tuple[str, int]:
     backend = innermost_backend(translator.output.compiler_fn)
     way = way_of(backend)
     if way == HOOKS_WAY and translator.one_graph:
-        raise FSDPStateError(
+        raise CompileRefusedError(
             explain(
                 expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
                 got=f'backend "{getattr(backend, "compiler_name", backend)}"',
@@ -78,7 +85,7 @@ def which_way() -> tuple[str, int]:
             )
         )
     if way != HOOKS_WAY and translator.output.current_tracer.parent is not None:
-        raise FSDPStateError(
+        raise CompileRefusedError(
             explain(
                 expected="activation checkpointing inside a unit",
                 got="a unit called inside a checkpointed region (or another operator with a body)",
@@ -88,6 +95,19 @@ def which_way() -> tuple[str, int]:
             )
         )
     return way, key_of(backend)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse_without_orig_params() -> None:
+    """Raise for a wrapper made with ``use_orig_params=False`` that is about to be compiled."""
+    raise CompileRefusedError(
+        explain(
+            expected="use_orig_params=True under torch.compile",
+            got="use_orig_params=False",
+            where="FullyShardedDataParallel",
+            fix="Leave the argument out: the compiler must see the original parameters.",
+        )
+    )
 
 
 def active_backend_key() -> int:

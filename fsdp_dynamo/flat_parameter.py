@@ -262,7 +262,9 @@ class FlatParameter:
             present = module._parameters.get(name)
             if present is not param:
                 got = "no parameter" if present is None else "another object"
-            elif part.numel and param.data_ptr() != base + part.shard_start * itemsize:
+            elif param.numel() != part.numel or (
+                part.numel and param.data_ptr() != base + part.shard_start * itemsize
+            ):
                 got = f"a tensor of shape {tuple(param.shape)} with storage of its own"
             elif param.requires_grad != self.requires_grad:
                 got = f"requires_grad={param.requires_grad}"

@@ -29,7 +29,14 @@ from fsdp_dynamo.arguments import (
     strategy_of,
 )
 from fsdp_dynamo.compile import mark_shard
-from fsdp_dynamo.dynamo_glue import GRAPH_WAY, LEAF_WAY, active_backend_key, which_way
+from fsdp_dynamo.dynamo_glue import (
+    GRAPH_WAY,
+    LEAF_WAY,
+    NO_BACKEND,
+    active_backend_key,
+    refuse_without_orig_params,
+    which_way,
+)
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.grad_clip import clip_grad_norm
@@ -139,7 +146,7 @@ class FullyShardedDataParallel(nn.Module):
         self.training = module.training
         self._unit = unit
         self._ignored = ignored
-        self._root: Root
+        self._root = Root([("", unit)])  # until the outermost wrapper takes over
         self._specs: tuple[TracedFlat, ...] = ()
         self._input_dtype: torch.dtype | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
@@ -147,7 +154,9 @@ class FullyShardedDataParallel(nn.Module):
         self._bodies: dict[int, Callable[..., Any]] = {}
         self._leaf_id = hooks_path.register(self)
         self._modules[build.WRAPPED] = module
-        build.tag_for_dynamo([self, *_managed_modules(module, ignored)], use_orig_params)
+        self._use_orig_params = use_orig_params
+        build.tag_for_dynamo([self], True)  # its forward is traced up to the refusal
+        build.tag_for_dynamo(_managed_modules(module, ignored), use_orig_params)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
@@ -160,7 +169,7 @@ class FullyShardedDataParallel(nn.Module):
             wrapper._root = root
             wrapper._input_dtype = input_dtype_of(unit, is_root=wrapper is self)
             wrapper._prepare_graph_path()
-            wrapper._has_nested = any(w is not wrapper for w in wrapper.modules() if _is_unit(w))
+            wrapper._has_nested = sum(_is_unit(m) for _, m in _raw_named_modules(wrapper)) > 1
 
     def _prepare_graph_path(self) -> None:
         unit = self._unit
@@ -191,6 +200,8 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters unsharded."""
         if torch.compiler.is_dynamo_compiling():
+            if not self._use_orig_params:
+                refuse_without_orig_params()
             way, key = which_way()
             if way == GRAPH_WAY:
                 return self._graph_forward(args, kwargs)
@@ -199,7 +210,10 @@ class FullyShardedDataParallel(nn.Module):
             return self._hooked_forward(args, kwargs, key)
         if hooks_path.is_faking():
             return hooks_path.fake_forward(self, args, kwargs)
-        return self._hooked_forward(args, kwargs, active_backend_key())
+        key = active_backend_key()
+        if key != NO_BACKEND and not self._use_orig_params:
+            refuse_without_orig_params()
+        return self._hooked_forward(args, kwargs, key)
 
     def _graph_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
@@ -295,6 +309,7 @@ class FullyShardedDataParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``, with plain FQNs; the wrapper and its module share one."""
+        self._root.recover()
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield build.plain_fqn(name), module
 
@@ -361,6 +376,7 @@ def _save_hook(
     module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     assert isinstance(module, FullyShardedDataParallel)
+    module._root.recover()
     state_dict.save_unit(module._unit, destination, prefix, module._is_outermost())
     state_dict.restore_buffer_dtypes(destination, prefix, module._buffer_dtypes)
 

@@ -74,12 +74,12 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps in all")
+    parser.add_argument("--steps", type=positive_int, default=220, help="optimizer steps in all")
     parser.add_argument("--dim", type=width, default=256, help="width of the model")
     parser.add_argument("--blocks", type=positive_int, default=8, help="number of blocks")
     parser.add_argument("--batch", type=positive_int, default=4, help="windows a rank and step")
     parser.add_argument("--length", type=positive_int, default=64, help="tokens a window")
-    parser.add_argument("--lr", type=positive_float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=positive_float, default=3e-3, help="highest learning rate")
     parser.add_argument(
         "--backend",
         default="fsdp_dynamo",
