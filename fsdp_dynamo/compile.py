@@ -19,11 +19,12 @@ from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+from fsdp_dynamo import events, graph_ops
 from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
-from graph_passes.pipeline import Pipeline
+from graph_passes.pipeline import NODE_BY_NODE_PASSES, Pipeline
 from graph_passes.reshard import tag_reshard_after_forward
 
 _OWNER = "_fsdp_dynamo_flat"
@@ -51,9 +52,12 @@ class _ShardsIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        for flat, grad in zip(ctx.flats, grads, strict=True):
-            if grad is not None:
-                flat.accumulate_grad(grad)
+        if events.recorder is not None:
+            graph_ops.end_of_graph()
+        with torch.no_grad():
+            for flat, grad in zip(ctx.flats, grads, strict=True):
+                if grad is not None:
+                    flat.accumulate_grad(grad)
         return (None,) * (len(grads) + 1)
 
 
@@ -79,7 +83,10 @@ def _with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
         tracked = _ShardsIn.apply(flats, *[inputs[i] for i in where])  # type: ignore[no-untyped-call]
         for position, shard in zip(where, tracked, strict=True):
             arguments[position] = shard
-        return compiled(*arguments)
+        outputs = compiled(*arguments)
+        if events.recorder is not None:
+            graph_ops.end_of_graph()
+        return outputs
 
     return run
 
@@ -91,7 +98,7 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -
 
 
 def _run_as_python(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    Pipeline().run(gm.graph)
+    Pipeline(passes=NODE_BY_NODE_PASSES).run(gm.graph)
     lower_to_functions(gm.graph)
     gm.recompile()
     boxed: Callable[..., Any] = make_boxed_func(gm.forward)

@@ -95,6 +95,7 @@ class FlatParameter:
         # Gradient of the unsharded flat parameter that `no_sync` steps have summed so far.
         self.unsharded_grad_sum: torch.Tensor | None = None
         self._sharded_sizes, self._sharded_index = self._shard_pieces()
+        self._all_held = -1 not in self._sharded_index
         self._views_set = False
         self.unit_fqn = ""
         self._point_originals_to_shard()
@@ -240,10 +241,13 @@ class FlatParameter:
 
         1-D and often empty; with NO_SHARD the original shapes.
         """
-        flat = shard_like.detach()
+        flat = shard_like.detach() if shard_like.requires_grad else shard_like
         pieces = torch.split_with_sizes(flat, self._sharded_sizes)
-        empty = flat[:0]
-        parts = [pieces[i] if i >= 0 else empty for i in self._sharded_index]
+        if self._all_held:
+            parts = [pieces[i] for i in self._sharded_index]
+        else:
+            empty = flat[:0]
+            parts = [pieces[i] if i >= 0 else empty for i in self._sharded_index]
         if self.is_sharded:
             return parts
         return [p.view(slot.shape) for p, slot in zip(parts, self.layout.slots, strict=True)]
@@ -283,12 +287,11 @@ class FlatParameter:
 
     # -- gradients -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def gather_grads(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The unsharded gradient ``(padded_numel,)`` in ``reduce_dtype``.
 
         One pass: each gradient is copied (and cast) into its place; a parameter without a
-        gradient, gaps and padding become zero.
+        gradient, gaps and padding become zero. To be called without gradient tracking.
         """
         flat = torch.empty(self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device)
         pieces = torch.split_with_sizes(flat, self.layout.split_sizes)
@@ -309,9 +312,11 @@ class FlatParameter:
             self.unsharded_grad_sum = None
         return flat
 
-    @torch.no_grad()
     def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:
-        """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``."""
+        """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
+
+        To be called without gradient tracking.
+        """
         if sharded_grad.dtype != self.dtype and not self.keep_low_precision_grads:
             sharded_grad = sharded_grad.to(self.dtype)
         for original, part in zip(self.originals, self.local_parts(sharded_grad), strict=True):

@@ -31,19 +31,36 @@ class GraphRecording:
         self.log = log
         self.compute: list[events.Event] = []
         self.alive: list[tuple[StorageWeakRef, Label, int]] = []
+        self.uses: dict[int, int] = {}  # references to outputs before they were issued
 
     def boundary(self, label: Label) -> None:
         """A collective begins: what computed until now has stopped."""
         now = time.perf_counter_ns()
         for unit in label.before:
-            began = self.log[-1].waited_ns or self.log[-1].issued_ns if self.log else now
+            began = max((e.waited_ns or e.issued_ns for e in self.log), default=now)
             event = self.log.issue(unit, label.phase, label.phase, source="graph")
             event.issued_ns = began
             event.waited_ns = now
+        self.close()
+        self.expire()
+
+    def close(self) -> None:
+        """What computed until now has stopped: a collective begins, or the graph ends."""
+        now = time.perf_counter_ns()
         for event in self.compute:
             event.waited_ns = now
         self.compute = []
-        self.expire()
+
+    def settle(self, output: torch.Tensor) -> None:
+        """Give a backend's thread the time to let go of a tensor, so that its end is seen.
+
+        A gloo thread holds its tensors for some microseconds after the wait; on a busy machine
+        a freed one would be counted as alive. Bounded, and done in recordings only.
+        """
+        uses = self.uses.pop(output.data_ptr(), 0)
+        until = time.perf_counter() + 0.02
+        while output._use_count() > uses + 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
+            time.sleep(0.0001)
 
     def follow(self, label: Label) -> None:
         """A collective has been issued or waited for: whose compute comes next."""
@@ -74,6 +91,13 @@ class GraphRecording:
 _recording: GraphRecording | None = None
 
 
+def end_of_graph() -> None:
+    """A compiled graph has returned: what it computed last has stopped."""
+    recording = _recording_of_now()
+    if recording is not None:
+        recording.close()
+
+
 def _recording_of_now() -> GraphRecording | None:
     global _recording
     log = events.recorder
@@ -98,6 +122,7 @@ def _issue(
             recording.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
             reference = StorageWeakRef(output.untyped_storage())
             recording.alive.append((reference, label, num_bytes))
+        recording.uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
         event = recording.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
     key = output.data_ptr()
     if output is tensor:
@@ -142,6 +167,7 @@ def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
         recording.boundary(label)
     in_flight.wait()
     if recording is not None:
+        recording.settle(output)
         recording.follow(label)
     return output
 

@@ -40,11 +40,11 @@ def run_unit(
     if root.in_backward and unit.machine.state is UnitState.BACKWARD_PRE:
         # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
         # its views already.
-        args, kwargs = prepare_inputs(unit, args, kwargs, input_dtype)
+        args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         return body(*args, **kwargs)
     call = root.pre_forward(unit)
     try:
-        args, kwargs = prepare_inputs(unit, args, kwargs, input_dtype)
+        args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         output = body(*args, **kwargs)
     except BaseException:
         root.fail_forward(unit)
@@ -67,12 +67,14 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
 
 
 def prepare_inputs(
-    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move inputs to the unit's device and cast floating-point ones to ``dtype``."""
-    if dtype is None and (not unit.flats or unit.flats[0].device.type == "cpu"):
+    """Move inputs to ``device`` and cast floating-point ones to ``dtype`` (``None``: do not)."""
+    if dtype is None and device is None:
         return args, kwargs
-    device = unit.flats[0].device if unit.flats else None
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if device is not None and tensor.device != device:

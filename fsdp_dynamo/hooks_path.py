@@ -16,15 +16,12 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -40,22 +37,14 @@ from fsdp_dynamo.dynamo_glue import (
     entry_of,
     key_of,
 )
+from fsdp_dynamo.registry import lookup
 from fsdp_dynamo.segments import split_at_leaves
 from fsdp_dynamo.tree import tensors_of
 
-_wrappers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _templates: dict[str, Any] = {}
 _classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
-_next_id = itertools.count()
-
-
-def register(wrapper: nn.Module) -> str:
-    """A name that stands for a wrapper in graphs (Dynamo would make a number dynamic)."""
-    leaf_id = f"unit{next(_next_id)}"
-    _wrappers[leaf_id] = wrapper
-    return leaf_id
 
 
 @contextmanager
@@ -107,7 +96,7 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
     ``run_leaf`` in its place.
     """
-    wrapper = _wrappers[leaf_id]
+    wrapper = lookup(leaf_id)
     mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
     if mode is None:
         return run_leaf(leaf_id, args, kwargs)
@@ -130,7 +119,7 @@ def run_leaf(
 ) -> tuple[torch.Tensor, ...]:
     """The leaf at run time: the nested unit with its hooks."""
     tensors: list[torch.Tensor] = []
-    _take_apart(_wrappers[leaf_id](*args, **kwargs), tensors)
+    _take_apart(lookup(leaf_id)(*args, **kwargs), tensors)
     return tuple(tensors)
 
 
@@ -191,7 +180,7 @@ def is_faking() -> bool:
 def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed."""
     unit = wrapper._unit
-    args, kwargs = hooks.prepare_inputs(unit, args, kwargs, wrapper._input_dtype)
+    args, kwargs = hooks.prepare_inputs(unit.device, wrapper._input_dtype, args, kwargs)
     kept = [(m, dict(m._parameters), dict(m._buffers)) for m in wrapper.module.modules()]
     for module, _, _ in kept:
         _make_fake(module._parameters)

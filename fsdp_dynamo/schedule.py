@@ -162,6 +162,7 @@ class Root:
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         while self._pending:
@@ -189,6 +190,7 @@ class Root:
             unit.issue_unshard("backward")
             return
 
+    @torch.no_grad()
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         for flat, unsharded_grad in unit.unsharded_grads(grads):
             if not self.sync_gradients:

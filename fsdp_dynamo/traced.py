@@ -7,78 +7,141 @@ is made. Nothing here runs outside a trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import traceback
 
 from fsdp_dynamo.flat_parameter import FlatParameter
-from graph_passes.markers import COLLECTIVE, UNIT, Mark
+from fsdp_dynamo.hooks import prepare_inputs
+from fsdp_dynamo.registry import lookup
+from fsdp_dynamo.unit import Unit
+from graph_passes.markers import COLLECTIVE, UNIT, CollectiveKind, Mark
 
 
-@dataclass(frozen=True)
-class TracedFlat:
-    """What the graph needs to know of one flat parameter, as constants.
+class TracedFlat(NamedTuple):
+    """What the graph needs to know of one flat parameter: constants only, no guards.
 
     Attributes:
         group_name: the process group's registered name (no rank number is baked in).
         world_size: its size.
         is_sharded: whether there is anything to gather.
-        param_dtype: dtype of the unsharded flat parameter.
-        reduce_dtype: dtype of the reduction.
-        grad_dtype: dtype of the gradient that leaves the graph.
+        requires_grad: whether there is a gradient to reduce.
+        param_dtype: name of the unsharded flat parameter's dtype.
+        reduce_dtype: name of the reduction's dtype.
+        grad_dtype: name of the dtype of the gradient that leaves the graph.
         gather_mark: mark of the all-gather.
         reduce_mark: mark of the reduction.
         split_sizes: how the unsharded flat parameter is cut.
-        views: for each original parameter, its piece and its shape.
+        views: for each original parameter its piece, its shape, and where it is put: the names
+            that lead from the unit's module to the holder, and the parameter's name.
     """
 
     group_name: str
     world_size: int
     is_sharded: bool
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
+    requires_grad: bool
+    param_dtype: str
+    reduce_dtype: str
+    grad_dtype: str
     gather_mark: str
     reduce_mark: str
     split_sizes: tuple[int, ...]
-    views: tuple[tuple[int, tuple[int, ...]], ...]
+    views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
 
 
-def describe(flat: FlatParameter, unit_fqn: str, ordinal: int, reshards: bool) -> TracedFlat:
-    """Constants of one flat parameter for the trace.
+class TracedUnit(NamedTuple):
+    """What the graph needs to know of one unit.
+
+    Attributes:
+        fqn: the unit's FQN.
+        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
+        device: where inputs are moved to; ``""``: they stay.
+        flats: its flat parameters.
+    """
+
+    fqn: str
+    input_dtype: str
+    device: str
+    flats: tuple[TracedFlat, ...]
+
+
+def describe(unit: Unit, input_dtype: torch.dtype | None, reshards: bool) -> TracedUnit:
+    """A unit's constants as they are now.
 
     Args:
-        flat: the flat parameter.
-        unit_fqn: its unit.
-        ordinal: which of the unit's it is.
-        reshards: whether the unit is resharded after its forward.
+        unit: the unit.
+        input_dtype: what its floating-point inputs are cast to.
+        reshards: whether it is resharded after its forward.
     """
-    world_size = flat.group.size()
-    reduce_kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
+    paths = _paths(unit.module)
+    flats = tuple(
+        _describe_flat(flat, unit.fqn, i, reshards, paths) for i, flat in enumerate(unit.flats)
+    )
+    device = "" if unit.device is None else str(unit.device)
+    return TracedUnit(unit.fqn, _name(input_dtype), device, flats)
+
+
+def _describe_flat(
+    flat: FlatParameter,
+    fqn: str,
+    ordinal: int,
+    reshards: bool,
+    paths: dict[nn.Module, tuple[str, ...]],
+) -> TracedFlat:
+    reduce_kind: CollectiveKind = "reduce_scatter" if flat.is_sharded else "all_reduce"
+    layout = flat.layout
+    views = []
+    for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
+        places = {(paths[module], name) for module, name, _ in original.sites}
+        views.append((piece, slot.shape, tuple(sorted(places))))
     return TracedFlat(
         group_name=flat.group.group_name,
-        world_size=world_size,
+        world_size=flat.group.size(),
         is_sharded=flat.is_sharded,
-        param_dtype=flat.param_dtype,
-        reduce_dtype=flat.reduce_dtype,
-        grad_dtype=flat.dtype,
-        gather_mark=Mark(unit_fqn, "all_gather", "forward", ordinal, reshards).encode(),
-        reduce_mark=Mark(unit_fqn, reduce_kind, "backward", ordinal).encode(),  # type: ignore[arg-type]
-        split_sizes=flat.layout.split_sizes,
-        views=tuple(
-            (i, slot.shape)
-            for i, slot in zip(flat.layout.split_slots, flat.layout.slots, strict=True)
-        ),
+        requires_grad=flat.requires_grad,
+        param_dtype=_name(flat.param_dtype),
+        reduce_dtype=_name(flat.reduce_dtype),
+        grad_dtype=_name(flat.dtype),
+        gather_mark=Mark(fqn, "all_gather", "forward", ordinal, reshards).encode(),
+        reduce_mark=Mark(fqn, reduce_kind, "backward", ordinal).encode(),
+        split_sizes=layout.split_sizes,
+        views=tuple(views),
     )
 
 
+def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """For every module below, the names that lead to it, wrappers' names included."""
+    paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
+    pending = [module]
+    while pending:
+        parent = pending.pop()
+        for name, child in parent._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = (*paths[parent], name)
+                pending.append(child)
+    return paths
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def constants_of(name: str) -> tuple[Any, ...]:
+    """``describe`` of the wrapper of this name, at the time of the trace, as plain tuples."""
+    fqn, input_dtype, device, flats = lookup(name).describe_for_trace()
+    return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
+
+
+def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    wanted = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.to(wanted)
+
+
 def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
-    if shard.dtype != spec.param_dtype:
-        shard = shard.to(spec.param_dtype)
+    shard = _cast(shard, spec.param_dtype)
     if not spec.is_sharded:
         return shard.view_as(shard)
     with traceback.annotate({COLLECTIVE: spec.gather_mark}):
@@ -90,8 +153,7 @@ def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
 
 
 def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
-    if grad.dtype != spec.reduce_dtype:
-        grad = grad.to(spec.reduce_dtype)
+    grad = _cast(grad, spec.reduce_dtype)
     if spec.world_size > 1:
         with traceback.annotate({COLLECTIVE: spec.reduce_mark}):
             if spec.is_sharded:
@@ -101,7 +163,7 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
             else:
                 reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", spec.group_name)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
-    return grad.to(spec.grad_dtype)
+    return _cast(grad, spec.grad_dtype)
 
 
 class TracedUnshard(torch.autograd.Function):
@@ -118,33 +180,48 @@ class TracedUnshard(torch.autograd.Function):
 
 
 def traced_forward(
-    flats: tuple[FlatParameter, ...],
-    specs: tuple[TracedFlat, ...],
-    unit_fqn: str,
-    module: nn.Module,
-    call: Callable[..., Any],
+    name: str,
+    shards: tuple[torch.Tensor, ...],
+    module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """A unit's forward with its all-gathers in the graph.
 
     Views of the unsharded flat parameters stand in ``module._parameters`` while the module is
-    called, and the original parameters after it.
+    called, and the original parameters after it. Holders are reached by their path, as the
+    user's own code reaches them, so that Dynamo guards each module once.
+
+    Args:
+        name: the wrapper's registered name.
+        shards: one a flat parameter, inputs of the graph.
+        module: the unit's module.
+        args: positional inputs.
+        kwargs: keyword inputs.
     """
+    fqn, input_dtype, device, flats = constants_of(name)
+    if input_dtype or device:
+        dtype = getattr(torch, input_dtype) if input_dtype else None
+        target = torch.device(device) if device else None
+        args, kwargs = prepare_inputs(target, dtype, args, kwargs)
     kept = []
-    with traceback.annotate({UNIT: unit_fqn}):
-        for flat, spec in zip(flats, specs):  # noqa: B905  # traced by Dynamo
-            if flat.requires_grad:
-                unsharded = TracedUnshard.apply(flat.sharded, spec)  # type: ignore[no-untyped-call]
+    with traceback.annotate({UNIT: fqn}):
+        for shard, fields in zip(shards, flats):  # noqa: B905  # traced by Dynamo
+            spec = TracedFlat(*fields)
+            if spec.requires_grad:
+                unsharded = TracedUnshard.apply(shard, spec)  # type: ignore[no-untyped-call]
             else:
-                unsharded = _unshard(flat.sharded, spec)
+                unsharded = _unshard(shard, spec)
             pieces = torch.split(unsharded, spec.split_sizes)  # type: ignore[arg-type]
-            for original, (index, shape) in zip(flat.originals, spec.views):  # noqa: B905
+            for index, shape, places in spec.views:
                 view = pieces[index].view(shape)
-                for holder, name, _ in original.sites:
-                    kept.append((holder, name, holder._parameters[name]))
-                    holder._parameters[name] = view  # type: ignore[assignment]
-        output = call(*args, **kwargs)
-        for holder, name, param in kept:
-            holder._parameters[name] = param
+                for path, parameter in places:
+                    holder = module
+                    for part in path:
+                        holder = holder._modules[part]
+                    kept.append((holder, parameter, holder._parameters[parameter]))
+                    holder._parameters[parameter] = view
+        output = module(*args, **kwargs)
+        for holder, parameter, original in kept:
+            holder._parameters[parameter] = original
     return output

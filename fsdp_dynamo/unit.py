@@ -122,6 +122,13 @@ class Unit:
         return sum(flat.unsharded_bytes for flat in self.flats if flat.needs_storage)
 
     @property
+    def device(self) -> torch.device | None:
+        """Where inputs are moved to: the parameters' accelerator, or ``None`` on the CPU."""
+        if not self.flats or self.flats[0].device.type == "cpu":
+            return None
+        return self.flats[0].device
+
+    @property
     def needs_unshard(self) -> bool:
         """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
         return any(flat.needs_storage for flat in self.flats)

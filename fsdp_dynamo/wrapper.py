@@ -40,8 +40,9 @@ from fsdp_dynamo.dynamo_glue import (
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.grad_clip import clip_grad_norm
+from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
-from fsdp_dynamo.traced import TracedFlat, describe, traced_forward
+from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
 from fsdp_dynamo.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap_policy import run_policy
 
@@ -147,12 +148,12 @@ class FullyShardedDataParallel(nn.Module):
         self._unit = unit
         self._ignored = ignored
         self._root = Root([("", unit)])  # until the outermost wrapper takes over
-        self._specs: tuple[TracedFlat, ...] = ()
         self._input_dtype: torch.dtype | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._has_nested = False
         self._bodies: dict[int, Callable[..., Any]] = {}
-        self._leaf_id = hooks_path.register(self)
+        self._leaf_id = register(self)
+        self._share_shards()
         self._modules[build.WRAPPED] = module
         self._use_orig_params = use_orig_params
         build.tag_for_dynamo([self], True)  # its forward is traced up to the refusal
@@ -168,17 +169,12 @@ class FullyShardedDataParallel(nn.Module):
             unit = wrapper._unit
             wrapper._root = root
             wrapper._input_dtype = input_dtype_of(unit, is_root=wrapper is self)
-            wrapper._prepare_graph_path()
             wrapper._has_nested = sum(_is_unit(m) for _, m in _raw_named_modules(wrapper)) > 1
 
-    def _prepare_graph_path(self) -> None:
-        unit = self._unit
-        is_root = self._root.units[0] is unit
-        reshards = unit.config.strategy is ShardingStrategy.FULL_SHARD and not is_root
-        self._specs = tuple(
-            describe(flat, unit.fqn, i, reshards) for i, flat in enumerate(unit.flats)
-        )
-        for flat in unit.flats:
+    def _share_shards(self) -> None:
+        """Hand the shards to the graph path, whose inputs they are."""
+        self._shards = tuple(flat.sharded for flat in self._unit.flats)
+        for flat in self._unit.flats:
             mark_shard(flat)
 
     def _cast_buffers(self) -> None:
@@ -216,10 +212,14 @@ class FullyShardedDataParallel(nn.Module):
         return self._hooked_forward(args, kwargs, key)
 
     def _graph_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._modules["_fsdp_wrapped_module"]
+        return traced_forward(self._leaf_id, self._shards, module, args, kwargs)
+
+    def describe_for_trace(self) -> TracedUnit:
+        """What the graph path's trace needs to know of this unit, as it is now."""
         unit = self._unit
-        args, kwargs = hooks.prepare_inputs(unit, args, kwargs, self._input_dtype)
-        module: Any = self._modules["_fsdp_wrapped_module"]
-        return traced_forward(unit.flats, self._specs, unit.fqn, module, module, args, kwargs)
+        reshards = unit.config.strategy is ShardingStrategy.FULL_SHARD and not self._is_outermost()
+        return describe(unit, self._input_dtype, reshards)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly, between compiled regions"
@@ -300,7 +300,7 @@ class FullyShardedDataParallel(nn.Module):
         for flat in unit.flats:
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
-        self._prepare_graph_path()
+        self._share_shards()
         return self
 
     # -- names -----------------------------------------------------------------------------------

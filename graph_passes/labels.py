@@ -61,7 +61,7 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
                 reduced.add(node)
         elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
             reduced.add(node)  # a cast or a division of a reduced gradient: no unit's compute
-        elif is_compute(node):
+        elif is_compute(node) and not _feeds_a_gather(node):
             current.append(node)
     labels: dict[fx.Node, Label] = {}
     for position, (node, after) in enumerate(boundaries):
@@ -71,6 +71,15 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         first = _units(before) if position == 0 else ()
         labels[node] = Label(mark.unit, mark.kind, phase, first, _units(after))
     return labels
+
+
+def _feeds_a_gather(node: fx.Node) -> bool:
+    """The cast of a shard: it belongs to its all-gather, not to the unit's compute."""
+    return (
+        bool(node.users)
+        and all(is_collective(user) for user in node.users)
+        and all(source.op == "placeholder" for source in node.all_input_nodes)
+    )
 
 
 _HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
+from graph_passes.cut_views import cut_views
 from graph_passes.prefetch import prefetch_all_gathers
 from graph_passes.simplify import drop_noop_views
 from graph_passes.sink_waits import sink_waits
@@ -21,7 +22,11 @@ from graph_passes.spec import inventory, verify_graph
 
 GraphPass = Callable[[fx.Graph], None]
 
-DEFAULT_PASSES: tuple[GraphPass, ...] = (drop_noop_views, sink_waits, prefetch_all_gathers)
+DEFAULT_PASSES: tuple[GraphPass, ...] = (sink_waits, prefetch_all_gathers)
+"""For a compiler that does away with views by itself."""
+
+NODE_BY_NODE_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views, *DEFAULT_PASSES)
+"""For a graph that is run as it is, where every node costs host time."""
 
 
 @dataclass

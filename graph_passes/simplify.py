@@ -11,12 +11,14 @@ Nodes that are outputs stay as they are: an output must not become an alias of a
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from graph_passes.graph_utils import op_name
 
 _IDENTITIES = frozenset({"aten::detach", "aten::alias"})
-_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view"})
+_ERASABLE = _IDENTITIES | {"aten::view", "aten::_unsafe_view", "aten::t", "aten::split_with_sizes"}
 
 
 def drop_noop_views(graph: fx.Graph) -> None:
@@ -26,14 +28,14 @@ def drop_noop_views(graph: fx.Graph) -> None:
         if source is None or any(user.op == "output" for user in node.users):
             continue
         node.replace_all_uses_with(source)
+    erase_unused(graph)
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase view nodes that nothing uses any more."""
     for node in reversed(graph.nodes):
-        if op_name(node).startswith("aten::") and not node.users and _is_plain_view(node):
+        if not node.users and (op_name(node) in _ERASABLE or node.target is operator.getitem):
             graph.erase_node(node)
-
-
-def _is_plain_view(node: fx.Node) -> bool:
-    name = op_name(node)
-    return name in _IDENTITIES or name in _RESHAPES or name == "aten::t"
 
 
 def _stands_for(node: fx.Node) -> fx.Node | None:
