@@ -2,8 +2,8 @@
 
 100 units of two ``Linear(64, 64)``, batch 4, on a fake process group of 8 ranks (collectives
 return at once), one thread. What is left is what the host does around the compute. The rows are
-measured in turn, round by round; the median over rounds is shown with the spread, and the excess
-over the unwrapped model as a part of FSDP2's eager excess.
+measured in turn, round by round; the median over rounds is shown with the spread, and the median of
+each round's excess over the unwrapped model as a part of FSDP2's eager excess in that round.
 
     python benchmarks/host_overhead.py [--units 100] [--rounds 7] [--json FILE]
 """
@@ -119,10 +119,13 @@ def measure(num_units: int, rounds: int) -> dict[str, dict[str, float]]:
             "max_us": max(micros),
             "first_step_s": first[name],
         }
-    floor = rows["unwrapped"]["median_us"]
-    peer = rows["FSDP2 eager"]["median_us"] - floor
-    for row in rows.values():
-        row["of_fsdp2_eager"] = (row["median_us"] - floor) / peer
+    floors, peers = samples["unwrapped"], samples["FSDP2 eager"]
+    for name, row in rows.items():  # round by round, so that a drift of the machine cancels
+        parts = [
+            (own - floor) / (peer - floor)
+            for own, floor, peer in zip(samples[name], floors, peers, strict=True)
+        ]
+        row["of_fsdp2_eager"] = statistics.median(parts)
     return rows
 
 

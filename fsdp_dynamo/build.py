@@ -264,7 +264,7 @@ def broadcast_module_states(
             if tensor is None or tensor in seen or tensor in ignored.parameters:
                 continue
             seen.add(tensor)
-            if tensor.device.type == "cpu" and group.name() == "nccl":
+            if tensor.device.type == "cpu" and not _serves_cpu(group):
                 raise FSDPValueError(
                     explain(
                         expected="parameters on the accelerator",
@@ -274,6 +274,10 @@ def broadcast_module_states(
                     )
                 )
             dist.broadcast(tensor.detach(), source, group=group)
+
+
+def _serves_cpu(group: dist.ProcessGroup) -> bool:
+    return any(device.type == "cpu" for device in group._device_types)
 
 
 def _modules_outside_units(

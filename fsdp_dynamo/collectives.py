@@ -4,8 +4,8 @@ Every choice that depends on the backend of a process group is made here and now
 
 - gloo's own reduce-scatter sends as many bytes as an all-reduce. An all-to-all and a local sum
   send half of that, so gloo groups use those.
-- float16 sums overflow easily, so float16 gradients are divided before they are summed; all
-  others are divided after, when only the shard is left to divide.
+- Gradients are averaged by the backend or with the local sum; float16 sums overflow easily, so
+  float16 gradients are divided before they are summed.
 
 The same functions run under the hooks and under lowered graph nodes.
 """
@@ -46,10 +46,10 @@ class InFlight:
         event: what the recorder knows of it, or ``None`` where nothing records.
         parts: with an all-to-all, the parts of all ranks ``(world_size * n,)``, still to be
             summed into ``output`` ``(n,)``.
-        divisor: what the result is still to be divided by.
+        combine: what makes ``output`` of ``parts``: ``torch.mean`` or ``torch.sum``.
     """
 
-    __slots__ = ("_divisor", "_output", "_parts", "_source", "_work", "event")
+    __slots__ = ("_combine", "_output", "_parts", "_source", "_work", "event")
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class InFlight:
         source: torch.Tensor,
         event: events.Event | None = None,
         parts: torch.Tensor | None = None,
-        divisor: float = 1.0,
+        combine: Callable[..., Any] = torch.mean,
     ) -> None:
         self._work = work
         self._output: torch.Tensor | None = output
         self._source: torch.Tensor | None = source
         self._parts = parts
-        self._divisor = divisor
+        self._combine = combine
         self.event = event
 
     def wait(self) -> None:
@@ -78,17 +78,20 @@ class InFlight:
         output = self._output
         assert output is not None
         if self._parts is not None:
-            torch.sum(self._parts.view(-1, output.numel()), dim=0, out=output)
-        if self._divisor != 1.0:
-            output.div_(self._divisor)
+            self._combine(self._parts.view(-1, output.numel()), dim=0, out=output)
         self._output = self._source = self._parts = None
         if event is not None:
             events.complete(event, began_ns)
 
 
-def prefers_all_to_all(group: dist.ProcessGroup) -> bool:
-    """Whether a reduce-scatter on this group is better done as all-to-all plus a local sum."""
-    return group.name() == "gloo"
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves a device in a group (a group may have several)."""
+    return group._get_backend(device).name()
+
+
+def prefers_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a reduce-scatter is better done as an all-to-all plus a local sum there."""
+    return backend_name(group, device) == "gloo"
 
 
 def issue_all_gather(
@@ -118,16 +121,17 @@ def issue_reduce_mean(
     ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
     itself (an all-reduce).
     """
-    divisor = float(group.size())
+    op = dist.ReduceOp.AVG
+    combine: Callable[..., Any] = torch.mean
     if unsharded.dtype == torch.float16:
-        unsharded.div_(divisor)
-        divisor = 1.0
+        unsharded.div_(group.size())
+        op, combine = dist.ReduceOp.SUM, torch.sum
     if output is unsharded:
-        work = dist.all_reduce(unsharded, group=group, async_op=True)
-        return InFlight(work, output, unsharded, event, None, divisor)
-    if prefers_all_to_all(group):
+        work = dist.all_reduce(unsharded, op, group=group, async_op=True)
+        return InFlight(work, output, unsharded, event)
+    if prefers_all_to_all(group, unsharded.device):
         parts = torch.empty_like(unsharded)
         work = dist.all_to_all_single(parts, unsharded, group=group, async_op=True)
-        return InFlight(work, output, unsharded, event, parts, divisor)
-    work = _reduce_scatter(output, unsharded, group=group, async_op=True)
-    return InFlight(work, output, unsharded, event, None, divisor)
+        return InFlight(work, output, unsharded, event, parts, combine)
+    work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
+    return InFlight(work, output, unsharded, event)
