@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,21 @@ def refuse_unsupported(
                 where="argument 'cpu_offload'",
                 fix="Leave it out; offloading is not supported yet.",
             )
+        )
+
+
+def warn_of_cpu_start(
+    module: nn.Module, group: dist.ProcessGroup, device_id: int | torch.device | None
+) -> None:
+    """Warn where a module is on the CPU, the group is not, and nothing says to move it."""
+    first = next(module.parameters(), None)
+    if device_id is not None or first is None or first.device.type != "cpu":
+        return
+    if not any(device.type == "cpu" for device in group._device_types):
+        warnings.warn(
+            "the module is on the CPU and the process group serves no CPU: pass device_id, or "
+            "move the module before its first forward",
+            stacklevel=3,
         )
 
 

@@ -2,7 +2,7 @@
 
 Both partition the joint graph with functorch's min-cut partitioner under our recompute tags,
 run the pass pipeline over forward and backward, and lower the collectives. What they return
-is wrapped in ``_Entry``, which leads the shards' gradients to the original parameters.
+goes through ``_ShardsIn``, which leads the shards' gradients to the original parameters.
 """
 
 from __future__ import annotations

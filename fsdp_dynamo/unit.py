@@ -6,6 +6,7 @@ precision. It knows how to do things; when they are done is the schedule's decis
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,14 +76,17 @@ class _ViewsOfUnsharded(torch.autograd.Function):
         ctx: Any, call: ForwardCall, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        # Weak: the call holds the views, whose grad_fn is this node. What keeps the call alive
+        # until its backward are the hooks on the unit's outputs.
+        ctx.call = weakref.ref(call)
+        ctx.unit = call.unit
         ctx.num_shards = len(shards)
         return tuple(view for flat in call.unit.trainable for view in flat.make_views())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        call: ForwardCall = ctx.call
-        call.unit.on_gradients(call, grads)
+        unit: Unit = ctx.unit
+        unit.on_gradients(ctx.call() or ForwardCall(unit, []), grads)
         num_shards: int = ctx.num_shards
         return (None,) * (num_shards + 1)
 

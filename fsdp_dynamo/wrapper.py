@@ -27,6 +27,7 @@ from fsdp_dynamo.arguments import (
     override,
     refuse_unsupported,
     strategy_of,
+    warn_of_cpu_start,
 )
 from fsdp_dynamo.compile import mark_shard
 from fsdp_dynamo.dynamo_glue import (
@@ -106,6 +107,7 @@ class FullyShardedDataParallel(nn.Module):
             check_module(module, _is_unit)
         group = group_of(process_group, device_mesh)
         refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
+        warn_of_cpu_start(module, group, device_id)
         config = UnitConfig(
             group=group,
             strategy=strategy_of(sharding_strategy, group),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ways import WAYS, in_way
 
 import fsdp_dynamo
 from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy
+from fsdp_dynamo.arguments import warn_of_cpu_start
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 
@@ -138,6 +140,18 @@ def _nothing_changed(rank: int, world_size: int) -> bool:
 
 def test_a_refused_wrap_changes_nothing(ranks: RankPool) -> None:
     assert ranks.run(_nothing_changed, 2) == [True, True]
+
+
+def test_cpu_start_warns() -> None:
+    class AcceleratorGroup:
+        _device_types = (torch.device("cuda"),)
+
+    group: Any = AcceleratorGroup()
+    with pytest.warns(UserWarning, match="pass device_id, or move the module"):
+        warn_of_cpu_start(nn.Linear(2, 2), group, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_cpu_start(nn.Linear(2, 2), group, 0)
 
 
 def test_no_process_group() -> None:

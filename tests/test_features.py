@@ -336,22 +336,20 @@ def test_no_grad_eval_and_abandoned_forwards(ranks: RankPool, way: str) -> None:
         assert alive == [0, 0, 0]
 
 
-def _two_forwards(rank: int, world_size: int) -> tuple[float, float]:
+def _two_forwards(rank: int, world_size: int, way: str) -> tuple[float, float]:
     """Two forwards, then one backward through both."""
-    norms = []
     plain = make_transformer(num_blocks=2)
-    for net in (plain, wrap(make_transformer(num_blocks=2))):
+    wrapped = wrap(make_transformer(num_blocks=2))
+    for net in (plain, in_way(wrapped, way)):
         loss = loss_of(net, batch(0, 0)) + loss_of(net, batch(0, 1))
         loss.backward()
-        if isinstance(net, FSDP):
-            norms.append(float(net.clip_grad_norm_(1e9)))
-        else:
-            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 1e9)))
-    return norms[0], norms[1]
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    return float(expected), float(wrapped.clip_grad_norm_(1e9))
 
 
-def test_two_forwards_one_backward(ranks: RankPool) -> None:
-    for expected, got in ranks.run(_two_forwards, 2):
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_two_forwards_one_backward(ranks: RankPool, way: str) -> None:
+    for expected, got in ranks.run(_two_forwards, 2, way):
         assert got == pytest.approx(expected, rel=1e-6)
 
 

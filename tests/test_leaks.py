@@ -1,0 +1,52 @@
+"""Nothing is kept from step to step, or of a model that is gone."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from ways import WAYS, in_way
+
+
+def _num_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, int]:
+    model = in_way(wrap(make_transformer(num_blocks=2)), way)
+    counts = []
+    for step in range(30):
+        loss = loss_of(model, batch(rank, step))
+        if backward:
+            loss.backward()
+        del loss
+        if step in (5, 29):
+            counts.append(_num_tensors())
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tensor_is_kept(ranks: RankPool, way: str, backward: bool) -> None:
+    for early, late in ranks.run(_steps, 2, way, backward):
+        assert late == early
+
+
+def _cycles(rank: int, world_size: int) -> list[int]:
+    counts = []
+    for cycle in range(12):
+        model = wrap(make_transformer(num_blocks=2))
+        loss_of(model, batch(rank, cycle)).backward()
+        del model
+        if cycle in (1, 11):
+            counts.append(_num_tensors())
+    return counts
+
+
+def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
+    for early, late in ranks.run(_cycles, 2):
+        assert late == early
