@@ -10,6 +10,7 @@ plain names, so it must also load them; there is no hook on a class).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -124,17 +125,38 @@ def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]
     return compiled
 
 
-def entry_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """What to compile of a module so that Dynamo sees a frame of its own.
+def with_own_code(fn: Any) -> Any:
+    """A copy of a function whose code object is its own.
 
-    Dynamo never compiles the frames of ``torch.nn`` itself; such a module gets one in between.
+    Dynamo keeps compiled code, and counts recompiles, by code object: all models of a process
+    would share the few entries of the one that they all run through.
     """
-    from torch._dynamo import external_utils, trace_rules
+    copy = FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
-    if trace_rules.check(module.forward):
-        wrapped: Callable[..., Any] = external_utils.wrap_inline(module)
-        return wrapped
-    return module.__call__
+
+def entry_of(module: torch.nn.Module, own_code: bool) -> Callable[..., Any]:
+    """What to compile of a module so that Dynamo sees a frame that it may compile.
+
+    Args:
+        module: the module.
+        own_code: give it compiled code of its own; otherwise modules of a class share theirs.
+            (Dynamo never compiles the frames of ``torch.nn`` itself; such a module gets a frame
+            in between in any case.)
+    """
+    from torch._dynamo import trace_rules
+
+    if not own_code and not trace_rules.check(module.forward):
+        return module.__call__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    own: Callable[..., Any] = with_own_code(call)
+    return own if own_code else call
 
 
 def cannot_capture(what: str, fix: str) -> NoReturn:

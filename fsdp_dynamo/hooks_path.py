@@ -76,7 +76,7 @@ def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
         backend = backend_of(key)
         if wrapper._has_nested:
             backend = _segment_backend(key)
-        body = compile_with(backend, entry_of(wrapper.module))
+        body = compile_with(backend, entry_of(wrapper.module, own_code=wrapper._has_nested))
         wrapper._bodies[key] = body
     return body
 

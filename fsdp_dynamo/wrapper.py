@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fsdp_dynamo.dynamo_glue import (
     active_backend_key,
     refuse_without_orig_params,
     which_way,
+    with_own_code,
 )
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
@@ -171,7 +173,11 @@ class FullyShardedDataParallel(nn.Module):
             unit = wrapper._unit
             wrapper._root = root
             wrapper._input_dtype = input_dtype_of(unit, is_root=wrapper is self)
+            wrapper.__dict__.pop("forward", None)
             wrapper._has_nested = sum(_is_unit(m) for _, m in _raw_named_modules(wrapper)) > 1
+
+        forward = with_own_code(type(self).forward)
+        self.__dict__["forward"] = MethodType(forward, self)
 
     def _share_shards(self) -> None:
         """Hand the shards to the graph path, whose inputs they are."""

@@ -12,6 +12,7 @@ from pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from ways import in_way
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -188,6 +189,27 @@ def test_module_compile_in_place(ranks: RankPool) -> None:
     for expected, got, graphs in ranks.run(_in_place, 2):
         assert got == pytest.approx(expected, rel=1e-6)
         assert graphs == 3
+
+
+def _many_models(rank: int, world_size: int, way: str) -> list[bool]:
+    results = []
+    for _ in range(10):
+        expected, _ = train(make_transformer(num_blocks=1), 0, steps=1)
+        got, _ = train(in_way(wrap(make_transformer(num_blocks=1)), way), 0, steps=1)
+        results.append(got == pytest.approx(expected, rel=1e-6))
+    counters.clear()
+    backend = CountingBackend()
+    with MatmulWatch(backend) as watch:
+        model = torch.compile(wrap(make_transformer(num_blocks=1)), backend=backend)
+        model(batch(rank, 0))
+        model(batch(rank, 0))
+    return [*results, watch.outside == 0]
+
+
+@pytest.mark.parametrize("way", ["hooks", "graph"])
+def test_many_models_in_one_process(ranks: RankPool, way: str) -> None:
+    """More models than Dynamo keeps entries of one code object: all are compiled."""
+    assert ranks.run(_many_models, 2, way) == [[True] * 11] * 2
 
 
 def _no_recompiles(rank: int, world_size: int) -> tuple[int, int, int]:

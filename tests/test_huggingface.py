@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import hf_models
 import pytest
 import torch
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-
-WAYS: dict[str, dict[str, Any] | None] = {
-    "eager": None,
-    "hooks": {"backend": "aot_eager"},
-    "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
-}
 
 
 def _two_losses(model: nn.Module, rank: int) -> list[float]:
@@ -38,10 +31,7 @@ def _compare(rank: int, world_size: int, name: str, way: str) -> tuple[list[floa
     reference, layer = hf_models.make(name)
     expected = _two_losses(DistributedDataParallel(reference), rank)
     model: nn.Module = FSDP(hf_models.make(name)[0], auto_wrap_policy=ModuleWrapPolicy({layer}))
-    options = WAYS[way]
-    if options is not None:
-        model = torch.compile(model, **options)
-    return expected, _two_losses(model, rank)
+    return expected, _two_losses(in_way(model, way), rank)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -50,3 +40,8 @@ def test_step_equals_ddp(ranks: RankPool, name: str, way: str) -> None:
     for expected, got in ranks.run(_compare, 2, name, way):
         assert expected[1] < expected[0]
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_step_under_inductor(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_compare, 2, "llama", "graph-inductor"):
+        assert got == pytest.approx(expected, rel=1e-5)
