@@ -42,7 +42,13 @@ def run_unit(
         # its views already.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         return body(*args, **kwargs)
-    call = root.pre_forward(unit)
+    outermost = root.is_outside
+    try:
+        call = root.pre_forward(unit)
+    except BaseException:
+        if outermost:
+            root.reset()
+        raise
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         output = body(*args, **kwargs)

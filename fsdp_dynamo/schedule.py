@@ -51,11 +51,16 @@ class Root:
             unit.on_gradients = self.post_backward
             self.units.append(unit)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return self._depth == 0 and not self.in_backward
+
     # -- forward -----------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
         """Unshard ``unit``, start the prefetch of the next one, show the views."""
-        if self._depth == 0 and not self.in_backward:
+        if self.is_outside:
             self._begin_forward()
         unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)

@@ -189,6 +189,23 @@ def test_parameter_changed_behind_the_back(ranks: RankPool, kind: str, way: str)
         assert "parameter 'blocks.1.up.weight': expected the wrapped parameter" in message
 
 
+def _refused_then_mended(rank: int, world_size: int, way: str) -> tuple[str, Any, Any]:
+    expected, _ = train(wrap(make_transformer(num_blocks=2)), rank, steps=2)
+    wrapped = wrap(make_transformer(num_blocks=2))
+    model = in_way(wrapped, way)
+    wrapped.scale.requires_grad_(False)
+    message = _message(lambda: model(batch(rank, 0)))
+    wrapped.scale.requires_grad_(True)
+    return message, expected, train(model, rank, steps=2)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_goes_on_after_a_refused_forward(ranks: RankPool, way: str) -> None:
+    for message, expected, got in ranks.run(_refused_then_mended, 2, way):
+        assert "parameter 'scale': expected the wrapped parameter" in message
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
 class Failing(Transformer):
     """Raises in the middle of its forward when asked to."""
 
