@@ -113,6 +113,35 @@ def test_accumulation(ranks: RankPool, sync_first: bool) -> None:
         assert reduced_before == (6 if sync_first else 0)
 
 
+def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:
+    """Gradient bytes kept by two steps in ``no_sync()``, and by two steps outside it."""
+    model = wrap(make_transformer(num_blocks=2))
+    flats = [flat for unit in model._root.units for flat in unit.flats]
+
+    def kept() -> int:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        sums = [f.unsharded_grad_sum for f in flats if f.unsharded_grad_sum is not None]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*grads, *sums]}
+        return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
+
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+    outside = kept()
+    model.zero_grad()
+    with model.no_sync():
+        for step in range(2):
+            loss_of(model, batch(rank, step)).backward()
+    inside = kept()
+    unsharded = sum(flat.reduce_bytes for flat in flats)
+    return outside, inside, unsharded // world_size, unsharded
+
+
+def test_memory_of_accumulation(ranks: RankPool) -> None:
+    """Outside ``no_sync()`` one shard of the gradients is kept, inside it all of them."""
+    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2):
+        assert (outside, inside) == (sharded, unsharded)
+
+
 def _zero_between(rank: int, world_size: int, way: str, to_none: bool) -> tuple[float, float]:
     """zero_grad between forward and backward, and gradients kept over two backwards."""
     norms = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -11,12 +12,28 @@ from pool import RankPool
 from ways import WAYS, in_way
 
 
-def _num_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+class Census:
+    """Counts the tensors that were made since it began.
+
+    Older ones do not count: what earlier jobs of this process left in caches goes when it goes.
+    """
+
+    def __init__(self) -> None:
+        self._old = [weakref.ref(tensor) for tensor in self._all()]
+
+    @staticmethod
+    def _all() -> list[torch.Tensor]:
+        gc.collect()
+        return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+    def count(self) -> int:
+        present = self._all()
+        old = {id(tensor) for tensor in (reference() for reference in self._old)}
+        return sum(id(tensor) not in old for tensor in present)
 
 
 def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, int]:
+    census = Census()
     model = in_way(wrap(make_transformer(num_blocks=2)), way)
     counts = []
     for step in range(30):
@@ -25,7 +42,7 @@ def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, i
             loss.backward()
         del loss
         if step in (5, 29):
-            counts.append(_num_tensors())
+            counts.append(census.count())
     return counts[0], counts[1]
 
 
@@ -33,20 +50,21 @@ def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, i
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tensor_is_kept(ranks: RankPool, way: str, backward: bool) -> None:
     for early, late in ranks.run(_steps, 2, way, backward):
-        assert late == early
+        assert late <= early
 
 
 def _cycles(rank: int, world_size: int) -> list[int]:
+    census = Census()
     counts = []
     for cycle in range(12):
         model = wrap(make_transformer(num_blocks=2))
         loss_of(model, batch(rank, cycle)).backward()
         del model
         if cycle in (1, 11):
-            counts.append(_num_tensors())
+            counts.append(census.count())
     return counts
 
 
 def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
     for early, late in ranks.run(_cycles, 2):
-        assert late == early
+        assert late <= early
