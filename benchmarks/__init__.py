@@ -1,0 +1,1 @@
+"""The benchmark harness: workloads, peers, a real link, a simulated cluster, reports."""

@@ -1,0 +1,21 @@
+"""Types of command-line arguments that several scripts share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Type of an argument that counts something."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got '{text}'")
+        return value
+
+    return parse

@@ -1,0 +1,121 @@
+"""Peers in one run: the same model, seeds, data and optimizer, rounds interleaved.
+
+    python benchmarks/compare.py [--peers ours,fsdp2,ddp] [--link 1gbit] [--rounds 5] [--json FILE]
+
+Every peer is built in the same processes; each round, every peer takes one step on the same batch,
+all ranks starting together. Shown: median, least and most of forward + backward, ratios round by
+round, a lower bound, bytes sent, peak memory, losses. A peer that cannot run says why. Exit code 1
+if a peer's losses differ from the reference's: a fast wrong answer is no answer.
+
+``--link RATE`` joins two ranks by a link of that rate (needs root, see ``link.py``); without it
+ranks talk over the loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import link, ranks, wire, workloads
+from benchmarks.arguments import at_least
+from benchmarks.comparison_report import comparison_table, memory_table, rows
+from benchmarks.errors import one_line_on_bad_input
+from benchmarks.peers import Setting, all_peers, named
+from benchmarks.report import record, write
+from benchmarks.rounds import Comparison
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", help="keys, joined by commas (default: all)")
+    parser.add_argument("--list", action="store_true", help="show the peers' keys and leave")
+    parser.add_argument("--decoder", default="29m", help="size of the reference decoder")
+    parser.add_argument("--blocks", type=at_least(1), help="instead of the size's own number")
+    parser.add_argument("--torchbench_model", help="a model of transformers instead")
+    parser.add_argument("--model_size", choices=("real", "small"), default="real")
+    parser.add_argument("--batch_size", type=at_least(1), default=4, help="sequences a rank")
+    parser.add_argument("--length", type=at_least(1), default=128, help="tokens a sequence")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps a peer")
+    parser.add_argument("--world_size", type=at_least(1), default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--link", metavar="RATE", help="join two ranks by a link, e.g. 1gbit")
+    parser.add_argument("--json", type=Path, help="write the record there")
+    return parser.parse_args()
+
+
+def workload_of(options: argparse.Namespace) -> workloads.Workload:
+    """The task that the command line names."""
+    sizes = (options.batch_size, options.length)
+    if options.torchbench_model is not None:
+        small = options.model_size == "small"
+        return workloads.hugging_face(options.torchbench_model, *sizes, small=small)
+    return workloads.decoder(options.decoder, *sizes, num_blocks=options.blocks)
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """One rank's part; the exit code."""
+    warnings.filterwarnings("ignore")
+    chosen = named(options.peers.split(",") if options.peers else list(all_peers()))
+    dtype = None if options.dtype == "float32" else torch.bfloat16
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    with ranks.process_group(options.device) as device:
+        setting = Setting(workload_of(options), device, dtype)
+        rank = dist.get_rank()
+
+        def say(text: str) -> None:
+            if rank == 0:
+                print(text, flush=True)
+
+        comparison = Comparison(chosen, setting, rank)
+        comparison.start(say=say)
+        comparison.run(options.rounds, say=say)
+        comparison.profile()
+        made = rows(comparison)
+        say(f"\n{setting.workload.name}; {dist.get_world_size()} ranks\n{comparison_table(made)}")
+        say(f"\n{memory_table(made)}")
+        if rank == 0 and options.json is not None:
+            results = record(
+                "comparison",
+                workload=setting.workload.name,
+                world_size=dist.get_world_size(),
+                link_bytes_per_s=wire.link_bytes_per_s(),
+                rounds=options.rounds,
+                rows=made,
+            )
+            write(options.json, results)
+    return 0 if all(row.get("loss_agrees", True) for row in made) else 1
+
+
+def main() -> None:
+    """Start ranks, or be one."""
+    options = parse_arguments()
+    if options.list:
+        print("\n".join(f"{key:22} {peer.title}" for key, peer in all_peers().items()))
+        return
+    with one_line_on_bad_input():
+        named(options.peers.split(",") if options.peers else [])
+        workload_of(options)
+        if ranks.is_rank():
+            raise SystemExit(run_rank(options))
+        if options.link is not None:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            code, _ = link.run_on_link(sys.argv, link.Shape(options.link))
+            raise SystemExit(code)
+        ranks.check_device(options.device, options.world_size)
+        ranks.become_ranks(options.world_size)
+
+
+if __name__ == "__main__":
+    main()
