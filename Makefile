@@ -1,11 +1,11 @@
-# make test | make demo: both do their own set-up and can be run again cheaply.
+# make test | make demo | make bench: all do their own set-up and can be run again cheaply.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup test lint demo bench clean
+.PHONY: setup test lint demo bench peers clean
 
 setup: $(READY)
 
@@ -25,7 +25,10 @@ demo: $(READY)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)
 
 bench: $(READY)
-	$(PY) benchmarks/host_overhead.py
+	$(PY) benchmarks/bench.py $(ARGS)
+
+peers: $(READY)
+	$(PYTHON) tools/setup_env.py $(VENV) --peers
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info

@@ -19,3 +19,8 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def numbers(text: str) -> list[int]:
+    """Type of an argument such as ``4,8,16``: whole numbers above 0."""
+    return [at_least(1)(part) for part in text.split(",")]

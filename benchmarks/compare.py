@@ -18,6 +18,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,12 @@ def workload_of(options: argparse.Namespace) -> workloads.Workload:
     return workloads.decoder(options.decoder, *sizes, num_blocks=options.blocks)
 
 
+def decoder_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What makes the same decoder again."""
+    names = ("decoder", "blocks", "batch_size", "length")
+    return {name: getattr(options, name) for name in names}
+
+
 def run_rank(options: argparse.Namespace) -> int:
     """One rank's part; the exit code."""
     warnings.filterwarnings("ignore")
@@ -90,6 +97,7 @@ def run_rank(options: argparse.Namespace) -> int:
                 "comparison",
                 workload=setting.workload.name,
                 world_size=dist.get_world_size(),
+                decoder=None if options.torchbench_model else decoder_arguments(options),
                 link_bytes_per_s=wire.link_bytes_per_s(),
                 rounds=options.rounds,
                 rows=made,

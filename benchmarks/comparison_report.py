@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks import wire
 from benchmarks.bound import flat_cluster, lower_bound, wire_bytes
+from benchmarks.cluster_model import ClusterModel
 from benchmarks.report import table
 from benchmarks.rounds import Comparison, Samples, mean_over_ranks, round_ratios, slowest, spread
 
@@ -19,13 +20,18 @@ LOW_PRECISION_LOSS_TOLERANCE = 3e-2
 Row = dict[str, Any]
 
 
-def rows(comparison: Comparison) -> list[Row]:
-    """One row a peer, the same on every rank; collective, so every rank must call it."""
+def rows(comparison: Comparison, cluster: ClusterModel | None = None) -> list[Row]:
+    """One row a peer, the same on every rank; collective, so every rank must call it.
+
+    Args:
+        comparison: after its rounds.
+        cluster: whose links were used; by default the link that the ranks were started on.
+    """
     made = {key: _measured(samples) for key, samples in comparison.samples.items()}
     ran = {key: row for key, row in made.items() if row["reason"] is None}
     _compare_times(ran)
     _compare_losses(ran, low_precision=comparison.setting.param_dtype is not None)
-    _bound(ran, comparison)
+    _bound(ran, comparison, cluster)
     return list(made.values())
 
 
@@ -94,18 +100,21 @@ def _compare_losses(ran: dict[str, Row], low_precision: bool) -> None:
         row["loss_agrees"] = not row["communicates"] or max(distances) <= tolerance
 
 
-def _bound(ran: dict[str, Row], comparison: Comparison) -> None:
+def _bound(ran: dict[str, Row], comparison: Comparison, cluster: ClusterModel | None) -> None:
+    """Bytes by count, and the least time where rates and a compute floor are known."""
     floors = [r["forward_backward_ms"]["median"] for r in ran.values() if not r["communicates"]]
-    rate = wire.link_bytes_per_s()
-    gloo = comparison.setting.device.type == "cpu"
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rate = wire.link_bytes_per_s()
+    timed = cluster is not None or rate is not None
+    if cluster is None:  # without a rate it still counts bytes
+        gloo = comparison.setting.device.type == "cpu"
+        cluster = flat_cluster(world_size, rate or 1.0, gloo)
     for key, row in ran.items():
         profile = comparison.samples[key].profile
         if profile is None or world_size == 1:
             continue
-        cluster = flat_cluster(world_size, rate or 1.0, gloo)
         row["counted_bytes"] = wire_bytes(profile.collectives, cluster)
-        if floors and rate is not None and row["communicates"]:
+        if floors and timed and row["communicates"]:
             bound = lower_bound(profile.collectives, min(floors), cluster)
             row["bound_ms"] = bound._asdict() | {"total_ms": bound.total_ms}
 

@@ -1,31 +1,44 @@
-"""Host microseconds a unit for forward + backward, ours and FSDP2's, in one run.
+"""Host microseconds a unit for forward + backward, ours and peers', in one run.
 
 100 units of two ``Linear(64, 64)``, batch 4, on a fake process group of 8 ranks (collectives
 return at once), one thread. What is left is what the host does around the compute. The rows are
 measured in turn, round by round; the median over rounds is shown with the spread, and the median of
 each round's excess over the unwrapped model as a part of FSDP2's eager excess in that round.
 
-    python benchmarks/host_overhead.py [--units 100] [--rounds 7] [--json FILE]
+    python benchmarks/host_overhead.py [--units 100] [--rounds 7] [--peers KEYS] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_dynamo import FSDP
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import at_least
+from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.peers import Setting, named
+from benchmarks.report import record, table, write
+from benchmarks.workloads import Batch, Workload
 
 DIM, BATCH, WORLD = 64, 4, 8
+FLOOR, REFERENCE = "plain", "fsdp2"
+KEYS = (
+    "plain,fsdp2,fsdp2_aot_eager,simple_fsdp_aot_eager,ours,ours_hooks_aot_eager,"
+    "ours_graph_aot_eager"
+)
+
+Row = dict[str, float]
 
 
 class Pair(nn.Module):
@@ -53,100 +66,99 @@ class Stack(nn.Module):
         return x
 
 
-def unwrapped(num_units: int) -> nn.Module:
-    """The plain model."""
-    return Stack(num_units)
+def workload(num_units: int) -> Workload:
+    """So little compute that the host's work shows."""
+
+    def batch(generator: torch.Generator) -> Batch:
+        return {"x": torch.randn(BATCH, DIM, generator=generator)}
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["x"]).sum()
+
+    return Workload(f"{num_units} pairs", lambda: Stack(num_units), batch, loss, (Pair,))
 
 
-def fsdp2(num_units: int, compiled_units: bool = False) -> nn.Module:
-    """Upstream's per-parameter FSDP."""
-    model = Stack(num_units)
-    for unit in model.units:
-        if compiled_units:
-            unit.compile(backend="aot_eager")
-        fully_shard(unit)
-    fully_shard(model)
-    return model
-
-
-def ours(num_units: int) -> FSDP:
-    """Our wrapper."""
-    return FSDP(Stack(num_units), auto_wrap_policy=ModuleWrapPolicy({Pair}))
-
-
-def variants(num_units: int) -> dict[str, nn.Module]:
-    """All rows, in the order in which they are measured."""
-    return {
-        "unwrapped": unwrapped(num_units),
-        "FSDP2 eager": fsdp2(num_units),
-        "FSDP2, compiled units": fsdp2(num_units, compiled_units=True),
-        "fsdp_dynamo eager": ours(num_units),
-        "fsdp_dynamo hooks path (aot_eager)": torch.compile(ours(num_units), backend="aot_eager"),
-        "fsdp_dynamo graph path (aot_eager)": torch.compile(
-            ours(num_units), fullgraph=True, backend="fsdp_dynamo_aot_eager"
-        ),
-    }
-
-
-def timed_step(model: nn.Module, x: torch.Tensor) -> float:
+def timed_step(model: nn.Module, batch: Batch, task: Workload) -> float:
     """Seconds of forward and backward; gradients are dropped outside the timed part."""
     for param in model.parameters():
         param.grad = None
     began = time.perf_counter()
-    model(x).sum().backward()
+    task.loss(model, batch).backward()
     return time.perf_counter() - began
 
 
-def measure(num_units: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds a unit of every row: median, min and max over rounds, and first step."""
-    torch.manual_seed(0)
-    x = torch.randn(BATCH, DIM)
-    models = variants(num_units)
-    first = {name: timed_step(model, x) for name, model in models.items()}
-    for model in models.values():
-        timed_step(model, x)
-        timed_step(model, x)
-    samples: dict[str, list[float]] = {name: [] for name in models}
+def measure(num_units: int, rounds: int, keys: str = KEYS) -> dict[str, Row]:
+    """Microseconds a unit of every peer: median, min and max over rounds, and first step.
+
+    Args:
+        num_units: how many units the model has.
+        rounds: how often each peer is measured.
+        keys: peers' keys, joined by commas; ``plain`` and ``fsdp2`` must be among them.
+
+    Returns:
+        Rows by the peers' keys.
+    """
+    task = workload(num_units)
+    setting = Setting(task, torch.device("cpu"))
+    batch = task.batch_of(0, 0, setting.device)
+    models = {peer.key: peer.train(setting).model for peer in named(keys.split(","))}
+    for key in (FLOOR, REFERENCE):
+        if key not in models:
+            raise BadInputError(f"--peers: expected {key} among them, got {keys}")
+    first = {key: timed_step(model, batch, task) for key, model in models.items()}
+    for _ in range(2):
+        for model in models.values():
+            timed_step(model, batch, task)
+    samples: dict[str, list[float]] = {key: [] for key in models}
     for _ in range(rounds):
-        for name, model in models.items():
-            samples[name].append(min(timed_step(model, x) for _ in range(2)))
-    rows: dict[str, dict[str, float]] = {}
-    for name, seconds in samples.items():
+        for key, model in models.items():
+            samples[key].append(min(timed_step(model, batch, task) for _ in range(2)))
+    floors, references = samples[FLOOR], samples[REFERENCE]
+    rows: dict[str, Row] = {}
+    for key, seconds in samples.items():
         micros = [s / num_units * 1e6 for s in seconds]
-        rows[name] = {
+        parts = [  # round by round, so that a drift of the machine cancels
+            (own - floor) / (reference - floor)
+            for own, floor, reference in zip(seconds, floors, references, strict=True)
+        ]
+        rows[key] = {
             "median_us": statistics.median(micros),
             "min_us": min(micros),
             "max_us": max(micros),
-            "first_step_s": first[name],
+            "first_step_s": first[key],
+            "of_fsdp2_eager": statistics.median(parts),
         }
-    floors, peers = samples["unwrapped"], samples["FSDP2 eager"]
-    for name, row in rows.items():  # round by round, so that a drift of the machine cancels
-        parts = [
-            (own - floor) / (peer - floor)
-            for own, floor, peer in zip(samples[name], floors, peers, strict=True)
-        ]
-        row["of_fsdp2_eager"] = statistics.median(parts)
     return rows
 
 
 def main() -> None:
     """Print the table; write it as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--units", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--units", type=at_least(1), default=100)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
+    parser.add_argument("--peers", default=KEYS, help="keys, joined by commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    rows = measure(options.units, options.rounds)
-    print(f"{'':36} {'us a unit':>10} {'min':>7} {'max':>7} {'of FSDP2':>9} {'first step':>11}")
-    for name, row in rows.items():
-        print(
-            f"{name:36} {row['median_us']:10.0f} {row['min_us']:7.0f} {row['max_us']:7.0f} "
-            f"{row['of_fsdp2_eager']:9.2f} {row['first_step_s']:9.1f} s"
+    with one_line_on_bad_input():
+        titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
+        rows = measure(options.units, options.rounds, options.peers)
+    header = ("host us a unit", "median", "min", "max", "of FSDP2 eager", "first step s")
+    body = [
+        (
+            titles[key],
+            *(f"{row[name]:.0f}" for name in ("median_us", "min_us", "max_us")),
+            f"{row['of_fsdp2_eager']:.2f}",
+            f"{row['first_step_s']:.1f}",
         )
+        for key, row in rows.items()
+    ]
+    print(table(header, body))
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        units = {"units": options.units, "rounds": options.rounds}
+        write(options.json, record("host_overhead", **units, rows=rows, titles=titles))
     dist.destroy_process_group()
 
 

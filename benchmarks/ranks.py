@@ -22,7 +22,6 @@ TIMEOUT = timedelta(minutes=10)
 
 QUIET = {
     "OMP_NUM_THREADS": "1",  # torchrun's own choice, without its banner
-    "KINETO_LOG_LEVEL": "5",  # the profiler announces each start and stop
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # name look-ups of addresses that have no name
 }
 """Environment of ranks, unless the user has set it."""

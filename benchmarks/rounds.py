@@ -88,16 +88,21 @@ class Comparison:
     def start(self, warmup: int = 2, say: Callable[[str], None] = lambda _: None) -> None:
         """Build every peer and take its first steps; who fails is left out with the reason."""
         for key, samples in self.samples.items():
-            samples.reason = samples.peer.why_not(self.setting)
-            if samples.reason is None:
-                samples.reason = attempt(lambda key=key: self._start_one(key, warmup))
+            # Agreed on after each part: a rank that goes on alone waits in a collective.
+            samples.reason = (
+                agreed(samples.peer.why_not(self.setting))
+                or attempt(lambda key=key: self._build(key))
+                or attempt(lambda key=key: self._first_steps(key, warmup))
+            )
             if samples.reason is not None:
                 self.trainees.pop(key, None)
             say(f"{samples.peer.title}: {samples.reason or f'{samples.first_step_s:.1f} s'}")
 
-    def _start_one(self, key: str, warmup: int) -> None:
+    def _build(self, key: str) -> None:
+        self.trainees[key] = self.samples[key].peer.train(self.setting)
+
+    def _first_steps(self, key: str, warmup: int) -> None:
         samples = self.samples[key]
-        self.trainees[key] = samples.peer.train(self.setting)
         began = time.perf_counter()
         self.step(key, timed=False)
         samples.first_step_s = time.perf_counter() - began

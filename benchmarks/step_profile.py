@@ -13,6 +13,8 @@ all peers are counted by the same rule:
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -156,8 +158,14 @@ class StepProfiler:
     def recording(self) -> Iterator[StepProfile]:
         """Profile what runs inside; the yielded object is complete afterwards."""
         result = StepProfile()
-        with profile(profile_memory=True, record_shapes=True) as profiler:
+        profiler = profile(profile_memory=True, record_shapes=True)
+        with without_announcements():
+            profiler.start()
+        try:
             yield result
+        finally:
+            with without_announcements():
+                profiler.stop()
         events = _in_order(profiler)
         result.collectives.extend(_collectives(events))
         result.peak_bytes, result.most_bytes = self._peak(events)
@@ -293,6 +301,20 @@ def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
     inner = getattr(optimizer, "optimizer", optimizer)
     states = inner.state.values() if hasattr(inner, "state") else ()
     return [value for state in states for value in state.values() if torch.is_tensor(value)]
+
+
+@contextmanager
+def without_announcements() -> Iterator[None]:
+    """Kineto announces each start and stop on standard error, at a level that nothing hides."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

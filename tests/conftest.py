@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from pool import RankPool  # noqa: E402

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from benchmarks.errors import BadInputError
 from benchmarks.peers import deepspeed, ours, simple_fsdp, upstream
 from benchmarks.peers.base import Peer, Setting, Trainee
 
-__all__ = ["Peer", "Setting", "Trainee", "all_peers", "named"]
+__all__ = ["FAMILIES", "Peer", "Setting", "Trainee", "all_peers", "named"]
+
+FAMILIES: dict[str, Callable[[str | None], Peer]] = {
+    "plain": upstream.plain,
+    "ddp": upstream.ddp,
+    "fsdp": ours.ours,
+    "fsdp1": upstream.fsdp1,
+    "fsdp2": upstream.fsdp2,
+    "simple_fsdp": simple_fsdp.simple_fsdp,
+    "deepspeed": deepspeed.deepspeed,
+}
+"""What makes a peer from a Dynamo backend (``None``: eager), by the flag that asks for it."""
 
 
 def all_peers() -> dict[str, Peer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -121,6 +122,23 @@ def missing_package(name: str, advice: str) -> Callable[[Setting], str | None]:
         return None
 
     return why_not
+
+
+def keyed(family: str, backend: str | None) -> str:
+    """Key of a family's peer with a backend; eager peers have the family's own."""
+    return family if backend is None else f"{family}_{backend}"
+
+
+def titled(name: str, what: str, backend: str | None) -> str:
+    """Title of a peer that may be compiled; ``what`` says what is compiled."""
+    return name if backend is None else f"{name}, {what} ({backend})"
+
+
+def compiled(model: nn.Module, backend: str | None, fullgraph: bool = False) -> nn.Module:
+    """The model compiled as a whole, or itself where there is no backend."""
+    if backend is None:
+        return model
+    return cast(nn.Module, torch.compile(model, backend=backend, fullgraph=fullgraph))
 
 
 def compile_each(blocks: list[nn.Module], backend: str) -> None:

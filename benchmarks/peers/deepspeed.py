@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from benchmarks.errors import BadInputError
 from benchmarks.peers.base import Peer, Setting, Trainee, missing_package
 from benchmarks.workloads import Batch
 
@@ -71,11 +72,16 @@ class _Zero3(Trainee):
         self.engine.step()
 
 
-PEERS = (
-    Peer(
-        "deepspeed",
-        "DeepSpeed ZeRO-3",
-        _Zero3,
-        missing_package("deepspeed", "python tools/setup_env.py .venv --peers"),
-    ),
-)
+def deepspeed(backend: str | None) -> Peer:
+    """ZeRO-3, eager.
+
+    Raises:
+        BadInputError: a backend: DeepCompile needs an accelerator and is not measured here.
+    """
+    if backend is not None:
+        raise BadInputError(f"--deepspeed: expected no --dynamo, got {backend!r}")
+    why_not = missing_package("deepspeed", "python tools/setup_env.py .venv --peers")
+    return Peer("deepspeed", "DeepSpeed ZeRO-3", _Zero3, why_not)
+
+
+PEERS = (deepspeed(None),)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-import torch
 from torch import nn
 
-from benchmarks.peers.base import Peer, Setting, wrapped
+from benchmarks.peers.base import Peer, Setting, compiled, wrapped
 from fsdp_dynamo import FSDP, MixedPrecision
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+GRAPH_BACKENDS = {"fsdp_dynamo": "inductor", "fsdp_dynamo_aot_eager": "aot_eager"}
+"""Our backends, and what compiles the pieces of their graphs."""
 
 
 def wrap(model: nn.Module, setting: Setting) -> FSDP:
@@ -22,31 +22,26 @@ def wrap(model: nn.Module, setting: Setting) -> FSDP:
     return FSDP(model, auto_wrap_policy=policy, mixed_precision=precision, device_id=device)
 
 
-def _eager(model: nn.Module, setting: Setting) -> nn.Module:
-    return wrap(model, setting)
+def ours(backend: str | None) -> Peer:
+    """The way that a backend stands for: eager, graph path (our backends), hooks path (others)."""
+    if backend is None:
+        key, title = "ours", "fsdp_dynamo, eager"
+    elif backend in GRAPH_BACKENDS:
+        inner = GRAPH_BACKENDS[backend]
+        key, title = f"ours_graph_{inner}", f"fsdp_dynamo, graph path ({inner})"
+    else:
+        key, title = f"ours_hooks_{backend}", f"fsdp_dynamo, hooks path ({backend})"
 
+    def shard(model: nn.Module, setting: Setting) -> nn.Module:
+        return compiled(wrap(model, setting), backend, fullgraph=backend in GRAPH_BACKENDS)
 
-def _hooks(backend: str) -> Peer:
-    def compiled(model: nn.Module, setting: Setting) -> nn.Module:
-        return cast(nn.Module, torch.compile(wrap(model, setting), backend=backend))
-
-    title = f"fsdp_dynamo, hooks path ({backend})"
-    return Peer(f"ours_hooks_{backend}", title, wrapped(compiled), ours=True)
-
-
-def _graph(backend: str, inner: str) -> Peer:
-    def compiled(model: nn.Module, setting: Setting) -> nn.Module:
-        whole = torch.compile(wrap(model, setting), fullgraph=True, backend=backend)
-        return cast(nn.Module, whole)
-
-    title = f"fsdp_dynamo, graph path ({inner})"
-    return Peer(f"ours_graph_{inner}", title, wrapped(compiled), ours=True)
+    return Peer(key, title, wrapped(shard), ours=True)
 
 
 PEERS = (
-    Peer("ours", "fsdp_dynamo, eager", wrapped(_eager), ours=True),
-    _hooks("aot_eager"),
-    _hooks("inductor"),
-    _graph("fsdp_dynamo_aot_eager", "aot_eager"),
-    _graph("fsdp_dynamo", "inductor"),
+    ours(None),
+    ours("aot_eager"),
+    ours("inductor"),
+    ours("fsdp_dynamo_aot_eager"),
+    ours("fsdp_dynamo"),
 )

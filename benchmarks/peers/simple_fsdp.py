@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from benchmarks.peers.base import Peer, Setting, Trainee
+from benchmarks.peers.base import Peer, Setting, Trainee, compiled
 
 _TORCHTITAN = "torchtitan.experiments.graph_trainer.simple_fsdp"
 
@@ -98,15 +97,16 @@ class _Simple(Trainee):
                 mode="fully_shard",
                 mp_policy=upstream.MixedPrecisionPolicy(param_dtype=setting.param_dtype),
             )
-        compiled = cast(nn.Module, torch.compile(model, backend=backend, fullgraph=True))
-        super().__init__(compiled, setting.workload)
+        super().__init__(compiled(model, backend, fullgraph=True), setting.workload)
 
     def backward(self, loss: torch.Tensor) -> None:
         # torchtitan divides the loss by the global number of tokens instead.
         super().backward(loss / dist.get_world_size() if self._sums else loss)
 
 
-def _peer(backend: str) -> Peer:
+def simple_fsdp(backend: str | None) -> Peer:
+    """SimpleFSDP under a backend; it is made for the compiler, so the default is aot_eager."""
+    backend = backend or "aot_eager"
     whose = "torchtitan's" if torchtitan() is not None else "small version of this harness"
     title = f"SimpleFSDP, {whose} ({backend})"
     return Peer(f"simple_fsdp_{backend}", title, lambda setting: _Simple(setting, backend))
@@ -114,4 +114,4 @@ def _peer(backend: str) -> Peer:
 
 def peers() -> tuple[Peer, ...]:
     """Both backends."""
-    return (_peer("aot_eager"), _peer("inductor"))
+    return (simple_fsdp("aot_eager"), simple_fsdp("inductor"))

@@ -1,0 +1,121 @@
+"""Seconds of the first step by depth, ours and peers'.
+
+Each measurement is a process of its own with an empty Inductor cache, rank 0 of a fake process
+group of 8 (collectives return at once), one thread, the small decoder with 4, 8, 16, 32 blocks. The
+first step compiles forward and backward; the second shows what is left when nothing compiles.
+
+    python benchmarks/compile_time.py [--depths 4,8,16,32] [--peers KEYS] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import workloads
+from benchmarks.arguments import numbers
+from benchmarks.errors import one_line_on_bad_input
+from benchmarks.peers import Setting, named
+from benchmarks.report import record, table, write
+
+WORLD = 8
+KEYS = "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor"
+TIMEOUT_S = 900
+MARK = "compile_time: "
+
+
+def measure_here(key: str, depth: int) -> dict[str, Any]:
+    """First and second step of one peer in this process."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    task = workloads.decoder("small", num_blocks=depth)
+    device = torch.device("cpu")
+    (peer,) = named([key])
+    trainee = peer.train(Setting(task, device))
+    seconds = []
+    for step in range(2):
+        began = time.perf_counter()
+        trainee.backward(trainee.forward(task.batch_of(0, step, device)))
+        trainee.update()
+        seconds.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    graphs = counters["stats"]["unique_graphs"]
+    return {"first_step_s": seconds[0], "second_step_s": seconds[1], "graphs": graphs}
+
+
+def measure(key: str, depth: int) -> dict[str, Any]:
+    """The same in a process of its own with an empty cache; a failure gives its last line."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache)
+        command = [sys.executable, __file__, "--one", key, "--depths", str(depth)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return {"reason": f"took more than {TIMEOUT_S} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            result: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            return result
+    return {"reason": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+
+
+def compile_times(keys: list[str], depths: list[int]) -> dict[str, dict[str, Any]]:
+    """Results by peer and depth, the peers interleaved."""
+    results: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    for depth in depths:
+        for key in keys:
+            results[key][str(depth)] = measure(key, depth)
+            print(f"{key}, {depth} blocks: {results[key][str(depth)]}", flush=True)
+    return results
+
+
+def main() -> None:
+    """Print the table; write it as JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=numbers, default=[4, 8, 16, 32])
+    parser.add_argument("--peers", default=KEYS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with one_line_on_bad_input():
+        depths = options.depths
+        if options.one is not None:
+            print(MARK + json.dumps(measure_here(options.one, depths[0])))
+            return
+        peers = named(options.peers.split(","))
+    results = compile_times([peer.key for peer in peers], depths)
+    titles = {peer.key: peer.title for peer in peers}
+    cells = [
+        (titles[key], *(_cell(by_depth[str(depth)]) for depth in depths))
+        for key, by_depth in results.items()
+    ]
+    print(table(("first step s, by blocks", *map(str, depths)), cells))
+    if options.json is not None:
+        write(options.json, record("compile_time", depths=depths, rows=results, titles=titles))
+
+
+def _cell(result: dict[str, Any]) -> str:
+    return f"{result['first_step_s']:.1f}" if "first_step_s" in result else result["reason"]
+
+
+if __name__ == "__main__":
+    main()

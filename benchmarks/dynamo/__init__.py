@@ -1,0 +1,1 @@
+"""Dynamo's distributed benchmark harness."""

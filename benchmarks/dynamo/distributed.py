@@ -1,0 +1,187 @@
+"""Dynamo's distributed benchmark: one model, one way to distribute it, one backend.
+
+    python benchmarks/dynamo/distributed.py --torchbench_model hf_Bert --fsdp --dynamo aot_eager \\
+        --fsdp_wrap --device cpu --world_size 2
+
+It starts its own ranks unless torchrun has. ``--fsdp`` is this project's wrapper, ``--fsdp1`` and
+``--fsdp2`` are torch's. ``--dynamo fsdp_dynamo`` (or ``fsdp_dynamo_aot_eager``) asks for the graph
+path, any other backend for the hooks path. Models are built from configurations with random
+weights. To compare several ways in one run use ``benchmarks/compare.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import ranks, workloads
+from benchmarks.arguments import at_least
+from benchmarks.comparison_report import comparison_table, memory_table, rows
+from benchmarks.dynamo import extras
+from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.peers import FAMILIES, Peer, Setting
+from benchmarks.report import record, write
+from benchmarks.rounds import Comparison
+
+Say = Callable[[str], None]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; leaves with a message and code 2 where it is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--torchbench_model", help="a model of transformers, e.g. hf_Bert, hf_T5")
+    model.add_argument("--toy_model", action="store_true", help="three MyModules 10-10000-1000-5")
+    model.add_argument("--decoder", help="size of the reference decoder, e.g. 29m, 1b")
+    way = parser.add_mutually_exclusive_group()
+    for family in FAMILIES:
+        if family != "plain":
+            way.add_argument(f"--{family}", dest="family", action="store_const", const=family)
+    parser.set_defaults(family="plain")
+    parser.add_argument("--fsdp_wrap", action="store_true", help="one unit a block")
+    parser.add_argument("--fsdp_checkpoint", action="store_true", help="checkpoint activations")
+    parser.add_argument("--dynamo", metavar="BACKEND", help="compile with this Dynamo backend")
+    parser.add_argument("--dynamo_no_optimize_ddp", action="store_true")
+    parser.add_argument("--model_size", choices=("real", "small"), default="real")
+    parser.add_argument("--batch_size", type=at_least(1), help="a rank (default: the model's own)")
+    parser.add_argument("--sequence_length", type=at_least(1), default=128)
+    parser.add_argument("--repeat", type=at_least(1), default=10, help="timed steps")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    accelerated = torch.cuda.is_available()
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if accelerated else "cpu"
+    )
+    parser.add_argument("--world_size", type=at_least(1), default=2, help="ranks to start")
+    parser.add_argument("--profile", action="store_true", help="write a Chrome/Perfetto trace")
+    parser.add_argument("--trace_file", type=Path, default=Path("runs/trace.json"))
+    parser.add_argument("--torchviz", action="store_true", help="draw the autograd graph")
+    parser.add_argument("--torchviz_file", type=Path, default=Path("runs/torchviz.dot"))
+    parser.add_argument("--gpu_memory_stats", action="store_true", help="torch.cuda's own summary")
+    parser.add_argument("--verbose", action="store_true", help="losses, graph breaks, event order")
+    parser.add_argument("--json", type=Path, help="write the record there")
+    return parser.parse_args()
+
+
+def workload_of(options: argparse.Namespace) -> workloads.Workload:
+    """The task that the command line names."""
+    small = options.model_size == "small"
+    if options.toy_model:
+        return workloads.toy(options.batch_size or 20, small)
+    sizes = (options.batch_size or 4, options.sequence_length)
+    if options.decoder is not None:
+        return workloads.decoder(options.decoder, *sizes)
+    return workloads.hugging_face(options.torchbench_model, *sizes, small=small)
+
+
+def check(options: argparse.Namespace) -> Peer:
+    """Refuse what cannot work, before any rank is started."""
+    if options.dynamo is not None:
+        extras.check_backend(options.dynamo)
+    ranks.check_device(options.device, options.world_size)
+    if options.gpu_memory_stats and options.device != "cuda":
+        raise BadInputError(
+            "--gpu_memory_stats: expected --device cuda, got cpu; peak bytes by category are "
+            "printed for every device"
+        )
+    if options.torchviz:
+        extras.check_torchviz()
+    peer = FAMILIES[options.family](options.dynamo)
+    reason = peer.why_not(Setting(workload_of(options), torch.device(options.device)))
+    if reason is not None:
+        raise BadInputError(f"--{options.family}: {reason}")
+    return peer
+
+
+def run_rank(options: argparse.Namespace, peer: Peer) -> int:
+    """One rank's part; the exit code."""
+    warnings.filterwarnings("ignore")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    if options.dynamo_no_optimize_ddp:
+        torch._dynamo.config.optimize_ddp = False
+    with ranks.process_group(options.device) as device:
+        rank = dist.get_rank()
+
+        def say(text: str) -> None:
+            if rank == 0:
+                print(text, flush=True)
+
+        if options.verbose and rank == 0:
+            torch._logging.set_logs(graph_breaks=True, recompiles=True)
+        dtype = None if options.dtype == "float32" else torch.bfloat16
+        setting = Setting(
+            workload_of(options), device, dtype, options.fsdp_wrap, options.fsdp_checkpoint
+        )
+        comparison = Comparison([peer], setting, rank)
+        comparison.start(say=say)
+        samples = comparison.samples[peer.key]
+        if samples.reason is not None:
+            return 1
+        comparison.run(options.repeat)
+        _extras(options, comparison, peer, say)
+        comparison.profile()
+        _report(options, comparison, say)
+    return 0
+
+
+def _extras(options: argparse.Namespace, comparison: Comparison, peer: Peer, say: Say) -> None:
+    """What was asked for besides times; every rank takes part in the steps that it needs."""
+
+    def step() -> None:
+        comparison.step(peer.key, timed=False)
+
+    rank_0 = dist.get_rank() == 0
+    if options.verbose:
+        losses = comparison.samples[peer.key].losses
+        say("losses of rank 0: " + " ".join(f"{loss:.6f}" for loss in losses))
+        if peer.ours:
+            say("order of issue in one step:\n" + extras.event_order(step))
+    if options.profile:
+        extras.write_trace(step, options.trace_file if rank_0 else None)
+        say(f"trace: {options.trace_file} (open it in Perfetto or chrome://tracing)")
+    if options.torchviz:
+        trainee = comparison.trainees[peer.key]
+        batch = comparison.setting.workload.batch_of(dist.get_rank(), 0, comparison.setting.device)
+        loss = trainee.forward(batch)
+        if rank_0:
+            say(f"autograd graph: {extras.draw(loss, trainee.model, options.torchviz_file)}")
+        trainee.backward(loss)
+        trainee.update()
+    if options.gpu_memory_stats:
+        say(torch.cuda.memory_summary())
+
+
+def _report(options: argparse.Namespace, comparison: Comparison, say: Say) -> None:
+    made = rows(comparison)
+    graphs = extras.dynamo_counts()
+    name, world_size = comparison.setting.workload.name, dist.get_world_size()
+    say(f"\n{name}; {world_size} ranks\n{comparison_table(made)}")
+    say(f"\n{memory_table(made)}\n")
+    say(", ".join(f"{count} {what}" for what, count in made[0]["collectives"].items()) + " a step")
+    say(", ".join(f"{count} {what}" for what, count in graphs.items()))
+    if options.json is not None and dist.get_rank() == 0:
+        arguments: dict[str, Any] = {"workload": name, "world_size": world_size}
+        write(options.json, record("distributed", **arguments, dynamo=graphs, rows=made))
+
+
+def main() -> None:
+    """Start ranks, or be one."""
+    options = parse_arguments()
+    with one_line_on_bad_input():
+        peer = check(options)
+        ranks.become_ranks(options.world_size)
+        raise SystemExit(run_rank(options, peer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Scaling over N ranks on the simulated cluster, and how far the simulation is from a real link.
+
+    python benchmarks/scaling.py [--sizes 2,4,8] [--cluster ethernet] [--weak] [--json FILE]
+    python benchmarks/scaling.py --validate COMPARISON.json [--json FILE]
+
+The first runs every peer on a simulated cluster of each size: one process a size, which is rank 0;
+compute and host work are real, collectives take the time of the cluster's model. Strong scaling
+divides a global batch over the ranks; ``--weak`` keeps the batch a rank.
+
+The second repeats a comparison that was measured on a real link (``compare.py --link ...
+--json``) on the simulated link of the same rate and prints predicted and measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import workloads
+from benchmarks.arguments import at_least, numbers
+from benchmarks.cluster import (
+    ClusterModel,
+    ethernet_cluster,
+    gpu_cluster,
+    simulated_cluster,
+    two_hosts,
+)
+from benchmarks.comparison_report import rows
+from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.peers import Setting, named
+from benchmarks.report import record, table, write
+from benchmarks.rounds import Comparison
+
+KEYS = "plain,fsdp2,simple_fsdp_aot_eager,ours,ours_graph_aot_eager"
+CLUSTERS: dict[str, Callable[[int], ClusterModel]] = {
+    "gpu": gpu_cluster,
+    "ethernet": lambda world_size: ethernet_cluster(world_size, gbit_per_s=10.0),
+    "slow_ethernet": lambda world_size: ethernet_cluster(world_size, gbit_per_s=1.0),
+}
+TIMEOUT_S = 1200
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", type=numbers, default=[2, 4, 8, 16, 32])
+    parser.add_argument("--cluster", choices=tuple(CLUSTERS), default="ethernet")
+    parser.add_argument("--peers", default=KEYS)
+    parser.add_argument("--decoder", default="29m")
+    parser.add_argument("--global_batch", type=at_least(1), default=32, help="sequences in all")
+    parser.add_argument("--batch_size", type=at_least(1), default=4, help="a rank, with --weak")
+    parser.add_argument("--length", type=at_least(1), default=128)
+    parser.add_argument("--weak", action="store_true", help="keep the batch a rank")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--validate", type=Path, help="a record of compare.py on a link")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_here(spec: dict[str, Any]) -> dict[str, Any]:
+    """The peers on one simulated cluster, in this process.
+
+    Args:
+        spec: what ``simulate`` makes.
+
+    Returns:
+        The comparison's rows and the workload's name.
+    """
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    cluster = CLUSTERS[spec["cluster"]](spec["size"]) if spec["size"] else two_hosts(spec["gbit"])
+    device = torch.device(spec["device"])
+    dtype = None if spec["dtype"] == "float32" else torch.bfloat16
+    sizes = (spec["batch_size"], spec["length"], spec.get("blocks"))
+    task = workloads.decoder(spec["decoder"], *sizes)
+    with simulated_cluster(cluster, device):
+        comparison = Comparison(named(spec["peers"]), Setting(task, device, dtype), rank=0)
+        comparison.start()
+        comparison.run(spec["rounds"])
+        comparison.profile()
+        return {"workload": task.name, "rows": rows(comparison, cluster)}
+
+
+def simulate(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same in a process of its own, on one core: no state of another cluster is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--one", json.dumps(spec), "--json", str(result)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if not result.exists():
+            raise RuntimeError(f"simulated cluster {spec}: {done.stderr[-2000:]}")
+        data: dict[str, Any] = json.loads(result.read_text())
+        return data
+
+
+def specification(options: argparse.Namespace, size: int) -> dict[str, Any]:
+    """What one process is to measure."""
+    batch = options.batch_size if options.weak else options.global_batch // size
+    if batch < 1:
+        raise BadInputError(
+            f"--sizes: expected at most --global_batch ({options.global_batch}) ranks, got {size}; "
+            "use --weak to keep the batch a rank"
+        )
+    return {
+        "size": size,
+        "cluster": options.cluster,
+        "peers": [peer.key for peer in named(options.peers.split(","))],
+        "decoder": options.decoder,
+        "batch_size": batch,
+        "length": options.length,
+        "rounds": options.rounds,
+        "device": options.device,
+        "dtype": options.dtype,
+    }
+
+
+def scale(options: argparse.Namespace) -> dict[str, Any]:
+    """Every peer at every size."""
+    specs = {size: specification(options, size) for size in options.sizes}
+    by_size: dict[int, list[dict[str, Any]]] = {}
+    for size, spec in specs.items():
+        by_size[size] = simulate(spec)["rows"]
+        print(f"{size} ranks done", flush=True)
+    lines: list[dict[str, Any]] = []
+    for index, first in enumerate(by_size[options.sizes[0]]):
+        points = []
+        for size in options.sizes:
+            row = by_size[size][index]
+            point = {"world_size": size, "reason": row["reason"]}
+            if row["reason"] is None:
+                point["step_ms"] = row["forward_backward_ms"]
+                point["bound_ms"] = row.get("bound_ms", {}).get("total_ms")
+                point["batch_a_rank"] = specs[size]["batch_size"]
+            points.append(point)
+        lines.append({k: first[k] for k in ("key", "title", "ours")} | {"points": points})
+    return {
+        "cluster": options.cluster,
+        "scaling": "weak" if options.weak else "strong",
+        "workload": f"decoder {options.decoder}, "
+        + (
+            f"batch a rank {options.batch_size}"
+            if options.weak
+            else f"global batch {options.global_batch}"
+        )
+        + f" x {options.length}",
+        "sizes": options.sizes,
+        "rows": lines,
+    }
+
+
+def print_scaling(data: dict[str, Any]) -> None:
+    """Medians by size, the bound below each peer's own."""
+    body = []
+    for row in data["rows"]:
+        cells = [
+            f"{p['step_ms']['median']:.0f}" if p["reason"] is None else "-" for p in row["points"]
+        ]
+        body.append((row["title"], *cells))
+        if any(p.get("bound_ms") for p in row["points"]):
+            bounds = [f"{p['bound_ms']:.0f}" if p.get("bound_ms") else "-" for p in row["points"]]
+            body.append(("  its lower bound", *bounds))
+    print(f"{data['workload']}, {data['scaling']} scaling, cluster: {data['cluster']}")
+    print(table(("fwd+bwd ms, by ranks", *map(str, data["sizes"])), body))
+
+
+def validate(options: argparse.Namespace) -> dict[str, Any]:
+    """Predicted against measured on the link of a record."""
+    measured = json.loads(options.validate.read_text())
+    rate = measured.get("link_bytes_per_s")
+    decoder = measured.get("decoder")
+    if measured.get("kind") != "comparison" or rate is None or decoder is None:
+        raise BadInputError(
+            "--validate: expected a record of 'compare.py --link RATE --decoder SIZE --json FILE', "
+            f"got {options.validate}"
+        )
+    ran = {row["key"]: row for row in measured["rows"] if row["reason"] is None}
+    spec = {
+        "size": 0,
+        "gbit": rate * 8 / 1e9,
+        "peers": list(ran),
+        **{name: decoder[name] for name in ("decoder", "blocks", "batch_size", "length")},
+        "rounds": options.rounds,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    results = []
+    for row in simulate(spec)["rows"]:
+        if row["reason"] is not None:
+            results.append({"title": row["title"], "reason": row["reason"]})
+            continue
+        real = ran[row["key"]]["forward_backward_ms"]["median"]
+        predicted = row["forward_backward_ms"]["median"]
+        results.append(
+            {
+                "key": row["key"],
+                "title": row["title"],
+                "reason": None,
+                "measured_ms": real,
+                "predicted_ms": predicted,
+                "error": predicted / real - 1,
+            }
+        )
+    return {"workload": measured["workload"], "link_bytes_per_s": rate, "rows": results}
+
+
+def print_validation(data: dict[str, Any]) -> None:
+    """Predicted, measured, error."""
+    ran = [row for row in data["rows"] if row["reason"] is None]
+    body = [
+        (r["title"], f"{r['predicted_ms']:.0f}", f"{r['measured_ms']:.0f}", f"{r['error']:+.0%}")
+        for r in ran
+    ]
+    print(table(("fwd+bwd ms", "simulated", "real link", "error"), body))
+    for row in data["rows"]:
+        if row["reason"] is not None:
+            print(f"{row['title']}: did not run: {row['reason']}")
+    errors = [abs(r["error"]) for r in ran]
+    print(f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+
+
+def main() -> None:
+    """The command line."""
+    options = parse_arguments()
+    with one_line_on_bad_input():
+        if options.one is not None:
+            options.json.write_text(json.dumps(measure_here(json.loads(options.one))))
+            os._exit(0)  # Dynamo's and autograd's threads have nothing left to say
+        named(options.peers.split(","))
+        data = validate(options) if options.validate else scale(options)
+    (print_validation if options.validate else print_scaling)(data)
+    if options.json is not None:
+        write(options.json, record("validation" if options.validate else "scaling", **data))
+
+
+if __name__ == "__main__":
+    main()
