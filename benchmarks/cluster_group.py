@@ -39,7 +39,7 @@ class SimulatedCluster:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: expected one that is available, got {device!r}")
         self.log = CommunicationLog()
-        self._host = HostLink(self.log)
+        self._host = HostLink(self.log, model.burst_s)
         self._cuda: dict[torch.device, CudaLink] = {}
 
     def link(self, device: torch.device) -> HostLink | CudaLink:

@@ -228,10 +228,17 @@ class _DeadlineFuture(torch.futures.Future[Any]):
 
 
 class HostLink:
-    """The queue of collectives of CPU tensors."""
+    """The queue of collectives of CPU tensors.
 
-    def __init__(self, log: CommunicationLog) -> None:
+    Args:
+        log: where collectives are noted.
+        burst_s: seconds of transfer that an idle link saves up at most: a token bucket lets as
+            many bytes as it holds pass at once, and refills at the link's rate.
+    """
+
+    def __init__(self, log: CommunicationLog, burst_s: float = 0.0) -> None:
         self._log = log
+        self._burst_s = self._saved_s = burst_s
         self._free_from_s = 0.0
         self._lock = threading.Lock()  # autograd may run hooks in a thread of its own
 
@@ -241,7 +248,9 @@ class HostLink:
         with self._lock:
             issued_s = time.perf_counter()
             starts_s = max(issued_s, self._free_from_s)
-            done_s = self._free_from_s = starts_s + seconds
+            saved_s = min(self._burst_s, self._saved_s + starts_s - self._free_from_s)
+            self._saved_s = max(saved_s - seconds, 0.0)
+            done_s = self._free_from_s = starts_s + max(seconds - saved_s, 0.0)
             timing = HostTiming(op, payload_bytes, wire_bytes, issued_s, starts_s, done_s)
             self._log.append(timing)
         request.move()

@@ -45,7 +45,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 MAX_WORLD_SIZE = 4096
@@ -84,6 +84,8 @@ class LinkModel:
     Attributes:
         latency_s: seconds that a message needs besides its bytes, 0 or more.
         bytes_per_s: bytes a second in each direction, more than 0.
+        burst_bytes: bytes that pass at once after an idle while, 0 or more: the size of a token
+            bucket. Simulated for CPU tensors; ``ClusterModel.seconds`` is without it.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -91,8 +93,13 @@ class LinkModel:
 
     latency_s: float
     bytes_per_s: float
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.burst_bytes) and self.burst_bytes >= 0):
+            raise ValueError(
+                f"burst_bytes: expected a finite number, 0 or more, got {self.burst_bytes!r}"
+            )
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ValueError(
                 f"latency_s: expected a finite number of seconds, 0 or more, got {self.latency_s!r}"
@@ -184,6 +191,12 @@ class ClusterModel:
             return 0
         return round(traffic.num_phases * (traffic.intra_bytes + traffic.inter_bytes))
 
+    @property
+    def burst_s(self) -> float:
+        """Seconds of transfer that the link between nodes (or inside the only one) saves up."""
+        link = self.inter if self.num_nodes > 1 else self.intra
+        return link.burst_bytes / link.bytes_per_s
+
     def of_ranks(self, ranks: Sequence[int]) -> ClusterModel:
         """The model of a subgroup: the same links, only these global ranks.
 
@@ -230,9 +243,10 @@ class ClusterModel:
         return _Traffic(payload_bytes, 0, 1, self.intra.latency_s)
 
 
-def two_hosts(gbit_per_s: float = 1.0) -> ClusterModel:
-    """Two machines, one rank each, gloo over an Ethernet cable."""
-    return ethernet_cluster(2, gbit_per_s)
+def two_hosts(gbit_per_s: float = 1.0, burst_bytes: float = 2 * 2**20) -> ClusterModel:
+    """What ``benchmarks/link.py`` makes: two hosts, gloo, a token bucket (2 MiB by default)."""
+    cluster = ethernet_cluster(2, gbit_per_s)
+    return replace(cluster, inter=replace(cluster.inter, burst_bytes=burst_bytes))
 
 
 def ethernet_cluster(world_size: int, gbit_per_s: float = 10.0) -> ClusterModel:

@@ -15,6 +15,7 @@ from benchmarks.cluster import (
     gpu_cluster,
     two_hosts,
 )
+from benchmarks.cluster_link import CommunicationLog, HostLink, Request
 
 INTRA = LinkModel(latency_s=1e-4, bytes_per_s=1e9)
 INTER = LinkModel(latency_s=2e-4, bytes_per_s=1e8)
@@ -99,6 +100,7 @@ def test_models_of_subgroups() -> None:
         (lambda: two_hosts(gbit_per_s=0), r"bytes_per_s: expected a finite rate above 0, got 0"),
         (lambda: LinkModel(0, float("nan")), r"bytes_per_s: .* got nan"),
         (lambda: LinkModel(-1, 1), r"latency_s: .* got -1"),
+        (lambda: LinkModel(0, 1, -5), r"burst_bytes: .* got -5"),
         (lambda: TWO_NODES.seconds("all-gather", 1), r"op: expected one of .* got 'all-gather'"),
         (lambda: TWO_NODES.wire_bytes("all_gather", -1), r"payload_bytes: .* got -1"),
         (lambda: SimulatedCluster(TWO_NODES, "meta"), r"device: expected cpu or cuda, got 'meta'"),
@@ -107,3 +109,24 @@ def test_models_of_subgroups() -> None:
 def test_bad_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_burst_is_saved_up_while_idle_and_refilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e8 B/s and a bucket of 1e7 bytes: up to 0.1 s of transfer is free after an idle while."""
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.cluster_link.time.perf_counter", lambda: now[0])
+    log = CommunicationLog()
+    link = HostLink(log, ClusterModel(2, 1, INTRA, LinkModel(0, 1e8, 1e7), "ring").burst_s)
+
+    def taken_s(seconds: float) -> float:
+        link.issue(Request("all_gather", 1, 1, seconds, [], [], lambda: None))
+        record = log.records()[-1]
+        return record.done_s - record.starts_s
+
+    assert taken_s(0.5) == pytest.approx(0.4)  # a full bucket
+    assert taken_s(0.5) == pytest.approx(0.5)  # queued behind it: nothing was saved up
+    now[0] = 101.0
+    assert taken_s(0.06) == 0  # full again
+    assert taken_s(0.06) == pytest.approx(0.02)  # what the one before left
+    now[0] = 101.05
+    assert taken_s(0.06) == pytest.approx(0.03)  # idle for 0.03 s since 101.02
