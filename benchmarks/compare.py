@@ -29,7 +29,7 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks import link, ranks, wire, workloads
 from benchmarks.arguments import at_least
 from benchmarks.comparison_report import comparison_table, memory_table, rows
-from benchmarks.errors import one_line_on_bad_input
+from benchmarks.errors import BadInputError, one_line_on_bad_input
 from benchmarks.peers import Setting, all_peers, named
 from benchmarks.report import record, write
 from benchmarks.rounds import Comparison
@@ -118,6 +118,8 @@ def main() -> None:
         if ranks.is_rank():
             raise SystemExit(run_rank(options))
         if options.link is not None:
+            if options.world_size != 2 or options.device != "cpu":
+                raise BadInputError("--link: expected 2 ranks on CPUs: it joins two hosts of one")
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             code, _ = link.run_on_link(sys.argv, link.Shape(options.link))
             raise SystemExit(code)

@@ -119,14 +119,19 @@ class Comparison:
 
     def profile(self) -> None:
         """One further step of each peer, profiled: its collectives and its peak bytes."""
-        for key, trainee in self.trainees.items():
-            profiler = StepProfiler(trainee.model, trainee.optimizer)
-            batch = self.setting.workload.batch_of(self.rank, 0, self.setting.device)
-            with profiler.recording() as profile:
-                trainee.backward(trainee.forward(batch))
-                profiler.note_gradients()
-                trainee.update()
-            self.samples[key].profile = profile
+        for key in self.trainees:
+            self.samples[key].profile = self.profile_one(key)
+
+    def profile_one(self, key: str) -> StepProfile:
+        """One further step of one peer, profiled."""
+        trainee = self.trainees[key]
+        profiler = StepProfiler(trainee.model, trainee.optimizer)
+        batch = self.setting.workload.batch_of(self.rank, 0, self.setting.device)
+        with profiler.recording() as profile:
+            trainee.backward(trainee.forward(batch))
+            profiler.note_gradients()
+            trainee.update()
+        return profile
 
     def step(self, key: str, timed: bool) -> None:
         """One training step of one peer, all ranks starting together."""

@@ -123,6 +123,9 @@ def test_a_wrong_loss_is_shown() -> None:
     comparison_report._compare_losses({"ddp": right, "fast": wrong}, low_precision=False)
     assert right["loss_agrees"]
     assert not wrong["loss_agrees"]
+    others = {"one": dict(right, key="one"), "two": dict(wrong, key="two")}
+    comparison_report._compare_losses(others, low_precision=False)
+    assert [row["loss_agrees"] for row in others.values()] == [True, False]
     assert wrong["loss_distance"] == pytest.approx(0.2)
 
 
@@ -239,6 +242,7 @@ TOY = ("--toy_model", "--device", "cpu")
         ("compare.py", ("--peers", "fsdp3"), "fsdp2"),
         ("compare.py", ("--decoder", "huge"), "29m"),
         ("compare.py", ("--link", "fast"), "gbit"),
+        ("compare.py", ("--link", "1gbit", "--world_size", "4"), "2 ranks"),
         ("scaling.py", ("--sizes", "64", "--global_batch", "32"), "--weak"),
         ("scaling.py", ("--sizes", "2,x"), "whole number"),
         ("compile_time.py", ("--peers", "nobody"), "expected some of"),
