@@ -24,6 +24,7 @@ from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
+from graph_passes.markers import COLLECTIVE, UNIT
 from graph_passes.pipeline import NODE_BY_NODE_PASSES, Pipeline
 from graph_passes.reshard import tag_reshard_after_forward
 
@@ -129,8 +130,9 @@ class _Partitioner(CustomPartitionerFn):
 class _ScheduleAndLower(CustomGraphPass):
     """The pipeline and the lowering as Inductor's last pass on a graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: str) -> None:
         self.pipeline = Pipeline()
+        self._marks = marks
 
     def __call__(self, graph: fx.Graph) -> None:
         self.pipeline.run(graph)
@@ -138,14 +140,29 @@ class _ScheduleAndLower(CustomGraphPass):
 
     def uuid(self) -> str:
         lowering = hashlib.sha256(Path(lowering_module.__file__).read_bytes()).hexdigest()
-        return f"fsdp_dynamo.schedule.{self.pipeline.cache_key()}.{lowering}"
+        return f"fsdp_dynamo.schedule.{self.pipeline.cache_key()}.{lowering}.{self._marks}"
 
 
-def _inductor_config() -> dict[str, Any]:
+def _digest_of_marks(gm: fx.GraphModule) -> str:
+    """Units and collectives in order, as a hash.
+
+    Inductor's cache keys know nothing of annotations, but generated code holds what is made of
+    them: two graphs that differ in their units alone must not share code.
+    """
+    digest = hashlib.sha256()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                custom = node.meta.get("custom") or {}
+                digest.update(repr([custom.get(key) for key in (COLLECTIVE, UNIT)]).encode())
+    return digest.hexdigest()
+
+
+def _inductor_config(marks: str) -> dict[str, Any]:
     """Inductor settings: our partition and passes, and no reordering after them."""
     return {
         "custom_partitioner_fn": _Partitioner(),
-        "post_grad_custom_post_pass": _ScheduleAndLower(),
+        "post_grad_custom_post_pass": _ScheduleAndLower(marks),
         "reorder_for_peak_memory": False,
     }
 
@@ -159,7 +176,9 @@ def fsdp_dynamo(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=_inductor_config())
+    compiled: Any = compile_fx(
+        gm, example_inputs, config_patches=_inductor_config(_digest_of_marks(gm))
+    )
     return _with_entry(compiled)
 
 

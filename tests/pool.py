@@ -61,6 +61,8 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
+            # A rank whose job communicates nothing may end before another has connected to it.
+            dist.barrier()
             torch.manual_seed(0)
             answer = (True, _resolve(name)(rank, world_size, *args))
         except BaseException:  # noqa: BLE001  # the test gets the traceback, whatever it was

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from fsdp_dynamo import ShardingStrategy
 from fsdp_dynamo import compile as graph_compile
 from graph_passes.graph_utils import collectives, is_backward
-from graph_passes.markers import mark_of
+from graph_passes.markers import UNIT, mark_of
 from graph_passes.pipeline import Pipeline
 
 BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
@@ -98,3 +98,19 @@ def test_backends_are_registered() -> None:
     assert set(BACKENDS) <= set(list_backends())
     assert graph_compile.fsdp_dynamo.__name__ == "fsdp_dynamo"
     assert Block.__name__ == "Block"
+
+
+def _marked(units: list[str]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    for unit in units:
+        node = graph.call_function(torch.relu, (node,))
+        node.meta["custom"] = {UNIT: unit}
+    graph.output(node)
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_units_are_part_of_the_cache_key() -> None:
+    """Graphs that differ only in the order of equal blocks must not share generated code."""
+    digests = [graph_compile._digest_of_marks(_marked(list(units))) for units in ("ab", "ba", "ab")]
+    assert digests[0] == digests[2] != digests[1]
