@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+import torch
+
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""What ``--dtype`` may name, and the ``param_dtype`` of a setting: ``None`` is the model's own."""
+
 
 def at_least(least: int) -> Callable[[str], int]:
     """Type of an argument that counts something."""

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import link, ranks, wire, workloads
-from benchmarks.arguments import at_least
+from benchmarks.arguments import DTYPES, at_least
 from benchmarks.comparison_report import comparison_table, memory_table, rows
 from benchmarks.errors import BadInputError, one_line_on_bad_input
 from benchmarks.peers import Setting, all_peers, named
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps a peer")
     parser.add_argument("--world_size", type=at_least(1), default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--link", metavar="RATE", help="join two ranks by a link, e.g. 1gbit")
     parser.add_argument("--json", type=Path, help="write the record there")
     return parser.parse_args()
@@ -74,11 +74,10 @@ def run_rank(options: argparse.Namespace) -> int:
     """One rank's part; the exit code."""
     warnings.filterwarnings("ignore")
     chosen = named(options.peers.split(",") if options.peers else list(all_peers()))
-    dtype = None if options.dtype == "float32" else torch.bfloat16
     if options.device == "cpu":
         torch.set_num_threads(1)
     with ranks.process_group(options.device) as device:
-        setting = Setting(workload_of(options), device, dtype)
+        setting = Setting(workload_of(options), device, DTYPES[options.dtype])
         rank = dist.get_rank()
 
         def say(text: str) -> None:

@@ -31,7 +31,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import workloads
-from benchmarks.arguments import at_least, numbers
+from benchmarks.arguments import DTYPES, at_least, numbers
 from benchmarks.cluster import (
     ClusterModel,
     ethernet_cluster,
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weak", action="store_true", help="keep the batch a rank")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--validate", type=Path, help="a record of compare.py on a link")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -91,11 +91,12 @@ def measure_here(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     cluster = CLUSTERS[spec["cluster"]](spec["size"]) if spec["size"] else two_hosts(spec["gbit"])
     device = torch.device(spec["device"])
-    dtype = None if spec["dtype"] == "float32" else torch.bfloat16
     sizes = (spec["batch_size"], spec["length"], spec.get("blocks"))
     task = workloads.decoder(spec["decoder"], *sizes)
     with simulated_cluster(cluster, device) as group:
-        comparison = Comparison(named(spec["peers"]), Setting(task, device, dtype), rank=0)
+        comparison = Comparison(
+            named(spec["peers"]), Setting(task, device, DTYPES[spec["dtype"]]), rank=0
+        )
         comparison.start()
         comparison.run(spec["rounds"])
         exposed_ms = {}

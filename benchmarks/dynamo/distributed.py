@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import ranks, workloads
-from benchmarks.arguments import at_least
+from benchmarks.arguments import DTYPES, at_least
 from benchmarks.comparison_report import comparison_table, memory_table, rows
 from benchmarks.dynamo import extras
 from benchmarks.errors import BadInputError, one_line_on_bad_input
@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=at_least(1), help="a rank (default: the model's own)")
     parser.add_argument("--sequence_length", type=at_least(1), default=128)
     parser.add_argument("--repeat", type=at_least(1), default=10, help="timed steps")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     accelerated = torch.cuda.is_available()
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if accelerated else "cpu"
@@ -118,9 +118,12 @@ def run_rank(options: argparse.Namespace, peer: Peer) -> int:
 
         if options.verbose and rank == 0:
             torch._logging.set_logs(graph_breaks=True, recompiles=True)
-        dtype = None if options.dtype == "float32" else torch.bfloat16
         setting = Setting(
-            workload_of(options), device, dtype, options.fsdp_wrap, options.fsdp_checkpoint
+            workload_of(options),
+            device,
+            DTYPES[options.dtype],
+            options.fsdp_wrap,
+            options.fsdp_checkpoint,
         )
         comparison = Comparison([peer], setting, rank)
         comparison.start(say=say)
