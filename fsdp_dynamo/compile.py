@@ -25,7 +25,8 @@ from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
 from graph_passes.markers import COLLECTIVE, UNIT
-from graph_passes.pipeline import NODE_BY_NODE_PASSES, Pipeline
+from graph_passes.pipeline import Pipeline, default_passes
+from graph_passes.planner import Planner
 from graph_passes.reshard import tag_reshard_after_forward
 
 _OWNER = "_fsdp_dynamo_flat"
@@ -99,7 +100,7 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -
 
 
 def _run_as_python(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    Pipeline(passes=NODE_BY_NODE_PASSES).run(gm.graph)
+    Pipeline(default_passes(Planner(), node_by_node=True)).run(gm.graph)
     lower_to_functions(gm.graph)
     gm.recompile()
     boxed: Callable[..., Any] = make_boxed_func(gm.forward)

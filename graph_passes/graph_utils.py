@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 _C10D = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
@@ -51,9 +52,45 @@ def order_index(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor, from its metadata."""
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())
+    """Bytes of a node's tensors, from its metadata; 0 without. Symbolic sizes count as hinted."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return sum(hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+
+
+def hint(number: int | torch.SymInt) -> int:
+    """A symbolic number's example value, without a guard on it."""
+    return int(number.node.hint or 0) if isinstance(number, torch.SymInt) else int(number)
+
+
+def group_of(collective: fx.Node) -> str:
+    """Registered name of a collective's process group."""
+    return str(collective.args[-1])
+
+
+def world_size_of(collective: fx.Node) -> int | None:
+    """Ranks of a gather's or scatter's group; ``None`` where it does not say (all-reduce)."""
+    sizes = [arg for arg in collective.args[1:-1] if isinstance(arg, int)]
+    return sizes[0] if sizes else None
+
+
+def payload_bytes(collective: fx.Node) -> int:
+    """Bytes of the unsharded side of a collective."""
+    return max(num_bytes(n) for n in (collective, *collective.all_input_nodes))
+
+
+def mutates(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node writes into a tensor that is one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if value is source or (isinstance(value, list | tuple) and source in value):
+            return True
+    return False
 
 
 def is_backward(graph: fx.Graph) -> bool:

@@ -73,3 +73,17 @@ def in_unit(fqn: str) -> Iterator[None]:
     """Everything traced inside belongs to the unit."""
     with traceback.annotate({UNIT: fqn}):
         yield
+
+
+_LAUNCH = "fsdp_launch"
+
+
+def set_launch(node: torch.fx.Node, launch: int | None) -> None:
+    """Say that a collective is launched together with all others of this number."""
+    node.meta[_LAUNCH] = launch
+
+
+def launch_of(node: torch.fx.Node) -> int | None:
+    """The launch that a collective shares with others, if it does."""
+    launch: int | None = node.meta.get(_LAUNCH)
+    return launch

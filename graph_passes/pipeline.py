@@ -1,7 +1,8 @@
 """The ordered passes over a partitioned graph; the spec is verified after each.
 
 A pass is a callable ``pass_(graph) -> None`` that changes the graph in place. It is named in
-error messages by its ``__name__`` and takes part in the compile-cache key by its source.
+error messages by its ``__name__`` and takes part in the compile-cache key by its source, and by
+what its method ``cache_key()`` returns, if it has one.
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ from pathlib import Path
 from torch import fx
 
 from graph_passes.cut_views import cut_views
-from graph_passes.prefetch import prefetch_all_gathers
+from graph_passes.planner import Planner
 from graph_passes.simplify import drop_noop_views
-from graph_passes.sink_waits import sink_waits
 from graph_passes.spec import inventory, verify_graph
 
 GraphPass = Callable[[fx.Graph], None]
 
-DEFAULT_PASSES: tuple[GraphPass, ...] = (sink_waits, prefetch_all_gathers)
-"""For a compiler that does away with views by itself."""
 
-NODE_BY_NODE_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views, *DEFAULT_PASSES)
-"""For a graph that is run as it is, where every node costs host time."""
+def default_passes(
+    planner: GraphPass, node_by_node: bool = False, more: Sequence[GraphPass] = ()
+) -> tuple[GraphPass, ...]:
+    """The passes that our backends run.
+
+    Args:
+        planner: what places the collectives.
+        node_by_node: for a graph that is run as it is, where every node costs host time; a
+            compiler does away with views by itself.
+        more: a user's own, which run before the collectives are placed.
+    """
+    views: tuple[GraphPass, ...] = (drop_noop_views, cut_views) if node_by_node else ()
+    return (*views, *more, planner)
 
 
 @dataclass
@@ -37,7 +46,7 @@ class Pipeline:
         passes: what runs over every partitioned graph.
     """
 
-    passes: Sequence[GraphPass] = field(default_factory=lambda: DEFAULT_PASSES)
+    passes: Sequence[GraphPass] = field(default_factory=lambda: default_passes(Planner()))
 
     def run(self, graph: fx.Graph) -> None:
         """Run all passes; raises ``SpecError`` at the first that breaks the spec."""
@@ -55,6 +64,8 @@ class Pipeline:
         for pass_ in self.passes:
             digest.update(pass_name(pass_).encode())
             digest.update(inspect.getsource(inspect.getmodule(pass_) or type(pass_)).encode())
+            key = getattr(pass_, "cache_key", None)  # of a pass with options
+            digest.update(key().encode() if key is not None else b"")
         return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Prefetch: issue each all-gather one unit early.
+"""Prefetch: how early each all-gather is issued.
 
 Before::
 
@@ -6,58 +6,81 @@ Before::
 
 After::
 
-    ag(k) wait(k) ag(k+1) compute(k) wait(k+1) compute(k+1)
+    ag(k) ag(k+1) wait(k) compute(k) wait(k+1) compute(k+1)
 
-An all-gather moves up to just behind the wait of the all-gather before it, so that at most one
-unit is gathered ahead. It takes along what it alone depends on (the cast of its shard).
+Seen from the end of the graph: an all-gather must begin so early that it and all gathers behind it
+on the link arrive in time (times a margin), but at least one unit ahead; it is issued at the last
+change of units before that. Where memory or places in flight run out, it is issued later.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import accumulate
 
-from torch import fx
-
-from graph_passes.graph_utils import collectives, is_collective, is_wait, order_index, wait_of
-from graph_passes.markers import mark_of
+from graph_passes.limits import Limits, Room
+from graph_passes.problem import Problem, Transfer
 
 
-def prefetch_all_gathers(graph: fx.Graph) -> None:
-    """Move every all-gather behind the wait of the unit gathered before the previous one ended.
+def gathers_by_need(problem: Problem) -> list[int]:
+    """Indices of the gathers in the order in which they are needed."""
+    indices = [i for i, t in enumerate(problem.transfers) if t.is_gather]
+    return sorted(indices, key=lambda i: (problem.transfers[i].need, i))
 
-    All-gathers of one unit (several flat parameters) move together.
+
+def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
+    """The gap of each gather, as late as hides it.
+
+    Args:
+        problem: of one graph.
+        limits: resolved for it.
+
+    Returns:
+        Gap by index of the transfer.
     """
-    units: list[tuple[str, list[fx.Node]]] = []
-    for node in collectives(graph):
-        mark = mark_of(node)
-        if mark is None or mark.kind != "all_gather":
-            continue
-        if units and units[-1][0] == mark.unit:
-            units[-1][1].append(node)
-        else:
-            units.append((mark.unit, [node]))
-    for (_, previous), (_, current) in pairwise(units):
-        index = order_index(graph)
-        anchor = max((wait_of(node) for node in previous), key=lambda n: index[n])
-        for node in current:
-            anchor = _move_behind(graph, node, anchor)
+    starts = problem.segment_starts()
+    clock = list(accumulate(problem.compute_ms, initial=0.0))
+    times = [clock[gap] for gap in starts]
+    room = Room(problem, limits)
+    begin_by: dict[str, float] = {}
+    gaps: dict[int, int] = {}
+    for index in reversed(gathers_by_need(problem)):
+        transfer = problem.transfers[index]
+        latest = min(clock[transfer.need], begin_by.get(transfer.group, clock[transfer.need]))
+        latest -= transfer.ms * limits.margin
+        begin_by[transfer.group] = latest
+        in_time = starts[max(0, bisect_right(times, latest) - 1)] if starts else 0
+        wanted = max(transfer.ready, min(in_time, _one_unit_ahead(starts, transfer)))
+        gaps[index] = room.earliest(transfer, wanted)
+        room.take(transfer, gaps[index])
+    return _in_order(problem, gaps)
 
 
-def _move_behind(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:
-    """Move ``node`` and the private chain it hangs on; returns the new anchor."""
-    index = order_index(graph)
-    chain: list[fx.Node] = []
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if index[current] <= index[anchor] or current.op == "placeholder":
-            continue
-        if is_wait(current) or (is_collective(current) and current is not node):
-            return anchor  # it depends on another collective: leave it where it is
-        if current not in chain:
-            chain.append(current)
-        pending.extend(current.all_input_nodes)
-    for moved in sorted(chain, key=lambda n: index[n]):
-        anchor.append(moved)
-        anchor = moved
-    return anchor
+def place_as_early_as_possible(problem: Problem, limits: Limits) -> dict[int, int]:
+    """The gap of each gather, as early as dependencies, memory and places allow; first needed,
+    first placed."""
+    room = Room(problem, limits)
+    gaps: dict[int, int] = {}
+    for index in gathers_by_need(problem):
+        transfer = problem.transfers[index]
+        gaps[index] = room.earliest(transfer, transfer.ready)
+        room.take(transfer, gaps[index])
+    return _in_order(problem, gaps)
+
+
+def _one_unit_ahead(starts: list[int], transfer: Transfer) -> int:
+    """Start of the last unit's compute that ends before the gather is needed."""
+    position = bisect_right(starts, max(transfer.need - 1, 0)) - 1
+    if position > 0 and starts[position] == transfer.need:
+        position -= 1
+    return starts[position] if starts else 0
+
+
+def _in_order(problem: Problem, gaps: dict[int, int]) -> dict[int, int]:
+    """No gather overtakes one that is needed earlier."""
+    last: dict[str, int] = {}
+    for index in gathers_by_need(problem):
+        transfer = problem.transfers[index]
+        gaps[index] = min(max(gaps[index], last.get(transfer.group, 0)), transfer.need)
+        last[transfer.group] = gaps[index]
+    return gaps

@@ -1,4 +1,4 @@
-"""Sink waits: a reduction is waited for when the next but one has been issued.
+"""Sink waits: a reduction is issued as soon as its gradient is ready and waited for late.
 
 Before::
 
@@ -8,52 +8,48 @@ After::
 
     rs(k) compute(k-1) rs(k-1) compute(k-2) rs(k-2) wait(k) ...
 
-At most ``MAX_IN_FLIGHT`` unsharded gradients are kept alive by reductions in flight. A wait never
-sinks below the first use of its result.
+Until its wait a reduction holds the unsharded gradient and what arrives for it. The oldest is
+waited for when memory or places in flight run out, and all at the end.
 """
 
 from __future__ import annotations
 
-from torch import fx
-
-from graph_passes.graph_utils import collectives, order_index, wait_of
-from graph_passes.markers import mark_of
-
-MAX_IN_FLIGHT = 2
+from graph_passes.limits import Limits
+from graph_passes.problem import Problem
+from graph_passes.simulate import Placement, live_bytes
 
 
-def sink_waits(graph: fx.Graph) -> None:
-    """Move the wait of every reduction down, with the private chain that hangs on it."""
-    reductions = [node for node in collectives(graph) if _is_reduction(node)]
-    output = next(node for node in graph.nodes if node.op == "output")
-    for position, node in enumerate(reductions):
-        later = position + MAX_IN_FLIGHT
-        target = reductions[later] if later < len(reductions) else output
-        _sink(graph, wait_of(node), target)
+def place_waits(problem: Problem, gather_gaps: dict[int, int], limits: Limits) -> dict[int, int]:
+    """The gap of each reduction's wait.
 
+    Args:
+        problem: of one graph.
+        gather_gaps: where the gathers are issued.
+        limits: resolved for it.
 
-def _is_reduction(node: fx.Node) -> bool:
-    mark = mark_of(node)
-    return mark is not None and mark.kind in ("reduce_scatter", "all_reduce")
-
-
-def _sink(graph: fx.Graph, wait: fx.Node, target: fx.Node) -> None:
-    """Move ``wait`` and what uses its result before ``target`` to just behind ``target``."""
-    index = order_index(graph)
-    chain: list[fx.Node] = []
-    pending = [wait]
-    while pending:
-        node = pending.pop()
-        if node in chain or index[node] > index[target] or node.op == "output":
-            continue
-        if node is target:
-            return  # the later reduction depends on this one
-        chain.append(node)
-        pending.extend(node.users)
-    anchor = target
-    for node in sorted(chain, key=lambda n: index[n]):
-        if target.op == "output":
-            target.prepend(node)
-        else:
-            anchor.append(node)
-            anchor = node
+    Returns:
+        Gap by index of the transfer.
+    """
+    budget = limits.memory_budget_bytes
+    assert budget is not None  # resolved
+    gathers = tuple(Placement(i, gap, problem.transfers[i].need) for i, gap in gather_gaps.items())
+    live = live_bytes(problem, gathers)
+    begins: list[list[int]] = [[] for _ in range(problem.num_steps + 1)]
+    for index, transfer in enumerate(problem.transfers):
+        if not transfer.is_gather:
+            begins[transfer.ready].append(index)
+    in_flight: list[int] = []
+    held = 0
+    gaps: dict[int, int] = {}
+    for gap in range(problem.num_steps + 1):
+        in_flight += begins[gap]
+        held += sum(problem.transfers[i].held_bytes for i in begins[gap])
+        for index in list(in_flight):
+            crowded = len(in_flight) > limits.max_in_flight or (
+                gap < problem.num_steps and live[gap] + held > budget
+            )
+            if crowded or problem.transfers[index].need <= gap:
+                in_flight.remove(index)
+                held -= problem.transfers[index].held_bytes
+                gaps[index] = gap
+    return gaps

@@ -1,0 +1,140 @@
+"""Milliseconds of nodes: a roofline for compute, latency and bandwidth for collectives.
+
+One model serves the schedule, the choice of what stays unsharded, and the reports. Its numbers are
+inputs that all ranks agree on; nothing here measures anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from graph_passes.graph_utils import (
+    group_of,
+    hint,
+    is_compute,
+    num_bytes,
+    op_name,
+    payload_bytes,
+    world_size_of,
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's share of the link that a process group talks over.
+
+    Attributes:
+        latency_ms: what a collective needs besides its bytes, 0 or more.
+        bytes_per_ms: in each direction, more than 0.
+
+    Raises:
+        ValueError: a number outside those bounds.
+    """
+
+    latency_ms: float = 0.05
+    bytes_per_ms: float = 1e6
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):
+            raise ValueError(f"latency_ms: expected 0 or more, got {self.latency_ms!r}")
+        if not (math.isfinite(self.bytes_per_ms) and self.bytes_per_ms > 0):
+            raise ValueError(f"bytes_per_ms: expected more than 0, got {self.bytes_per_ms!r}")
+
+    def saturating_bytes(self, efficiency: float = 0.9) -> int:
+        """Bytes on the wire from which the latency costs less than ``1 - efficiency``."""
+        return round(self.latency_ms * self.bytes_per_ms * efficiency / (1 - efficiency))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes with.
+
+    Attributes:
+        flops_per_ms: floating-point operations of matrix products, more than 0.
+        bytes_per_ms: bytes read and written from memory, more than 0.
+
+    Raises:
+        ValueError: a number outside those bounds.
+    """
+
+    flops_per_ms: float = 5e7
+    bytes_per_ms: float = 5e6
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_ms", "bytes_per_ms"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: expected more than 0, got {value!r}")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Milliseconds of the nodes of a graph.
+
+    Attributes:
+        device: what computes.
+        link: what collectives run over.
+        links: by name of the process group, where one differs from ``link``.
+    """
+
+    device: Device = field(default_factory=Device)
+    link: Link = field(default_factory=Link)
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    def link_of(self, collective: fx.Node) -> Link:
+        """The link that a collective runs over."""
+        return self.links.get(group_of(collective), self.link)
+
+    def compute_ms(self, node: fx.Node) -> float:
+        """Milliseconds of a node that computes: the slower of arithmetic and memory traffic."""
+        if not is_compute(node):
+            return 0.0
+        traffic = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
+        return max(num_flops(node) / self.device.flops_per_ms, traffic / self.device.bytes_per_ms)
+
+    def collective_ms(self, node: fx.Node) -> float:
+        """Milliseconds of a collective that has its link to itself."""
+        link = self.link_of(node)
+        return link.latency_ms + wire_bytes(node) / link.bytes_per_ms
+
+
+def wire_bytes(node: fx.Node) -> int:
+    """Bytes that one rank sends: ``(N-1)/N`` of the unsharded side, twice for an all-reduce."""
+    size = world_size_of(node)
+    if size is None:
+        return 2 * payload_bytes(node)
+    return payload_bytes(node) * (size - 1) // max(size, 1)
+
+
+def num_flops(node: fx.Node) -> int:
+    """Operations of a matrix product or alike; 0 for everything else.
+
+    Source: the formulas of ``torch.utils.flop_counter``, which do not know CPU attention.
+    """
+    name = op_name(node)
+    args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
+    try:
+        if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+            return _attention_flops(name, args)
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        return 0 if formula is None else hint(formula(*args, **kwargs, out_val=_value(node)))
+    except (AttributeError, TypeError, ValueError):  # no metadata
+        return 0
+
+
+def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
+    """Two products forward, five backward."""
+    query, key, value = args[1:4] if name.endswith("backward") else args[:3]
+    forward = hint(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return forward * 5 // 2 if name.endswith("backward") else forward
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")

@@ -1,0 +1,124 @@
+"""Planner: the pass that places all collectives of a graph, from a cost model or from a plan.
+
+Before, in whatever order tracing left::
+
+    ag(0) wait(0) compute(0) ag(1) wait(1) compute(1) ...
+    rs(1) wait(1) compute(0) rs(0) wait(0)
+
+After::
+
+    ag(0) ag(1) wait(0) compute(0) ag(2) wait(1) compute(1) ...
+    rs(1) compute(0) wait(1) rs(0) wait(0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_passes.markers import set_launch
+from graph_passes.plan import (
+    GraphPlan,
+    Plan,
+    PlanError,
+    digest_of,
+    phase_of,
+    plan_of,
+    schedule_from,
+)
+from graph_passes.problem import Dissection, Problem, dissect, problem_of
+from graph_passes.schedule import Options, apply, decide
+from graph_passes.simulate import Schedule, unscheduled
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was done to one graph.
+
+    Attributes:
+        problem: what there was to decide.
+        schedule: what was decided.
+        plan: the same as data.
+        options: from which it follows.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    plan: GraphPlan
+    options: Options
+
+
+class Planner:
+    """A graph pass with options.
+
+    Args:
+        options: cost model, limits, and which decisions to take.
+        plan: places to take instead of deciding; graphs that it does not know are an error.
+        observe: called with what was done to each graph.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        plan: Plan | None = None,
+        observe: Callable[[Planned], None] | None = None,
+    ) -> None:
+        self.options = options or Options()
+        self.plan = plan
+        self.observe = observe
+        self.__name__ = "planner"
+
+    def cache_key(self) -> str:
+        """Changes with everything that a decision follows from."""
+        return f"{self.options!r} {self.plan.digest() if self.plan else ''}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Reorder a graph in place.
+
+        Raises:
+            BudgetError: the memory budget is too small for the graph as it is.
+            PlanError: the plan was made for another graph, or cannot be applied.
+        """
+        parts = dissect(graph)
+        if not parts.chains:
+            return
+        problem = problem_of(graph, self.options.cost, parts)
+        apply(graph, unscheduled(problem), parts)
+        schedule, launches = self._decide(parts, problem)
+        apply(graph, schedule, parts)
+        self._mark_launches(parts, launches)
+        if self.observe is not None:
+            plan = plan_of(parts, problem, schedule, launches)
+            self.observe(Planned(problem, schedule, plan, self.options))
+
+    def _decide(self, parts: Dissection, problem: Problem) -> tuple[Schedule, dict[int, int]]:
+        if self.plan is None:
+            return decide(problem, self.options)
+        digest = digest_of(parts)
+        for graph_plan in self.plan.graphs:
+            if graph_plan.digest == digest:
+                return schedule_from(graph_plan, problem)
+        raise PlanError(_unknown_graph(self.plan, parts, digest))
+
+    @staticmethod
+    def _mark_launches(parts: Dissection, launches: dict[int, int]) -> None:
+        sizes: dict[int, int] = {}
+        for launch in launches.values():
+            sizes[launch] = sizes.get(launch, 0) + 1
+        for index, launch in launches.items():
+            set_launch(parts.chains[index].collective, launch if sizes[launch] > 1 else None)
+
+
+def _unknown_graph(plan: Plan, parts: Dissection, digest: str) -> str:
+    phase = phase_of(parts)
+    known = [f"{g.phase} {g.digest[:12]} ({g.num_steps} steps)" for g in plan.graphs]
+    return (
+        f"plan: expected a plan for this {phase} graph ({digest[:12]}, {len(parts.steps)} steps, "
+        f"{len(parts.chains)} collectives), got plans for {', '.join(known) or 'no graph'}. The "
+        "model, its shapes, the world size, the compiler or the passes differ: make the plan anew."
+    )
+
+
+__all__ = ["Planned", "Planner"]

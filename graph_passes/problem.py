@@ -1,0 +1,266 @@
+"""A graph as a scheduling problem: steps of compute in a fixed order, transfers to place between.
+
+    step 0   step 1   step 2   ...   step S-1
+   ^        ^        ^                       ^
+ gap 0    gap 1    gap 2                   gap S
+
+A *step* is any node that is neither an input, a collective, a wait, nor part of a collective's own
+chain (the cast of a shard before its all-gather, the cast of a reduced gradient behind its wait).
+Steps keep their order. A *transfer* is one collective with its chains; it may be issued in any gap
+from ``ready``, when its input is there, to ``need``, before which its result must be there. For an
+all-gather the question is how early to issue it, for a reduction how late to wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from graph_passes.cost_model import CostModel, wire_bytes
+from graph_passes.graph_utils import (
+    collectives,
+    group_of,
+    is_collective,
+    is_wait,
+    mutates,
+    num_bytes,
+    payload_bytes,
+    wait_of,
+)
+from graph_passes.markers import Mark, mark_of, unit_of
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective to place.
+
+    Attributes:
+        mark: who it is.
+        group: registered name of its process group; transfers of one group are issued in one
+            order by all ranks and follow one another on the link.
+        ms: duration when it has the link to itself.
+        latency_ms: the part of ``ms`` that does not depend on the bytes.
+        wire_bytes: what this rank sends.
+        ready: earliest gap for the issue.
+        need: latest gap for the wait.
+        held_bytes: of an all-gather, what is alive from its issue to ``need`` on top of the
+            graph in which it is issued there; of a reduction, what is alive from ``ready`` to its
+            wait on top of the graph in which it is waited for at once.
+        dtype: of what is sent.
+    """
+
+    mark: Mark
+    group: str
+    ms: float
+    latency_ms: float
+    wire_bytes: int
+    ready: int
+    need: int
+    held_bytes: int
+    dtype: str = ""
+
+    @property
+    def is_gather(self) -> bool:
+        """An all-gather, as opposed to a reduction."""
+        return self.mark.kind == "all_gather"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What there is to decide in one graph.
+
+    Attributes:
+        compute_ms: of each step.
+        units: of each step, the FQN of the unit that it belongs to.
+        base_bytes: alive during each step, with every gather issued where it is needed and
+            every reduction waited for at once.
+        transfers: in the order in which the unscheduled graph issues them.
+    """
+
+    compute_ms: tuple[float, ...]
+    units: tuple[str, ...]
+    base_bytes: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of compute."""
+        return len(self.compute_ms)
+
+    def segment_starts(self) -> list[int]:
+        """Gaps where the unit that computes changes; the first is 0."""
+        return [g for g, u in enumerate(self.units) if g == 0 or u != self.units[g - 1]]
+
+    def with_base_bytes(self, base_bytes: tuple[int, ...]) -> Problem:
+        """The same with another memory profile."""
+        return replace(self, base_bytes=base_bytes)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The nodes of one transfer.
+
+    Attributes:
+        before: what only the collective depends on, in order.
+        collective: the collective.
+        wait: its wait.
+        after: what depends on the wait alone, in order; no step needs it.
+    """
+
+    before: tuple[fx.Node, ...]
+    collective: fx.Node
+    wait: fx.Node
+    after: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Dissection:
+    """A graph taken apart: inputs, steps and chains, each in graph order."""
+
+    placeholders: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
+    chains: tuple[Chain, ...]
+
+
+def dissect(graph: fx.Graph) -> Dissection:
+    """Steps and chains of a graph whose collectives have marks and one wait each."""
+    issued = list(collectives(graph))
+    taken: set[fx.Node] = set()
+    chains = []
+    for node in issued:
+        before = _private_inputs(node)
+        after = _private_users(wait_of(node)) if not _is_gather(node) else ()
+        chains.append(Chain(before, node, wait_of(node), after))
+        taken.update((*before, node, wait_of(node), *after))
+    inputs = tuple(n for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    fixed = {*inputs, *taken}
+    steps = tuple(n for n in graph.nodes if n not in fixed and n.op != "output")
+    return Dissection(inputs, steps, tuple(chains))
+
+
+def _is_gather(node: fx.Node) -> bool:
+    mark = mark_of(node)
+    return mark is not None and mark.kind == "all_gather"
+
+
+def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What leads from inputs of the graph to an all-gather and to nothing else."""
+    if not _is_gather(node):
+        return ()
+    chain: list[fx.Node] = []
+    current = node
+    while len(current.all_input_nodes) == 1:
+        source = current.all_input_nodes[0]
+        if source.op == "placeholder":
+            return tuple(reversed(chain))
+        if is_wait(source) or is_collective(source) or len(source.users) > 1:
+            return ()
+        chain.append(source)
+        current = source
+    return ()
+
+
+def _private_users(wait: fx.Node) -> tuple[fx.Node, ...]:
+    """What depends on a reduction's wait and on inputs of the graph alone."""
+    return tuple(_grow({wait}))[1:]
+
+
+def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of ``inside`` and, breadth first, all that need nothing but them and inputs."""
+    pending = deque(inside)
+    while pending:
+        node = pending.popleft()
+        yield node
+        for user in node.users:
+            if user in inside or user.op == "output" or is_collective(user) or is_wait(user):
+                continue
+            if all(n in inside or n.op == "placeholder" for n in user.all_input_nodes):
+                inside.add(user)
+                pending.append(user)
+
+
+def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None) -> Problem:
+    """The problem that a graph poses; memory is not in it yet (``base_bytes`` are 0)."""
+    parts = parts or dissect(graph)
+    gap_behind = {node: gap + 1 for gap, node in enumerate(parts.steps)}
+    gap_before = {node: gap for gap, node in enumerate(parts.steps)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    pinned = _pinned_gaps(parts, gap_behind, position)
+    transfers = tuple(
+        _transfer(chain, cost, gap_behind, gap_before, len(parts.steps), position, pinned)
+        for chain in parts.chains
+    )
+    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
+    return Problem(compute_ms, _units(parts.steps), (0,) * len(parts.steps), transfers)
+
+
+def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
+    """Each step's unit; what has no mark belongs to where it stands."""
+    units: list[str] = []
+    for node in steps:
+        unit = unit_of(node)
+        units.append(unit if unit is not None else (units[-1] if units else ""))
+    return tuple(units)
+
+
+def _pinned_gaps(
+    parts: Dissection, gap_behind: dict[fx.Node, int], position: dict[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Collectives that depend on another's result stay in the gap where they are."""
+    results = {n for chain in parts.chains for n in (chain.wait, *chain.after)}
+    pinned = {}
+    for chain in parts.chains:
+        if any(n in results for n in (chain.before or (chain.collective,))[0].all_input_nodes):
+            here = position[chain.collective]
+            earlier = [gap for node, gap in gap_behind.items() if position[node] < here]
+            pinned[chain.collective] = max(earlier, default=0)
+    return pinned
+
+
+def _transfer(
+    chain: Chain,
+    cost: CostModel,
+    gap_behind: dict[fx.Node, int],
+    gap_before: dict[fx.Node, int],
+    num_steps: int,
+    position: dict[fx.Node, int],
+    pinned: dict[fx.Node, int],
+) -> Transfer:
+    node = chain.collective
+    mark = mark_of(node)
+    assert mark is not None  # verify_graph has seen to that
+    sources = (chain.before or (node,))[0].all_input_nodes
+    writers = [
+        user
+        for source in sources
+        for user in source.users
+        if position[user] < position[node] and mutates(user, source)
+    ]
+    ready = max((gap_behind.get(n, 0) for n in (*sources, *writers)), default=0)
+    users = {user for n in (chain.wait, *chain.after) for user in n.users}
+    need = min((gap_before[user] for user in users if user in gap_before), default=num_steps)
+    dependents = [pinned[user] for user in users if user in pinned]
+    need = min([need, *dependents])
+    if node in pinned:
+        ready = max(ready, pinned[node])
+    held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before)
+    if mark.kind != "all_gather":  # the gradient and what arrives for it
+        held = payload_bytes(node) + wire_bytes(node)
+    dtype = getattr(node.meta.get("val"), "dtype", "")
+    return Transfer(
+        mark,
+        group_of(node),
+        cost.collective_ms(node),
+        cost.link_of(node).latency_ms,
+        wire_bytes(node),
+        ready,
+        need,
+        held,
+        str(dtype).removeprefix("torch."),
+    )
+
+
+__all__ = ["Chain", "Dissection", "Problem", "Transfer", "dissect", "problem_of"]
