@@ -28,6 +28,8 @@ from torch._C._profiler import (  # the event tree has no public reader
 )
 from torch.profiler import profile
 
+from fsdp_dynamo.point_to_point import ALL_GATHER_TAG, REDUCE_SCATTER_TAG
+
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
 
@@ -107,6 +109,28 @@ _ROLES = {
 }
 
 
+# Our collectives on gloo are sends and receives, told apart by their tag. A reduce-scatter by sends
+# and receives moves what an all-to-all moves; gloo's own reduce-scatter moves twice that.
+_TAGGED_ROLES = {
+    ALL_GATHER_TAG: _Role("all_gather", unsharded=_first),
+    REDUCE_SCATTER_TAG: _Role("all_to_all", gradients=_first),
+}
+_SEND = "c10d::send"
+_RECEIVE = "c10d::recv_"
+
+
+def _role(event: Any) -> _Role | None:
+    """What an event's arguments are; ``None`` if it is no operator that matters."""
+    if event.tag != EventType.TorchOp:
+        return None
+    if event.name not in (_SEND, _RECEIVE):
+        return _ROLES.get(event.name)
+    role = _TAGGED_ROLES.get(event.extra_fields.inputs[-1])
+    if role is not None and role.op == "all_gather" and event.name == _SEND:
+        return role._replace(unsharded=lambda _: [])  # what is sent is the shard
+    return role
+
+
 def _tensors(argument: Any) -> list[Any] | None:
     """The tensors of one argument of an operator; ``None`` where there is none."""
     if isinstance(argument, list):
@@ -179,7 +203,7 @@ class StepProfiler:
                 self._kind[address] = "gradients"
         blocks = _blocks(events, self._live)
         for event in events:
-            role = _ROLES.get(event.name) if event.tag == EventType.TorchOp else None
+            role = _role(event)
             if role is None:
                 continue
             arguments = [t for a in event.extra_fields.inputs if (t := _tensors(a))]
@@ -282,16 +306,21 @@ def _in_order(profiler: profile) -> list[Any]:
 
 def _collectives(events: list[Any]) -> list[Collective]:
     found = []
+    num_sends: Counter[str] = Counter()
     for event in events:
-        role = _ROLES.get(event.name) if event.tag == EventType.TorchOp else None
-        if role is None or role.op is None:
+        role = _role(event)
+        if role is None or role.op is None or event.name == _RECEIVE:
             continue
         arguments = [t for a in event.extra_fields.inputs if (t := _tensors(a))]
         if not arguments:
             continue
         num_bytes = max(_num_bytes(tensors) for tensors in arguments)
-        if event.name == "c10d::allgather_":  # only the shard is recorded
+        if event.name in ("c10d::allgather_", _SEND):  # only the shard is recorded
             num_bytes *= torch.distributed.get_world_size()
+        if event.name == _SEND:  # one to every other rank: the first stands for all
+            num_sends[role.op] += 1
+            if (num_sends[role.op] - 1) % (torch.distributed.get_world_size() - 1):
+                continue
         found.append(Collective(role.op, num_bytes))
     return found
 

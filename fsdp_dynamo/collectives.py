@@ -2,8 +2,8 @@
 
 Every choice that depends on the backend of a process group is made here and nowhere else:
 
-- gloo's own reduce-scatter sends as many bytes as an all-reduce. An all-to-all and a local sum
-  send half of that, so gloo groups use those.
+- gloo's own all-gather and all-to-all copy what they transfer, and its reduce-scatter sends as many
+  bytes as an all-reduce. Sends and receives between all ranks, and a local sum, do neither.
 - Gradients are averaged by the backend or with the local sum; float16 sums overflow easily, so
   float16 gradients are divided before they are summed.
 
@@ -13,13 +13,15 @@ The same functions run under the hooks and under lowered graph nodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo import events
+from fsdp_dynamo import events, point_to_point
+from fsdp_dynamo.point_to_point import Work
 
 # Public names since torch 2.12; the older ones warn there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
@@ -30,68 +32,60 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 )
 
 
-class Work(Protocol):
-    """Something in flight."""
-
-    def wait(self) -> object: ...
-
-
 class InFlight:
     """A collective that was issued: keeps its buffers alive until it has been waited for.
 
     Args:
-        work: what to wait for; ``None`` if nothing was needed.
-        output: where the result will be.
-        source: the input, kept alive.
+        works: what to wait for; empty if nothing was needed.
+        buffers: inputs and outputs, kept alive: they are read and written until then.
         event: what the recorder knows of it, or ``None`` where nothing records.
-        parts: with an all-to-all, the parts of all ranks ``(world_size * n,)``, still to be
-            summed into ``output`` ``(n,)``.
-        combine: what makes ``output`` of ``parts``: ``torch.mean`` or ``torch.sum``.
+        finish: what is left to do locally when all has come, or ``None``.
     """
 
-    __slots__ = ("_combine", "_output", "_parts", "_source", "_work", "event")
+    __slots__ = ("_buffers", "_event", "_finish", "_works")
 
     def __init__(
         self,
-        work: Work | None,
-        output: torch.Tensor,
-        source: torch.Tensor,
+        works: Sequence[Work],
+        buffers: Sequence[torch.Tensor] = (),
         event: events.Event | None = None,
-        parts: torch.Tensor | None = None,
-        combine: Callable[..., Any] = torch.mean,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        self._work = work
-        self._output: torch.Tensor | None = output
-        self._source: torch.Tensor | None = source
-        self._parts = parts
-        self._combine = combine
-        self.event = event
+        self._works = works
+        self._buffers = buffers
+        self._finish = finish
+        self._event = event
 
     def wait(self) -> None:
         """Block until complete (on CUDA: make the current stream wait)."""
-        work, self._work = self._work, None
-        if work is None:
-            return
-        event = self.event
+        works, self._works = self._works, ()
+        event, self._event = self._event, None
+        finish, self._finish = self._finish, None
         began_ns = time.perf_counter_ns() if event is not None else 0
-        work.wait()
-        output = self._output
-        assert output is not None
-        if self._parts is not None:
-            self._combine(self._parts.view(-1, output.numel()), dim=0, out=output)
-        self._output = self._source = self._parts = None
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+        self._buffers = ()
         if event is not None:
             events.complete(event, began_ns)
 
 
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves a device in a group (a group may have several)."""
-    return group._get_backend(device).name()
+Way = Literal["library", "all_to_all", "point_to_point"]
 
 
-def prefers_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a reduce-scatter is better done as an all-to-all plus a local sum there."""
-    return backend_name(group, device) == "gloo"
+def way_of(group: dist.ProcessGroup, device: torch.device) -> Way:
+    """How a group transfers shards of tensors on a device (it may have several backends).
+
+    ``"point_to_point"``: sends and receives, for gloo's CPU tensors. ``"all_to_all"``: a
+    reduce-scatter is an all-to-all and a local sum, all else is the backend's own: for what calls
+    itself gloo but cannot send (a simulation, a debugging wrapper). ``"library"``: everything is
+    the backend's own.
+    """
+    backend = group._get_backend(device)
+    if type(backend).__name__ == "ProcessGroupGloo" and device.type == "cpu":
+        return "point_to_point"
+    return "all_to_all" if backend.name() == "gloo" else "library"
 
 
 def issue_all_gather(
@@ -101,13 +95,16 @@ def issue_all_gather(
     event: events.Event | None = None,
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``."""
-    work = _all_gather(output, shard, group=group, async_op=True)
-    return InFlight(work, output, shard, event)
+    if way_of(group, output.device) == "point_to_point":
+        works = point_to_point.issue_all_gather(output, shard, group)
+    else:
+        works = [_all_gather(output, shard, group=group, async_op=True)]
+    return InFlight(works, (output, shard), event)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather every rank's shard and wait."""
-    _all_gather(output, shard, group=group)
+    issue_all_gather(output, shard, group).wait()
 
 
 def issue_reduce_mean(
@@ -121,17 +118,22 @@ def issue_reduce_mean(
     ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
     itself (an all-reduce).
     """
-    op = dist.ReduceOp.AVG
-    combine: Callable[..., Any] = torch.mean
+    op, divisor = dist.ReduceOp.AVG, group.size()
     if unsharded.dtype == torch.float16:
-        unsharded.div_(group.size())
-        op, combine = dist.ReduceOp.SUM, torch.sum
+        unsharded.div_(divisor)
+        op, divisor = dist.ReduceOp.SUM, 1
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight(work, output, unsharded, event)
-    if prefers_all_to_all(group, unsharded.device):
-        parts = torch.empty_like(unsharded)
-        work = dist.all_to_all_single(parts, unsharded, group=group, async_op=True)
-        return InFlight(work, output, unsharded, event, parts, combine)
-    work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
-    return InFlight(work, output, unsharded, event)
+        return InFlight([work], (unsharded,), event)
+    way = way_of(group, unsharded.device)
+    if way == "library":
+        work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
+        return InFlight([work], (output, unsharded), event)
+    if way == "point_to_point":
+        works, parts = point_to_point.issue_exchange(unsharded, group)
+    else:
+        whole = torch.empty_like(unsharded)
+        works = [dist.all_to_all_single(whole, unsharded, group=group, async_op=True)]
+        parts = list(whole.view(group.size(), -1))
+    finish = partial(point_to_point.sum_parts, output, parts, divisor)
+    return InFlight(works, (output, unsharded), event, finish)

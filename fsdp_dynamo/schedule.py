@@ -24,7 +24,7 @@ from fsdp_dynamo.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.unit import ForwardCall, PendingReduce, Unit
 
 MAX_REDUCES = 2
-"""Reductions in flight: each keeps an unsharded gradient (on gloo two) alive."""
+"""Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
 
 
 class Root:

@@ -236,8 +236,7 @@ class Unit:
             kind: events.Kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
             event = log.issue(self.fqn, kind, "backward", flat.reduce_bytes)
         if flat.group.size() == 1:
-            done = collectives.InFlight(None, unsharded_grad, unsharded_grad)
-            return PendingReduce(flat, done, unsharded_grad)
+            return PendingReduce(flat, collectives.InFlight([]), unsharded_grad)
         output = unsharded_grad
         if flat.is_sharded:
             output = unsharded_grad.new_empty(flat.layout.shard_numel)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool
 from torch import nn
 
@@ -26,6 +27,7 @@ from benchmarks.peers import Setting, Trainee, named, simple_fsdp
 from benchmarks.report import table
 from benchmarks.rounds import Comparison
 from benchmarks.step_profile import Collective, StepProfiler
+from fsdp_dynamo import collectives
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTED = ROOT / "benchmarks" / "dynamo" / "distributed.py"
@@ -147,6 +149,41 @@ def test_peak_bytes_of_a_known_step() -> None:
     assert profile.peak_bytes["unsharded"] == 0
     assert 0 < profile.most_bytes["activations"] < matrix / 4
     assert profile.collectives == []
+
+
+def profile_collectives(rank: int, world_size: int) -> dict[str, Any]:
+    """Two gathers, a reduction and a user's own message; what of it the profile shows."""
+    group = dist.group.WORLD
+    assert group is not None
+    model = nn.Linear(1, 1)
+    profiler = StepProfiler(model, torch.optim.SGD(model.parameters()))
+    shard = torch.ones(1 << 10)
+    message = torch.zeros(1)
+    with profiler.recording() as profile:
+        for _ in range(2):
+            unsharded = torch.empty(world_size << 10)
+            collectives.issue_all_gather(unsharded, shard, group).wait()
+        message_out = dist.isend(torch.ones(1), (rank + 1) % world_size)
+        dist.recv(message, (rank - 1) % world_size)
+        assert message_out is not None
+        message_out.wait()
+        collectives.issue_reduce_mean(torch.empty(1 << 10), unsharded, group).wait()
+    return {
+        "counts": profile.counts(),
+        "bytes": profile.num_bytes(),
+        "unsharded": profile.most_bytes["unsharded"],
+        "gradients": profile.most_bytes["gradients"],
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sends_and_receives_are_counted_as_collectives(ranks: RankPool, world_size: int) -> None:
+    whole = world_size * 4096
+    for seen in ranks.run(profile_collectives, world_size):
+        assert seen["counts"] == {"all_gather": 2, "all_to_all": 1}
+        assert seen["bytes"] == {"all_gather": 2 * whole, "all_to_all": whole}
+        assert seen["unsharded"] == 2 * whole  # the first is alive until the second one replaces it
+        assert seen["gradients"] == whole - 4096  # what others send
 
 
 def test_bound_by_hand() -> None:

@@ -40,6 +40,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "api": 1,
         "training_state": 1,
         "events": 1,
+        "point_to_point": 1,
         "collectives": 2,
         "wrap_policy": 1,
         "segments": 1,

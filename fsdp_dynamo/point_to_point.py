@@ -1,0 +1,100 @@
+"""All-gather and reduce-scatter as one send and one receive for every other rank.
+
+gloo's own all-gather gathers into a buffer of its own and copies that out, on a thread that takes
+time from the computation; an all-to-all copies too, and receives this rank's own part as well.
+A send reads the caller's tensor and a receive writes it: nothing is copied but the own shard, and
+each rank sends no more than a ring would.
+
+Messages between two ranks match by tag, in order of issue. All ranks issue a group's collectives
+in one order, so each kind needs but one tag, kept apart from a user's. Groups have connections of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+ALL_GATHER_TAG = 0x0F5D0001
+REDUCE_SCATTER_TAG = 0x0F5D0002
+
+
+class Work(Protocol):
+    """Something in flight."""
+
+    def wait(self) -> object: ...
+
+
+def _others(group: dist.ProcessGroup) -> Iterator[int]:
+    """All ranks of a group but this one, beginning with the next: not all begin with rank 0."""
+    rank, size = group.rank(), group.size()
+    return ((rank + step) % size for step in range(1, size))
+
+
+def issue_all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+) -> list[Work]:
+    """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
+
+    Both are contiguous and must live, unchanged, until all of the works have been waited for.
+    ``shard`` may be its own slot of ``output``; else this thread copies it there.
+    """
+    assert output.is_contiguous()
+    assert shard.is_contiguous()
+    if output.numel() == 0:
+        return []
+    # Through ``data``: a collective does not raise its output's version, nor is it differentiated.
+    shard = shard.data
+    slots = output.data.chunk(group.size())
+    works: list[Work] = [group.recv([slots[r]], r, ALL_GATHER_TAG) for r in _others(group)]
+    works += [group.send([shard], r, ALL_GATHER_TAG) for r in _others(group)]
+    own = slots[group.rank()]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard.view_as(own))
+    return works
+
+
+def issue_exchange(
+    unsharded: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[list[Work], list[torch.Tensor]]:
+    """Start sending each rank its chunk of ``unsharded`` ``(n * world_size,)``.
+
+    Returns:
+        What to wait for, and then the parts ``(n,)`` of this rank's chunk, one a rank, in the order
+        of ranks. The own one is a view of ``unsharded``, the others are views of one buffer of
+        ``(world_size - 1) * n`` elements.
+    """
+    assert unsharded.is_contiguous()
+    rank, size = group.rank(), group.size()
+    chunks = unsharded.data.view(-1).chunk(size) if unsharded.numel() else [unsharded.data] * size
+    own = chunks[rank]
+    parts = list(own.new_empty((size - 1, own.numel())))
+    parts.insert(rank, own)
+    if own.numel() == 0:
+        return [], parts
+    works: list[Work] = [group.recv([parts[r]], r, REDUCE_SCATTER_TAG) for r in _others(group)]
+    works += [group.send([chunks[r]], r, REDUCE_SCATTER_TAG) for r in _others(group)]
+    return works, parts
+
+
+def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
+    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``.
+
+    Low precision is added up in float32 and rounded once, as ``torch.mean`` does. Of two parts the
+    rounded sum is the same without it: halving is exact.
+    """
+    flat = output.data.view(-1)
+    widened = len(parts) > 2 and flat.dtype in (torch.bfloat16, torch.float16)
+    if widened or len(parts) == 1:
+        total, rest = parts[0].to(torch.float32 if widened else flat.dtype), parts[1:]
+    else:
+        total, rest = torch.add(parts[0], parts[1], out=flat), parts[2:]
+    for part in rest:
+        total.add_(part)
+    if divisor != 1:
+        total.div_(divisor)
+    if total is not flat:
+        flat.copy_(total)
