@@ -9,6 +9,7 @@ from fsdp_dynamo.api import (
     StateDictType,
 )
 from fsdp_dynamo.errors import (
+    DivergenceError,
     FSDPError,
     FSDPStateError,
     FSDPTypeError,
@@ -16,6 +17,7 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
+from fsdp_dynamo.rendezvous import set_agreement_timeout
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
 
 FSDP = FullyShardedDataParallel
@@ -24,6 +26,7 @@ __all__ = [
     "FSDP",
     "BackwardPrefetch",
     "CPUOffload",
+    "DivergenceError",
     "Event",
     "EventLog",
     "FSDPError",
@@ -37,4 +40,5 @@ __all__ = [
     "StateDictType",
     "UnsupportedError",
     "record_events",
+    "set_agreement_timeout",
 ]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events, point_to_point
 from fsdp_dynamo.point_to_point import Work
+from fsdp_dynamo.watching import wait_watching
 
 # Public names since torch 2.12; the older ones warn there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
@@ -40,9 +41,11 @@ class InFlight:
         buffers: inputs and outputs, kept alive: they are read and written until then.
         event: what the recorder knows of it, or ``None`` where nothing records.
         finish: what is left to do locally when all has come, or ``None``.
+        group: whose ranks they are. Waiting for CPU tensors blocks the host, so somebody looks
+            whether one of the ranks has said that it will not come.
     """
 
-    __slots__ = ("_buffers", "_event", "_finish", "_works")
+    __slots__ = ("_buffers", "_event", "_finish", "_group", "_works")
 
     def __init__(
         self,
@@ -50,10 +53,12 @@ class InFlight:
         buffers: Sequence[torch.Tensor] = (),
         event: events.Event | None = None,
         finish: Callable[[], None] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._works = works
         self._buffers = buffers
         self._finish = finish
+        self._group = group
         self._event = event
 
     def wait(self) -> None:
@@ -62,8 +67,11 @@ class InFlight:
         event, self._event = self._event, None
         finish, self._finish = self._finish, None
         began_ns = time.perf_counter_ns() if event is not None else 0
-        for work in works:
-            work.wait()
+        if self._group is not None and self._buffers[0].device.type == "cpu":
+            wait_watching(works, self._group)
+        else:
+            for work in works:
+                work.wait()
         if finish is not None:
             finish()
         self._buffers = ()
@@ -99,7 +107,7 @@ def issue_all_gather(
         works = point_to_point.issue_all_gather(output, shard, group)
     else:
         works = [_all_gather(output, shard, group=group, async_op=True)]
-    return InFlight(works, (output, shard), event)
+    return InFlight(works, (output, shard), event, group=group)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -124,11 +132,11 @@ def issue_reduce_mean(
         op, divisor = dist.ReduceOp.SUM, 1
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight([work], (unsharded,), event)
+        return InFlight([work], (unsharded,), event, group=group)
     way = way_of(group, unsharded.device)
     if way == "library":
         work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
-        return InFlight([work], (output, unsharded), event)
+        return InFlight([work], (output, unsharded), event, group=group)
     if way == "point_to_point":
         works, parts = point_to_point.issue_exchange(unsharded, group)
     else:
@@ -136,4 +144,4 @@ def issue_reduce_mean(
         works = [dist.all_to_all_single(whole, unsharded, group=group, async_op=True)]
         parts = list(whole.view(group.size(), -1))
     finish = partial(point_to_point.sum_parts, output, parts, divisor)
-    return InFlight(works, (output, unsharded), event, finish)
+    return InFlight(works, (output, unsharded), event, finish, group)

@@ -24,6 +24,7 @@ from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
+from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
 from graph_passes.markers import COLLECTIVE, UNIT
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.planner import Planner
@@ -170,6 +171,7 @@ def _inductor_config(marks: str) -> dict[str, Any]:
 
 def fsdp_dynamo_aot_eager(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
     """Backend: the whole step's graphs, scheduled, run node by node."""
+    announce_this_compilation()
     return _with_entry(_aot_eager(gm, example_inputs))
 
 
@@ -177,6 +179,7 @@ def fsdp_dynamo(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
+    announce_this_compilation()
     compiled: Any = compile_fx(
         gm, example_inputs, config_patches=_inductor_config(_digest_of_marks(gm))
     )
@@ -186,3 +189,4 @@ def fsdp_dynamo(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
     declare_way(_backend, GRAPH_WAY)
     register_backend(_backend, name=_backend.__name__)
+announce_compilations()

@@ -23,6 +23,10 @@ class FSDPStateError(FSDPError):
     """A call that is not allowed in the present training state."""
 
 
+class DivergenceError(FSDPError):
+    """Ranks are about to run different collectives."""
+
+
 class UnsupportedError(FSDPError, NotImplementedError):
     """An argument that upstream knows and this version does not support."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import collectives, events
+from fsdp_dynamo.agreement import require_agreement
 from graph_passes.labels import Label
 
 _in_flight: dict[int, collectives.InFlight] = {}
@@ -109,10 +110,21 @@ def _recording_of_now() -> GraphRecording | None:
     return _recording
 
 
+def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
+    """The group of a collective; the first one of a graph makes sure that all ranks agree on it."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    if fingerprint:
+        require_agreement(group, fingerprint)
+    return group
+
+
 def _issue(
-    tensor: torch.Tensor, output: torch.Tensor, group_name: str, text: str, num_bytes: int
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    group: dist.ProcessGroup,
+    text: str,
+    num_bytes: int,
 ) -> torch.Tensor:
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
     recording = _recording_of_now()
     event = None
     if recording is not None:
@@ -138,24 +150,31 @@ def _issue(
     return output
 
 
-def all_gather(shard: torch.Tensor, world_size: int, group: str, text: str) -> torch.Tensor:
+def all_gather(
+    shard: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+) -> torch.Tensor:
     """Start an all-gather; returns the unsharded tensor, unread until its wait."""
+    ranks = _group(group, fingerprint)
     shard = shard.contiguous()
     output = shard.new_empty(shard.numel() * world_size)
-    return _issue(shard, output, group, text, output.numel() * output.element_size())
+    return _issue(shard, output, ranks, text, output.numel() * output.element_size())
 
 
-def reduce_scatter(unsharded: torch.Tensor, world_size: int, group: str, text: str) -> torch.Tensor:
+def reduce_scatter(
+    unsharded: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+) -> torch.Tensor:
     """Start a mean over ranks; returns this rank's part, unread until its wait."""
+    ranks = _group(group, fingerprint)
     unsharded = unsharded.contiguous()
     output = unsharded.new_empty(unsharded.numel() // world_size)
-    return _issue(unsharded, output, group, text, unsharded.numel() * unsharded.element_size())
+    return _issue(unsharded, output, ranks, text, unsharded.numel() * unsharded.element_size())
 
 
-def all_reduce(tensor: torch.Tensor, group: str, text: str) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "") -> torch.Tensor:
     """Start a mean over ranks of a copy; returns it, unread until its wait."""
+    ranks = _group(group, fingerprint)
     output = tensor.contiguous().clone()
-    return _issue(output, output, group, text, output.numel() * output.element_size())
+    return _issue(output, output, ranks, text, output.numel() * output.element_size())
 
 
 def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
@@ -175,9 +194,10 @@ def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
 # -- the same as operators, for Inductor ----------------------------------------------------------
 
 _library = torch.library.Library("fsdp_dynamo", "DEF")
-_library.define("all_gather(Tensor shard, int world_size, str group, str text) -> Tensor")
-_library.define("reduce_scatter(Tensor unsharded, int world_size, str group, str text) -> Tensor")
-_library.define("all_reduce(Tensor tensor, str group, str text) -> Tensor")
+_TAIL = "str group, str text, str fingerprint) -> Tensor"
+_library.define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
+_library.define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
+_library.define(f"all_reduce(Tensor tensor, {_TAIL}")
 _library.define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
 
 
@@ -185,15 +205,17 @@ def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
     wait(output, source, text)
 
 
-def _fake_all_gather(shard: Any, world_size: int, group: str, text: str) -> Any:
+def _fake_all_gather(shard: Any, world_size: int, group: str, text: str, fingerprint: str) -> Any:
     return shard.new_empty(shard.numel() * world_size)
 
 
-def _fake_reduce_scatter(unsharded: Any, world_size: int, group: str, text: str) -> Any:
+def _fake_reduce_scatter(
+    unsharded: Any, world_size: int, group: str, text: str, fingerprint: str
+) -> Any:
     return unsharded.new_empty(unsharded.numel() // world_size)
 
 
-def _fake_all_reduce(tensor: Any, group: str, text: str) -> Any:
+def _fake_all_reduce(tensor: Any, group: str, text: str, fingerprint: str) -> Any:
     return tensor.new_empty(tensor.size())
 
 

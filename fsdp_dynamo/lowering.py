@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fsdp_dynamo import graph_ops
+from graph_passes.fingerprint import fingerprint
 from graph_passes.graph_utils import is_collective, is_wait, op_name
 from graph_passes.labels import label_boundaries
 
@@ -24,14 +25,21 @@ def _issue_args(node: fx.Node) -> list[Any]:
     return [arg for arg in node.args if arg != "avg"]
 
 
+def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str], to: Callable[..., Any]) -> None:
+    """Replace collectives; the first one carries the fingerprint of the whole graph."""
+    carried = fingerprint(graph)
+    for node, text in labels.items():
+        if is_collective(node):
+            node.args = (*_issue_args(node), text, carried)
+            node.target = to(_ISSUES[op_name(node)])
+            carried = ""
+
+
 def lower_to_functions(graph: fx.Graph) -> None:
     """For backends that run the graph as Python: nodes call the functions themselves."""
     labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
     waits = [node for node in labels if is_wait(node)]
-    for node, text in labels.items():
-        if is_collective(node):
-            node.target = _ISSUES[op_name(node)]
-            node.args = (*_issue_args(node), text)
+    _lower_issues(graph, labels, lambda function: function)
     for node in waits:
         issued = node.all_input_nodes[0]
         node.target = graph_ops.wait
@@ -42,21 +50,18 @@ def lower_to_operators(graph: fx.Graph) -> None:
     """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
     operators = torch.ops.fsdp_dynamo
     labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
-    for node, text in labels.items():
-        if is_collective(node):
-            function = _ISSUES[op_name(node)]
-            node.target = getattr(operators, function.__name__).default
-            node.args = (*_issue_args(node), text)
-            node.meta.pop("eager_input_vals", None)
-    for node, text in labels.items():
-        if is_wait(node):
-            issued = node.all_input_nodes[0]
-            with graph.inserting_before(node):
-                mutate = graph.call_function(
-                    operators.wait_.default, (issued, issued.args[0], text)
-                )
-            mutate.meta.update(node.meta)
-            mutate.meta["val"] = None
-            mutate.meta.pop("eager_input_vals", None)  # of the operator that was replaced
-            node.replace_all_uses_with(issued)
-            graph.erase_node(node)
+    waits = [node for node in labels if is_wait(node)]
+    issues = [node for node in labels if is_collective(node)]
+    _lower_issues(graph, labels, lambda function: getattr(operators, function.__name__).default)
+    for node in issues:
+        node.meta.pop("eager_input_vals", None)
+    for node in waits:
+        issued = node.all_input_nodes[0]
+        arguments = (issued, issued.args[0], labels[node])
+        with graph.inserting_before(node):
+            mutate = graph.call_function(operators.wait_.default, arguments)
+        mutate.meta.update(node.meta)
+        mutate.meta["val"] = None
+        mutate.meta.pop("eager_input_vals", None)  # of the operator that was replaced
+        node.replace_all_uses_with(issued)
+        graph.erase_node(node)

@@ -1,0 +1,187 @@
+"""Texts that ranks exchange through their store, and what is said about ranks that are late.
+
+A rank that compiles says so in the store, and the time that it takes is not held against it. A rank
+that gives up leaves a notice, which whoever waits for it looks for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.callback import callback_handler  # who else compiles has no public reader
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError, explain
+
+_STORES_OF_MANY = frozenset({"TCPStore", "FileStore"})
+_PREFIX = "fsdp_dynamo/agreement"
+_NOTICE = "notice"
+_POLL_S = (0.005, 0.2)  # at first, and at most
+
+_CPU = torch.device("cpu")
+
+TooLate = Callable[[Sequence[int]], str]
+
+_timeout_s = 10.0
+
+
+def set_agreement_timeout(seconds: float) -> None:
+    """How long a rank waits for others that do not compile (default 10 s).
+
+    It waits before it first runs a new graph, and where one rank decides for all. The time in
+    which a rank of the group compiles does not count.
+
+    Raises:
+        FSDPValueError: not a number above 0.
+    """
+    global _timeout_s
+    if not seconds > 0:
+        raise FSDPValueError(
+            explain(
+                expected="a number of seconds above 0",
+                got=repr(seconds),
+                where="set_agreement_timeout()",
+                fix="Pass for how long ranks that do not compile may be late.",
+            )
+        )
+    _timeout_s = float(seconds)
+
+
+def agreement_timeout_s() -> float:
+    """What ``set_agreement_timeout`` has set."""
+    return _timeout_s
+
+
+def _default_store() -> Any:
+    """The store that all ranks share, or ``None``.
+
+    Simulated and fake groups have ranks that do not exist, and stores that nobody shares.
+    """
+    if not dist.is_initialized():
+        return None
+    kept = store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return kept if type(store).__name__ in _STORES_OF_MANY else None
+
+
+def shared_store(group: dist.ProcessGroup) -> Any:
+    """The store of a group's ranks, or ``None`` where they have nothing to agree on or with."""
+    store = None if group.size() == 1 else _default_store()
+    if store is None:
+        return None
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    return PrefixStore(f"{_PREFIX}/{ranks}", store)
+
+
+# -- ranks that are busy ---------------------------------------------------------------------------
+
+
+def _busy_key(rank: int) -> str:
+    return f"{_PREFIX}/busy/{rank}"
+
+
+def _set_busy(is_busy: bool) -> None:
+    store = _default_store()
+    if store is None:
+        return
+    with suppress(RuntimeError):  # a store that is gone is no reason to fail a compilation
+        store.set(_busy_key(dist.get_rank()), "1" if is_busy else "0")
+
+
+def _on_start(_: object) -> None:
+    _set_busy(is_busy=True)
+
+
+def _on_end(_: object) -> None:
+    _set_busy(is_busy=False)
+
+
+def announce_compilations() -> None:
+    """From now on, tell the other ranks when this one compiles (``torch._dynamo.reset`` ends it)."""
+    if _on_end not in callback_handler.end_callbacks:
+        callback_handler.register_start_callback(_on_start)
+        callback_handler.register_end_callback(_on_end)
+
+
+def announce_this_compilation() -> None:
+    """Call where a compilation is under way; its end is announced by itself."""
+    if _on_end not in callback_handler.end_callbacks:
+        announce_compilations()
+        _set_busy(is_busy=True)
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Others that wait for this rank wait on while the context is open."""
+    _set_busy(is_busy=True)
+    try:
+        yield
+    finally:
+        _set_busy(is_busy=False)
+
+
+def _is_busy(rank: int) -> bool:
+    store = _default_store()
+    key = _busy_key(rank)
+    return store.check([key]) and store.get(key) == b"1"
+
+
+# -- notices ---------------------------------------------------------------------------------------
+
+
+def leave_notice(store: Any, message: str) -> None:
+    """Let everybody who waits for a rank of the group raise this message."""
+    store.set(_NOTICE, message)
+
+
+def raise_if_noticed(store: Any) -> None:
+    """Raise what another rank has left.
+
+    Raises:
+        DivergenceError: with the other rank's message.
+    """
+    if store.check([_NOTICE]):
+        raise DivergenceError(store.get(_NOTICE).decode())
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def wait_for_texts(
+    group: dist.ProcessGroup, store: Any, key: str, ranks: Sequence[int], too_late: TooLate
+) -> dict[int, str]:
+    """Texts of ranks, by rank, from ``key/rank``.
+
+    Args:
+        group: whose timeout bounds everything.
+        store: the group's, from ``shared_store``.
+        key: of this exchange.
+        ranks: global ranks that have set, or will set, their text.
+        too_late: makes the error's message of the ranks that have not come.
+
+    Raises:
+        DivergenceError: ranks that do not compile have not come within the timeout, or a rank has
+            left a notice.
+    """
+    began = heard = time.monotonic()
+    limit_s = group._get_backend(_CPU).options._timeout.total_seconds()
+    poll_s = _POLL_S[0]
+    missing = list(ranks)
+    while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
+        raise_if_noticed(store)
+        now = time.monotonic()
+        if any(map(_is_busy, missing)):
+            heard = now
+        if now - heard > _timeout_s or now - began > max(limit_s, _timeout_s):
+            message = too_late(missing)
+            leave_notice(store, message)
+            raise DivergenceError(message)
+        time.sleep(poll_s)
+        poll_s = min(1.5 * poll_s, _POLL_S[1])
+    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}

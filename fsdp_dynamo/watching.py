@@ -1,0 +1,119 @@
+"""Waits for gloo's collectives that end when another rank has said that it will not come.
+
+A gloo wait that runs out of time closes the group's connections, so waiting in slices is no way: a
+second look may find that a healthy transfer has been torn apart. Instead a thread looks at waits
+that have lasted for more than a period, reads the store for them, and closes the connections of a
+group only when there is a notice. That ends the wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.errors import DivergenceError
+from fsdp_dynamo.point_to_point import Work
+
+PERIOD_S = 1.0
+_MAX_IDLE_PERIODS = 30
+_INTERRUPT_TAG = 0x0F5D0003
+
+_Wait = tuple[int, dist.ProcessGroup]
+
+
+class _Watcher:
+    """A thread that lives while waits go on; one that has nothing to see for long ends."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, _Wait] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._is_alive = False
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        """This thread waits for a collective from now on."""
+        self._waits[threading.get_ident()] = (next(self._numbers), group)
+        if not self._is_alive:
+            self._start()
+
+    def end(self) -> None:
+        """This thread no longer waits."""
+        self._waits.pop(threading.get_ident(), None)
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._is_alive:
+                self._is_alive = True
+                threading.Thread(target=self._watch, name="fsdp_dynamo", daemon=True).start()
+
+    def _watch(self) -> None:
+        idle = 0
+        while idle < _MAX_IDLE_PERIODS or not self._ends():
+            before = dict(self._waits)
+            time.sleep(PERIOD_S)
+            now = dict(self._waits)
+            idle = 0 if before or now else idle + 1
+            for group in {now[t][1] for t in now if before.get(t) == now[t]}:
+                _interrupt_if_noticed(group)
+
+    def _ends(self) -> bool:
+        """Whether nobody has begun to wait while the thread was about to end."""
+        with self._lock:
+            self._is_alive = False  # first: who begins to wait now starts another thread
+            self._is_alive = bool(self._waits)
+            return not self._is_alive
+
+
+def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # the store or the group is gone: the waits find out themselves
+        try:
+            _looks[group]()
+        except DivergenceError:
+            other = (group.rank() + 1) % group.size()
+            never = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
+            never.wait(timedelta(milliseconds=1))  # runs out of time: closes the connections
+
+
+_watcher = _Watcher()
+_looks: WeakKeyDictionary[dist.ProcessGroup, Callable[[], None]] = WeakKeyDictionary()
+
+
+def watch(group: dist.ProcessGroup, look: Callable[[], None]) -> None:
+    """From now on, waits for this group's collectives look for notices.
+
+    Args:
+        group: a gloo group.
+        look: raises ``DivergenceError`` if there is a notice; must not hold the group.
+    """
+    _looks[group] = look
+
+
+def wait_watching(works: Iterable[Work], group: dist.ProcessGroup) -> None:
+    """Block until collectives of CPU tensors are complete.
+
+    Raises:
+        DivergenceError: another rank of the group has left a notice.
+        RuntimeError: a collective failed.
+    """
+    if group not in _looks:
+        for work in works:
+            work.wait()
+        return
+    _watcher.begin(group)
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError:
+        with suppress(dist.DistError):  # a store that is gone explains nothing
+            _looks[group]()
+        raise
+    finally:
+        _watcher.end()
