@@ -103,7 +103,7 @@ def _on_end(_: object) -> None:
 
 
 def announce_compilations() -> None:
-    """From now on, tell the other ranks when this one compiles (``torch._dynamo.reset`` ends it)."""
+    """Tell the other ranks when this one compiles, until ``torch._dynamo.reset`` ends that."""
     if _on_end not in callback_handler.end_callbacks:
         callback_handler.register_start_callback(_on_start)
         callback_handler.register_end_callback(_on_end)
@@ -129,7 +129,7 @@ def busy() -> Iterator[None]:
 def _is_busy(rank: int) -> bool:
     store = _default_store()
     key = _busy_key(rank)
-    return store.check([key]) and store.get(key) == b"1"
+    return bool(store.check([key])) and store.get(key) == b"1"
 
 
 # -- notices ---------------------------------------------------------------------------------------
