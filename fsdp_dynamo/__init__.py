@@ -1,5 +1,6 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
+import fsdp_dynamo.compile  # noqa: F401  # registers the backends of torch.compile
 from fsdp_dynamo.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -17,6 +18,7 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
+from fsdp_dynamo.planning import record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
 
@@ -40,5 +42,6 @@ __all__ = [
     "StateDictType",
     "UnsupportedError",
     "record_events",
+    "record_plans",
     "set_agreement_timeout",
 ]

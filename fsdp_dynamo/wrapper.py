@@ -30,7 +30,6 @@ from fsdp_dynamo.arguments import (
     strategy_of,
     warn_of_cpu_start,
 )
-from fsdp_dynamo.compile import mark_shard
 from fsdp_dynamo.dynamo_glue import (
     GRAPH_WAY,
     LEAF_WAY,
@@ -43,6 +42,7 @@ from fsdp_dynamo.dynamo_glue import (
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.grad_clip import clip_grad_norm
+from fsdp_dynamo.graph_entry import mark_shard
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.traced import TracedUnit, describe, traced_forward

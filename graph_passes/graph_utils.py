@@ -19,6 +19,8 @@ def op_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.name()).split(".")[0]
+    if isinstance(target, torch._ops.OpOverloadPacket):  # in graphs that Dynamo hands over
+        return str(target._qualified_op_name)
     return ""
 
 

@@ -1,0 +1,123 @@
+"""Options of the graph path: ``torch.compile(model, backend="fsdp_dynamo", options={...})``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from graph_passes.cost_model import Device, Link
+from graph_passes.limits import Limits
+from graph_passes.plan import Plan, PlanError
+from graph_passes.schedule import Options
+
+_SWITCHES = ("prefetch", "sink_waits", "bucket")
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What may stand in ``options``; everything has a default.
+
+    Attributes:
+        plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.
+        memory_budget_bytes: what a graph may have alive; ``None``: what it needs without any
+            prefetch, and one unit's unsharded flat parameter.
+        max_in_flight: gathers ahead of their use, and reductions not waited for, at most.
+        link: ``"measured"``, or ``{"latency_ms": ..., "bytes_per_ms": ...}``.
+        device: ``"measured"``, or ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
+        prefetch, sink_waits, bucket: whether to take these decisions.
+        passes: a user's own passes over the partitioned graphs, before collectives are placed.
+    """
+
+    plan: Plan | None = None
+    memory_budget_bytes: int | None = None
+    max_in_flight: int = Limits.max_in_flight
+    link: Link | None = None
+    device: Device | None = None
+    prefetch: bool = True
+    sink_waits: bool = True
+    bucket: bool = True
+    passes: tuple[Callable[[fx.Graph], None], ...] = field(default=())
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None) -> GraphOptions:
+        """Check what the user gave.
+
+        Raises:
+            FSDPTypeError: a key that is not known, or a value of the wrong type.
+            FSDPValueError: a value out of its bounds, or a plan that cannot be read.
+        """
+        given = dict(options or {})
+        known = [f.name for f in fields(GraphOptions)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise _wrong(FSDPTypeError, unknown[0], f"one of {known}", f"'{unknown[0]}'")
+        for name in _SWITCHES:
+            if not isinstance(given.get(name, True), bool):
+                raise _wrong(FSDPTypeError, name, "True or False", repr(given[name]))
+        given["plan"] = _plan(given.get("plan"))
+        given["link"] = _model("link", Link, given.get("link"))
+        given["device"] = _model("device", Device, given.get("device"))
+        given["passes"] = _passes(given.get("passes", ()))
+        result = GraphOptions(**given)
+        try:
+            Limits(result.memory_budget_bytes, result.max_in_flight)
+        except (ValueError, TypeError) as error:
+            raise _wrong(FSDPValueError, "limits", "numbers within bounds", str(error)) from error
+        return result
+
+    def text(self) -> str:
+        """The same on two ranks exactly if they were given the same."""
+        plan = None if self.plan is None else self.plan.digest()
+        names = [f"{p.__module__}.{getattr(p, '__qualname__', p)}" for p in self.passes]
+        rest = {f.name: repr(getattr(self, f.name)) for f in fields(self)}
+        return json.dumps({**rest, "plan": plan, "passes": names}, sort_keys=True)
+
+    def scheduling(self, **cost: Any) -> Options:
+        """As the planner takes them; ``cost`` is its cost model."""
+        limits = Limits(self.memory_budget_bytes, self.max_in_flight)
+        return Options(self.prefetch, self.sink_waits, self.bucket, limits, **cost)
+
+
+def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:
+    return kind(
+        explain(
+            expected=expected,
+            got=got,
+            where=f"torch.compile(options=...), '{name}'",
+            fix="See fsdp_dynamo.graph_options.GraphOptions.",
+        )
+    )
+
+
+def _plan(value: Any) -> Plan | None:
+    if value is None or isinstance(value, Plan):
+        return value
+    if not isinstance(value, str | Path):
+        raise _wrong(FSDPTypeError, "plan", "a Plan or a path", repr(type(value)))
+    try:
+        return Plan.load(value)
+    except (OSError, PlanError) as error:
+        raise _wrong(FSDPValueError, "plan", "a plan that can be read", str(error)) from error
+
+
+def _model(name: str, kind: type[Any], value: Any) -> Any:
+    if value is None or value == "measured" or isinstance(value, kind):
+        return None if value == "measured" else value
+    if not isinstance(value, Mapping):
+        raise _wrong(FSDPTypeError, name, "'measured' or a dict of numbers", repr(value))
+    try:
+        return kind(**value)
+    except (TypeError, ValueError) as error:
+        raise _wrong(FSDPValueError, name, f"the fields of {kind.__name__}", str(error)) from error
+
+
+def _passes(value: Any) -> tuple[Callable[[fx.Graph], None], ...]:
+    if not isinstance(value, Sequence) or not all(callable(item) for item in value):
+        raise _wrong(FSDPTypeError, "passes", "a list of callables", repr(value))
+    return tuple(value)

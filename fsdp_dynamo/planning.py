@@ -1,0 +1,118 @@
+"""From a traced graph and the user's options to what the planner decides from.
+
+All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
+what is decided follows from those and the graph alone. Where a compiled graph comes from a cache,
+nothing is decided at all; that all ranks run the same graph is checked before its first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_dynamo import probe
+from fsdp_dynamo.agreement import require_same
+from fsdp_dynamo.graph_options import GraphOptions
+from graph_passes.cost_model import CostModel, Device, Link
+from graph_passes.graph_utils import collectives, group_of
+from graph_passes.plan import Plan
+from graph_passes.planner import Planned, Planner
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[str, float]]] = WeakKeyDictionary()
+
+
+class PlanLog(list[Planned]):
+    """What was decided for every graph that was compiled while the log was open."""
+
+    def plan(self) -> Plan:
+        """All decisions as one plan."""
+        inputs = {"options": sorted({repr(planned.options) for planned in self})}
+        return Plan(inputs, (), tuple(planned.plan for planned in self))
+
+
+_log: PlanLog | None = None
+
+
+@contextmanager
+def record_plans() -> Iterator[PlanLog]:
+    """Keep what is decided for graphs that are compiled in the context; compile caches are off."""
+    global _log
+    before, _log = _log, PlanLog()
+    try:
+        yield _log
+    finally:
+        _log = before
+
+
+def is_recording() -> bool:
+    """Whether decisions are being kept, so that none may come from a cache."""
+    return _log is not None
+
+
+def _observe(planned: Planned) -> None:
+    if _log is not None:
+        _log.append(planned)
+
+
+def planner_for(gm: fx.GraphModule, options: GraphOptions) -> Planner:
+    """The planner of a graph that Dynamo has traced.
+
+    Every rank of the groups in the graph must call it for its first graph.
+
+    Raises:
+        DivergenceError: ranks were given different options, or one has not come.
+    """
+    cost = CostModel()
+    names = _group_names(gm)
+    if names:
+        group = _resolve(names[0])
+        text = options.text()
+        agreed = _agreed.setdefault(group, set())
+        if text not in agreed:
+            require_same(group, "options of torch.compile", text)
+            agreed.add(text)
+        cost = _cost_model(group, options, _device_of(gm))
+    return Planner(options.scheduling(cost=cost), options.plan, _observe)
+
+
+def _cost_model(group: dist.ProcessGroup, options: GraphOptions, device: torch.device) -> CostModel:
+    if options.link is not None and options.device is not None:
+        return CostModel(options.device, options.link)
+    if group not in _measured:
+        _measured[group] = probe.measured(group, device)
+    found = _measured[group]
+    return CostModel(
+        options.device or Device(**found["device"]), options.link or Link(**found["link"])
+    )
+
+
+def _group_names(gm: fx.GraphModule) -> list[str]:
+    """Names of all process groups in a graph and its subgraphs, in order."""
+    names: dict[str, None] = {}
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            names.update((group_of(node), None) for node in collectives(module.graph))
+    return list(names)
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device:
+    """Where the first collective's tensors are."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in collectives(module.graph):
+                value: Any = node.meta.get("val", node.meta.get("example_value"))
+                if isinstance(value, torch.Tensor):
+                    return value.device
+    return torch.device("cpu")
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group
