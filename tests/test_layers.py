@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS: dict[str, dict[str, int]] = {
     "graph_passes": {
         "markers": 0,
+        "aliasing": 0,
         "graph_utils": 0,
+        "memory": 1,
         "spec": 1,
         "labels": 1,
         "cost_model": 1,

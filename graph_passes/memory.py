@@ -1,0 +1,298 @@
+"""Memory: the bytes that a graph keeps alive while each of its nodes runs.
+
+What counts is storages (see ``aliasing``). A storage is alive from the node that allocates it to
+the last node that uses it or a view of it, both included::
+
+    position      0    1      2       3      4       5     6    7
+    node          ag   wait   split   mm_1   ag_2    mm_2  rs   wait
+    unsharded     ======================     |       |     |    |       wait, split: same storage
+    unsharded 2                              ========      |    |
+    mm_1                              ===============      |    |
+    mm_2 (flat gradient)                             ===============    held by rs until its wait
+    receive buffer (gloo)                                  =========    ``in_flight_bytes``
+    sharded gradient                                       =========... an output: to the end
+
+- An all-gather allocates its unsharded output at its issue. A reduction allocates its output at
+  its issue. Both keep their input alive until their wait.
+- Outputs stay until the end of the graph.
+- Inputs have a role: **standing** ones (shards, the user's inputs) are counted by whoever owns
+  them; **freed** ones (tensors saved for a backward graph) are the graph's own and die after
+  their last use; **held** ones (tangents) are alive to the end, since autograd holds them.
+- What an operator allocates inside (workspace) is not known and not counted.
+
+Positions are those of the graph as it is. A scheduler that tries places for a collective need not
+look for aliases again: it moves intervals, see ``Intervals``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from torch import fx
+
+from graph_passes.aliasing import Storage, find_storages
+from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
+from graph_passes.markers import mark_of
+
+Category = Literal[
+    "unsharded_params", "unsharded_grads", "sharded_grads", "in_flight", "activations", "other"
+]
+CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
+
+InputRole = Literal["standing", "freed", "held"]
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A storage and how long it lives.
+
+    Attributes:
+        nodes: the node that allocates it (or brings it in), then every alias.
+        num_bytes: its size.
+        begin: first position at which it is alive.
+        end: last position at which it is alive.
+        category: what it holds. ``in_flight``: what a collective has besides input and output.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    num_bytes: int
+    begin: int
+    end: int
+    category: Category
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes of one graph over its positions.
+
+    Attributes:
+        live_bytes: for every node, in graph order, the bytes alive while it runs.
+        peak_bytes: the highest of these (0 for an empty graph).
+        peak_position: where that is first reached.
+        peak_by_category: bytes of each category there.
+    """
+
+    live_bytes: tuple[int, ...]
+    peak_bytes: int
+    peak_position: int
+    peak_by_category: dict[Category, int]
+
+
+def no_bytes(node: fx.Node) -> int:
+    """``in_flight_bytes`` of a backend that needs no buffers of its own."""
+    return 0
+
+
+def receive_buffer_bytes(node: fx.Node) -> int:
+    """``in_flight_bytes`` where a reduce-scatter is an all-to-all and a local sum (gloo)."""
+    scatters = op_name(node) == "_c10d_functional::reduce_scatter_tensor"
+    return num_bytes(node.all_input_nodes[0]) if scatters else 0
+
+
+def default_role(node: fx.Node) -> InputRole:
+    """Role of a placeholder by the names that AOTAutograd gives; forward inputs are standing."""
+    if "tangents" in node.name:
+        return "held"
+    if "primals" in node.name or not is_backward(node.graph):
+        return "standing"
+    return "freed"
+
+
+def unboxed_role(node: fx.Node) -> InputRole:
+    """As ``default_role``, for a backend whose caller keeps all inputs while the graph runs."""
+    role = default_role(node)
+    return "held" if role == "freed" else role
+
+
+def storages(
+    graph: fx.Graph,
+    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    role_of: Callable[[fx.Node], InputRole] = default_role,
+) -> list[Lifetime]:
+    """Every storage that a graph allocates or owns, with its lifetime.
+
+    Args:
+        graph: a partitioned graph, before its collectives are lowered; nodes carry fake tensors.
+        in_flight_bytes: for a collective, what it holds besides its input and its output.
+        role_of: who owns an input.
+    """
+    index = {node: position for position, node in enumerate(graph.nodes)}
+    last = len(index) - 1
+    lifetimes = []
+    flat_grads = _flat_grads(graph)
+    for storage in find_storages(graph)[0]:
+        inputs = [n for n in storage.nodes if n.op in ("placeholder", "get_attr")]
+        roles = {role_of(n) if n.op == "placeholder" else "standing" for n in inputs}
+        if "standing" in roles:
+            continue
+        begin = 0 if inputs else index[storage.maker]
+        end = last if "held" in roles else _last_use(storage.nodes, index)
+        category = _category(storage, flat_grads)
+        lifetimes.append(Lifetime(tuple(storage.nodes), storage.num_bytes, begin, end, category))
+    for node in graph.nodes:
+        extra = in_flight_bytes(node) if is_collective(node) else 0
+        if extra:
+            end = _last_use([node], index, waits_only=True)
+            lifetimes.append(Lifetime((node,), extra, index[node], end, "in_flight"))
+    return [lifetime for lifetime in lifetimes if lifetime.num_bytes]
+
+
+def _last_use(nodes: Sequence[fx.Node], index: dict[fx.Node, int], waits_only: bool = False) -> int:
+    """Last position at which something reads one of the nodes; a collective reads to its wait."""
+    end = max(index[node] for node in nodes)
+    for node in nodes:
+        for user in node.users:
+            if waits_only and not is_wait(user):
+                continue
+            end = max(end, index[user])
+            if is_collective(user):
+                end = max([end, *(index[wait] for wait in user.users if is_wait(wait))])
+    return end
+
+
+def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
+    """What a reduction sends, and the pieces that are concatenated to it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        mark = mark_of(node) if is_collective(node) else None
+        if mark is None or mark.kind == "all_gather":
+            continue
+        waiting = [node.all_input_nodes[0]]
+        while waiting:
+            source = waiting.pop()
+            found.add(source)
+            if op_name(source) in ("aten::cat", "aten::_to_copy", "prims::convert_element_type"):
+                waiting.extend(source.all_input_nodes)
+    return found
+
+
+def _category(storage: Storage, flat_grads: set[fx.Node]) -> Category:
+    """What a storage holds, by the marks of its nodes."""
+    for node in storage.nodes:
+        if is_collective(node) or is_wait(node) or node.op == "placeholder":
+            mark = mark_of(node)
+            if mark is not None:
+                return "unsharded_params" if mark.kind == "all_gather" else "sharded_grads"
+    if any(node in flat_grads for node in storage.nodes):
+        return "unsharded_grads"
+    if storage.maker.op == "placeholder" and "tangents" in storage.maker.name:
+        return "other"
+    users = {user for node in storage.nodes for user in node.users}
+    if users and all(is_collective(user) for user in users):
+        return "in_flight"  # the cast of a shard
+    return "activations"
+
+
+def profile_of(lifetimes: Sequence[Lifetime], num_positions: int) -> MemoryProfile:
+    """The profile of storages over ``num_positions`` positions."""
+    intervals = Intervals(lifetimes, num_positions)
+    live = tuple(intervals.live_bytes)
+    peak = max(live, default=0)
+    position = live.index(peak) if live else 0
+    at_peak: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+    for lifetime in lifetimes:
+        if lifetime.begin <= position <= lifetime.end:
+            at_peak[lifetime.category] += lifetime.num_bytes
+    return MemoryProfile(live, peak, position, at_peak)
+
+
+def live_bytes(
+    graph: fx.Graph,
+    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    role_of: Callable[[fx.Node], InputRole] = default_role,
+) -> list[int]:
+    """For every node of a graph, in order, the bytes alive while it runs; see ``storages``."""
+    return list(memory_profile(graph, in_flight_bytes, role_of).live_bytes)
+
+
+def memory_profile(
+    graph: fx.Graph,
+    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    role_of: Callable[[fx.Node], InputRole] = default_role,
+) -> MemoryProfile:
+    """The profile of a graph as it is; see ``storages`` for the arguments."""
+    return profile_of(storages(graph, in_flight_bytes, role_of), len(graph.nodes))
+
+
+def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
+    """The same storage in another order of the nodes; aliases are not looked for again.
+
+    Args:
+        lifetime: of a storage that a node of the graph allocates (inputs begin where they did).
+        index: new position of every node.
+    """
+    maker = lifetime.nodes[0]
+    if lifetime.category == "in_flight" and is_collective(maker):
+        end = _last_use([maker], index, waits_only=True)
+    else:
+        end = _last_use(lifetime.nodes, index)
+    begin = 0 if maker.op == "placeholder" else index[maker]
+    return replace(lifetime, begin=begin, end=max(end, begin))
+
+
+class Intervals:
+    """Live bytes under changes: a scheduler shifts a storage, the profile follows.
+
+    Positions stay those of the graph that the lifetimes were read from. A collective that is
+    tried in front of the node at position p begins at p; it has no position of its own there.
+
+    Args:
+        lifetimes: of all storages.
+        num_positions: how many nodes the graph has.
+    """
+
+    def __init__(self, lifetimes: Sequence[Lifetime], num_positions: int) -> None:
+        self.lifetimes = list(lifetimes)
+        changes = [0] * (num_positions + 1)
+        for lifetime in lifetimes:
+            changes[lifetime.begin] += lifetime.num_bytes
+            changes[lifetime.end + 1] -= lifetime.num_bytes
+        self.live_bytes = list(accumulate(changes))[:-1]
+
+    def shift(self, which: int, begin: int, end: int) -> None:
+        """Give storage number ``which`` another interval; takes time by how far its ends move."""
+        old = self.lifetimes[which]
+        if not 0 <= begin <= end < len(self.live_bytes):
+            raise ValueError(
+                f"lifetime of {old.nodes[0].name}: expected 0 <= begin <= end < "
+                f"{len(self.live_bytes)}, got {begin} and {end}. Positions are those of the graph "
+                "that the lifetimes were read from."
+            )
+        self._add(begin, old.begin, old.num_bytes)
+        self._add(old.end + 1, end + 1, old.num_bytes)
+        self.lifetimes[which] = replace(old, begin=begin, end=end)
+
+    def _add(self, start: int, stop: int, num_bytes: int) -> None:
+        """Add to positions ``start`` to ``stop``; subtract from ``stop`` to ``start``."""
+        if start > stop:
+            start, stop, num_bytes = stop, start, -num_bytes
+        for position in range(start, stop):
+            self.live_bytes[position] += num_bytes
+
+    def peak(self, begin: int = 0, end: int | None = None) -> int:
+        """Most bytes at positions ``begin`` to ``end`` (included), 0 if there are none."""
+        stop = len(self.live_bytes) if end is None else end + 1
+        return max(self.live_bytes[begin:stop], default=0)
+
+    def profile(self) -> MemoryProfile:
+        """The profile as it is now."""
+        return profile_of(self.lifetimes, len(self.live_bytes))
+
+
+def step_peak_bytes(
+    forward: MemoryProfile, backward: MemoryProfile, saved_bytes: int, standing_bytes: int
+) -> int:
+    """Peak of a training step without its optimizer update.
+
+    Args:
+        forward: profile of the forward graph.
+        backward: profile of the backward graph, which counts the saved tensors until their last
+            use and the shards' gradients, its outputs, from when they are made.
+        saved_bytes: most bytes alive between the two: what was saved, the forward's outputs, and
+            what user code between them (a loss that is not compiled) allocates.
+        standing_bytes: sharded parameters, their gradients of earlier steps, optimizer state.
+    """
+    return standing_bytes + max(forward.peak_bytes, saved_bytes, backward.peak_bytes)
