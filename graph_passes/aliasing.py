@@ -23,9 +23,7 @@ from torch import fx
 _SILENT_VIEWS = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
 """Results share the first argument's storage, though the schema does not say so."""
 
-_PERHAPS_VIEWS = frozenset(
-    f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten")
-)
+_PERHAPS_VIEWS = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten"))
 
 
 @dataclass(eq=False)

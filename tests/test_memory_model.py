@@ -264,3 +264,47 @@ def test_the_profile_is_what_execution_holds(data: st.DataObject) -> None:
     lifetimes, count = storages(graph), len(graph.nodes)
     by_hand = [sum(o.num_bytes for o in lifetimes if o.begin <= i <= o.end) for i in range(count)]
     assert by_hand == list(memory.profile_of(lifetimes, count).live_bytes)
+
+
+# -- against measured peaks -----------------------------------------------------------------------
+
+
+def _predicted_and_measured(rank: int, world_size: int, backend: str) -> tuple[int, int, int]:
+    """Peak bytes of a decoder's step: predicted, measured, and what of it stood before."""
+    from benchmarks import workloads
+    from benchmarks.decoder import DecoderSizes
+    from benchmarks.peers.base import Setting
+    from benchmarks.peers.ours import ours
+    from benchmarks.rounds import Comparison
+
+    workloads.DECODER_SIZES["memory test"] = DecoderSizes(192, 4, 4, 512, 512)
+    workload = workloads.decoder("memory test", batch_size=2, length=64)
+    profiles: dict[bool, memory.MemoryProfile] = {}
+    run = Pipeline.run
+
+    def watch(self: Pipeline, graph: fx.Graph) -> None:
+        run(self, graph)
+        roles = memory.unboxed_role  # a graph that is run as Python does not own its inputs
+        profile = memory_profile(graph, memory.receive_buffer_bytes, roles)
+        profiles[is_backward(graph)] = profile
+
+    peer = ours(backend)
+    comparison = Comparison([peer], Setting(workload, torch.device("cpu")), rank)
+    Pipeline.run = watch  # type: ignore[method-assign]
+    try:
+        comparison.start(warmup=2)
+    finally:
+        Pipeline.run = run  # type: ignore[method-assign]
+    assert comparison.samples[peer.key].reason is None
+    measured = comparison.profile_one(peer.key).peak_bytes
+    standing = measured["shards"] + measured["optimizer"]
+    forward, backward = profiles[False], profiles[True]
+    saved = backward.live_bytes[0]
+    predicted = memory.step_peak_bytes(forward, backward, saved, standing)
+    return predicted, sum(measured.values()), standing
+
+
+def test_the_predicted_peak_is_the_measured_one(ranks: RankPool) -> None:
+    for answer in ranks.run(_predicted_and_measured, 2, "fsdp_dynamo_aot_eager"):
+        predicted, measured, standing = answer
+        assert abs(predicted - measured) <= 0.1 * (measured - standing)
