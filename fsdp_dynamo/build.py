@@ -19,6 +19,7 @@ from fsdp_dynamo.unit import Unit, UnitConfig
 WRAPPED = "_fsdp_wrapped_module"
 _WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
 _MANAGED = "_fsdp_dynamo_owner"
+_SPLIT_BYTES = 1 << 20
 
 
 def plain_fqn(name: str) -> str:
@@ -107,49 +108,74 @@ def build_units(
     owners = set(targets)
     places: dict[nn.Parameter, list[_Occurrence]] = {}
     paths: dict[nn.Module, str] = {root: ""}
-    for occurrence, param in _walk(root, "", (root,), owners, ignored, is_unit, set(), paths):
+    walk = _Walk(owners, ignored, is_unit, paths)
+    for occurrence, param in walk.below(root, "", (root,)):
         places.setdefault(param, []).append(occurrence)
     owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
+    late: set[nn.Parameter] = set()
     for param, occurrences in places.items():
         owner = _innermost_common([o.chain for o in occurrences])
         prefix = paths[owner]
         sites = [(o.module, o.name, o.fqn[len(prefix) + 1 if prefix else 0 :]) for o in occurrences]
         owned[owner].append(OriginalParameter(param, sites[0][2], sites))
+        if occurrences[0].fqn in walk.late:
+            late.add(param)
     for owner, originals in owned.items():
         _check_devices(paths[owner], originals)
         for original in originals:
             _check_parameter(original.param, join_fqn(paths[owner], original.fqn))
     return {
-        owner: _build_unit(owner, paths[owner], originals, config_of(owner))
+        owner: _build_unit(owner, paths[owner], originals, config_of(owner), late)
         for owner, originals in owned.items()
     }
 
 
-def _walk(
-    module: nn.Module,
-    path: str,
-    chain: tuple[nn.Module, ...],
-    owners: set[nn.Module],
-    ignored: Ignored,
-    is_unit: Callable[[object], bool],
-    seen: set[tuple[nn.Module, str]],
-    paths: dict[nn.Module, str],
-) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
-    """All places of parameters, left to right, depth first; nested units are not entered."""
-    if module in owners:
-        chain = (*chain, module)
-        paths.setdefault(module, path)
-    for name, param in module._parameters.items():
-        if param is not None and param not in ignored.parameters:
-            yield _Occurrence(module, name, join_fqn(path, name), chain), param
-    for name, child in module._modules.items():
-        if child is None or child in ignored.modules or is_unit(child):
-            continue
-        child_path = path if name in _WRAPPER_NAMES else join_fqn(path, name)
-        if (child, child_path) in seen:
-            continue
-        seen.add((child, child_path))
-        yield from _walk(child, child_path, chain, owners, ignored, is_unit, seen, paths)
+class _Walk:
+    """All places of parameters, left to right, depth first; units that exist are not entered.
+
+    Attributes:
+        late: FQNs of parameters that stand behind a unit nested in their own.
+    """
+
+    def __init__(
+        self,
+        owners: set[nn.Module],
+        ignored: Ignored,
+        is_unit: Callable[[object], bool],
+        paths: dict[nn.Module, str],
+    ) -> None:
+        self._owners = owners
+        self._ignored = ignored
+        self._is_unit = is_unit
+        self._paths = paths
+        self._seen: set[tuple[nn.Module, str]] = set()
+        self._have_nested: set[nn.Module] = set()
+        self.late: set[str] = set()
+
+    def below(
+        self, module: nn.Module, path: str, chain: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
+        if module in self._owners:
+            self._have_nested.add(chain[-1])
+            chain = (*chain, module)
+            self._paths.setdefault(module, path)
+        for name, param in module._parameters.items():
+            if param is not None and param not in self._ignored.parameters:
+                fqn = join_fqn(path, name)
+                if chain[-1] in self._have_nested:
+                    self.late.add(fqn)
+                yield _Occurrence(module, name, fqn, chain), param
+        for name, child in module._modules.items():
+            if child is None or child in self._ignored.modules:
+                continue
+            if self._is_unit(child):
+                self._have_nested.add(chain[-1])
+                continue
+            child_path = path if name in _WRAPPER_NAMES else join_fqn(path, name)
+            if (child, child_path) in self._seen:
+                continue
+            self._seen.add((child, child_path))
+            yield from self.below(child, child_path, chain)
 
 
 def _innermost_common(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
@@ -202,15 +228,20 @@ def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> Non
 
 
 def _build_unit(
-    module: nn.Module, fqn: str, originals: Sequence[OriginalParameter], config: UnitConfig
+    module: nn.Module,
+    fqn: str,
+    originals: Sequence[OriginalParameter],
+    config: UnitConfig,
+    late: set[nn.Parameter],
 ) -> Unit:
     precision = config.precision
     kept = _modules_in_own_precision(module, originals, precision)
-    groups: dict[tuple[torch.dtype, bool, bool], list[OriginalParameter]] = {}
+    late = late if _is_worth_splitting(originals, late) else set()
+    groups: dict[tuple[torch.dtype, bool, bool, bool], list[OriginalParameter]] = {}
     for original in originals:
         own_precision = original.sites[0][0] in kept
         param = original.param
-        key = (param.dtype, param.requires_grad, own_precision)
+        key = (param.dtype, param.requires_grad, own_precision, param in late)
         groups.setdefault(key, []).append(original)
     flats = [
         FlatParameter(
@@ -219,12 +250,25 @@ def _build_unit(
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
             precision=None if own_precision else precision,
         )
-        for (_, _, own_precision), members in groups.items()
+        for (_, _, own_precision, _), members in groups.items()
     ]
     for original in originals:
         setattr(original.param, _MANAGED, join_fqn(fqn, original.fqn))
         original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
     return Unit(module, flats, config)
+
+
+def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[nn.Parameter]) -> bool:
+    """Whether parameters before and behind nested units get flat parameters of their own.
+
+    Then the embedding's all-gather alone precedes the forward, and the head's gradient is reduced
+    while the blocks' backward runs. Small ones are not worth a second launch.
+    """
+    numbers = [0, 0]
+    for original in originals:
+        param = original.param
+        numbers[param in late] += param.numel() * param.element_size()
+    return min(numbers) >= _SPLIT_BYTES
 
 
 def _modules_in_own_precision(

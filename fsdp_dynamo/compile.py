@@ -13,18 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
 from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
 from fsdp_dynamo.graph_entry import with_entry
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
-from fsdp_dynamo.planning import is_recording, planner_for
+from fsdp_dynamo.planning import (
+    is_recording,
+    live_bytes_node_by_node,
+    live_bytes_of_generated,
+    planner_for,
+)
 from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
 from graph_passes.markers import COLLECTIVE, UNIT
 from graph_passes.pipeline import Pipeline, default_passes
@@ -42,9 +48,15 @@ def _run_as_python(
 ) -> Callable[..., Any]:
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
+    gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
     gm.recompile()
-    boxed: Callable[..., Any] = make_boxed_func(gm.forward)
-    return boxed
+    forward = gm.forward
+
+    def run(inputs: list[Any]) -> Any:
+        return forward(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -113,7 +125,8 @@ def fsdp_dynamo_aot_eager(
     """
     announce_this_compilation()
     parsed = GraphOptions.parse(options)
-    passes = default_passes(planner_for(gm, parsed), node_by_node=True, more=parsed.passes)
+    planner = planner_for(gm, parsed, live_bytes_node_by_node)
+    passes = default_passes(planner, node_by_node=True, more=parsed.passes)
     compiler = partial(_run_as_python, Pipeline(passes))
     compile_ = aot_autograd(
         fw_compiler=compiler,
@@ -135,7 +148,8 @@ def fsdp_dynamo(
 
     announce_this_compilation()
     parsed = GraphOptions.parse(options)
-    pipeline = Pipeline(default_passes(planner_for(gm, parsed), more=parsed.passes))
+    planner = planner_for(gm, parsed, live_bytes_of_generated)
+    pipeline = Pipeline(default_passes(planner, more=parsed.passes))
     config = _inductor_config(pipeline, _digest_of_marks(gm))
     compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
     return with_entry(compiled)

@@ -7,7 +7,7 @@ nothing is decided at all; that all ranks run the same graph is checked before i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,8 @@ from fsdp_dynamo.agreement import require_same
 from fsdp_dynamo.graph_options import GraphOptions
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.graph_utils import collectives, group_of
+from graph_passes.inductor_memory import as_generated
+from graph_passes.memory import live_bytes, profile_of, receive_buffer_bytes, storages
 from graph_passes.plan import Plan
 from graph_passes.planner import Planned, Planner
 
@@ -61,7 +63,22 @@ def _observe(planned: Planned) -> None:
         _log.append(planned)
 
 
-def planner_for(gm: fx.GraphModule, options: GraphOptions) -> Planner:
+def live_bytes_node_by_node(graph: fx.Graph) -> Sequence[int]:
+    """Bytes alive at every node of a graph that is run as it is."""
+    return live_bytes(graph, receive_buffer_bytes)
+
+
+def live_bytes_of_generated(graph: fx.Graph) -> Sequence[int]:
+    """Bytes alive at every node of a graph that Inductor makes code of."""
+    lifetimes = as_generated(storages(graph, receive_buffer_bytes), graph)
+    return profile_of(lifetimes, len(graph.nodes)).live_bytes
+
+
+def planner_for(
+    gm: fx.GraphModule,
+    options: GraphOptions,
+    live_bytes_of: Callable[[fx.Graph], Sequence[int]],
+) -> Planner:
     """The planner of a graph that Dynamo has traced.
 
     Every rank of the groups in the graph must call it for its first graph.
@@ -79,7 +96,7 @@ def planner_for(gm: fx.GraphModule, options: GraphOptions) -> Planner:
             require_same(group, "options of torch.compile", text)
             agreed.add(text)
         cost = _cost_model(group, options, _device_of(gm))
-    return Planner(options.scheduling(cost=cost), options.plan, _observe)
+    return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, _observe)
 
 
 def _cost_model(group: dist.ProcessGroup, options: GraphOptions, device: torch.device) -> CostModel:

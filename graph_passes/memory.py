@@ -34,7 +34,8 @@ from typing import Literal
 from torch import fx
 
 from graph_passes.aliasing import Storage, find_storages
-from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
+from graph_passes.cost_model import wire_bytes
+from graph_passes.graph_utils import is_backward, is_collective, is_wait, op_name
 from graph_passes.markers import mark_of
 
 Category = Literal[
@@ -87,9 +88,9 @@ def no_bytes(node: fx.Node) -> int:
 
 
 def receive_buffer_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` where a reduce-scatter is an all-to-all and a local sum (gloo)."""
+    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo)."""
     scatters = op_name(node) == "_c10d_functional::reduce_scatter_tensor"
-    return num_bytes(node.all_input_nodes[0]) if scatters else 0
+    return wire_bytes(node) if scatters else 0
 
 
 def default_role(node: fx.Node) -> InputRole:

@@ -13,7 +13,7 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -55,6 +55,7 @@ class Planner:
 
     Args:
         options: cost model, limits, and which decisions to take.
+        live_bytes_of: bytes alive at every node of a graph; none: they are not limited.
         plan: places to take instead of deciding; graphs that it does not know are an error.
         observe: called with what was done to each graph.
     """
@@ -62,10 +63,12 @@ class Planner:
     def __init__(
         self,
         options: Options | None = None,
+        live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None = None,
         plan: Plan | None = None,
         observe: Callable[[Planned], None] | None = None,
     ) -> None:
         self.options = options or Options()
+        self.live_bytes_of = live_bytes_of
         self.plan = plan
         self.observe = observe
         self.__name__ = "planner"
@@ -86,6 +89,9 @@ class Planner:
             return
         problem = problem_of(graph, self.options.cost, parts)
         apply(graph, unscheduled(problem), parts)
+        if self.live_bytes_of is not None:
+            live = dict(zip(graph.nodes, self.live_bytes_of(graph), strict=True))
+            problem = problem.with_base_bytes(tuple(live[node] for node in parts.steps))
         schedule, launches = self._decide(parts, problem)
         apply(graph, schedule, parts)
         self._mark_launches(parts, launches)

@@ -12,13 +12,14 @@ ROOT = Path(__file__).parent.parent
 LAYERS: dict[str, dict[str, int]] = {
     "graph_passes": {
         "markers": 0,
-        "aliasing": 0,
         "graph_utils": 0,
-        "memory": 1,
+        "aliasing": 1,
         "spec": 1,
         "labels": 1,
         "cost_model": 1,
         "fingerprint": 1,
+        "memory": 2,
+        "inductor_memory": 3,
         "reshard": 2,
         "simplify": 2,
         "problem": 2,

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_passes import memory
 from graph_passes.graph_utils import is_backward
+from graph_passes.inductor_memory import as_generated
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.memory import Intervals, Lifetime, live_bytes, memory_profile, storages
 from graph_passes.pipeline import Pipeline
@@ -123,7 +124,7 @@ def test_a_backward_frees_what_was_saved_and_holds_what_is_in_flight() -> None:
     assert live_bytes(graph) == boxed
     held = [96] * 4 + [128, 160, 224, 192, 200, 200, 136]
     assert live_bytes(graph, role_of=memory.unboxed_role) == held
-    gloo = [n + (64 if 7 <= i <= 9 else 0) for i, n in enumerate(boxed)]
+    gloo = [n + (32 if 7 <= i <= 9 else 0) for i, n in enumerate(boxed)]
     assert live_bytes(graph, memory.receive_buffer_bytes) == gloo
     profile = memory_profile(graph, memory.receive_buffer_bytes)
     assert (profile.peak_bytes, names[profile.peak_position]) == (200, "add")
@@ -181,6 +182,31 @@ def test_lifetimes_follow_moved_nodes() -> None:
     fresh = storages(graph, memory.receive_buffer_bytes)
     by_begin = [one for one in fresh if one.nodes[0].op != "placeholder"]
     assert sorted(after, key=str) == sorted(by_begin, key=str)
+
+
+def test_what_inductor_generates_lives_longer() -> None:
+    b = Builder()
+    x = b.input("x", 4, 4)
+    first = b.call(aten.mm.default, x, x)  # 64
+    norm = b.call(aten.sum.dim_IntList, x, [0, 1])  # 4: a fused kernel
+    pieces = [b.call(aten.view.default, first, [16]), b.call(aten.expand.default, norm, [16])]
+    flat = b.call(aten.cat.default, pieces)  # 128
+    issued = b.issue("reduce_scatter", flat)  # 64
+    reduced = b.wait(issued)
+    last = b.call(aten.mm.default, x, x)  # 64
+    graph = b.output(reduced, last)
+    lifetimes = storages(graph)
+    spans = {one.nodes[0].name: (one.begin, one.end) for one in lifetimes}
+    assert spans == {
+        "mm": (1, 5),
+        "sum_1": (2, 5),
+        "cat": (5, 7),
+        "reduce_scatter_tensor": (6, 9),
+        "mm_1": (8, 9),
+    }
+    generated = as_generated(lifetimes, graph)
+    changed = {one.nodes[0].name: (one.begin, one.end) for one in generated}
+    assert changed == spans | {"cat": (2, 7), "mm": (1, 7)}
 
 
 def test_the_step() -> None:
@@ -284,8 +310,7 @@ def _predicted_and_measured(rank: int, world_size: int, backend: str) -> tuple[i
 
     def watch(self: Pipeline, graph: fx.Graph) -> None:
         run(self, graph)
-        roles = memory.unboxed_role  # a graph that is run as Python does not own its inputs
-        profile = memory_profile(graph, memory.receive_buffer_bytes, roles)
+        profile = memory_profile(graph, memory.receive_buffer_bytes)
         profiles[is_backward(graph)] = profile
 
     peer = ours(backend)
