@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # who else compiles has no public reader
 from torch.distributed.distributed_c10d import PrefixStore
@@ -22,8 +21,6 @@ _STORES_OF_MANY = frozenset({"TCPStore", "FileStore"})
 _PREFIX = "fsdp_dynamo/agreement"
 _NOTICE = "notice"
 _POLL_S = (0.005, 0.2)  # at first, and at most
-
-_CPU = torch.device("cpu")
 
 TooLate = Callable[[Sequence[int]], str]
 
@@ -86,7 +83,7 @@ def _busy_key(rank: int) -> str:
     return f"{_PREFIX}/busy/{rank}"
 
 
-def _set_busy(is_busy: bool) -> None:
+def _say(is_busy: bool) -> None:
     store = _default_store()
     if store is None:
         return
@@ -94,36 +91,57 @@ def _set_busy(is_busy: bool) -> None:
         store.set(_busy_key(dist.get_rank()), "1" if is_busy else "0")
 
 
-def _on_start(_: object) -> None:
-    _set_busy(is_busy=True)
+_num_reasons = 0
 
 
-def _on_end(_: object) -> None:
-    _set_busy(is_busy=False)
+def _begin(_: object = None) -> None:
+    global _num_reasons
+    _num_reasons += 1
+    if _num_reasons == 1:
+        _say(is_busy=True)
+
+
+def _end(_: object = None) -> None:
+    global _num_reasons
+    _num_reasons = max(0, _num_reasons - 1)
+    if _num_reasons == 0:
+        _say(is_busy=False)
 
 
 def announce_compilations() -> None:
     """Tell the other ranks when this one compiles, until ``torch._dynamo.reset`` ends that."""
-    if _on_end not in callback_handler.end_callbacks:
-        callback_handler.register_start_callback(_on_start)
-        callback_handler.register_end_callback(_on_end)
+    if _end not in callback_handler.end_callbacks:
+        callback_handler.register_start_callback(_begin)
+        callback_handler.register_end_callback(_end)
 
 
 def announce_this_compilation() -> None:
     """Call where a compilation is under way; its end is announced by itself."""
-    if _on_end not in callback_handler.end_callbacks:
+    if _end not in callback_handler.end_callbacks:
         announce_compilations()
-        _set_busy(is_busy=True)
+        _begin()
 
 
 @contextmanager
 def busy() -> Iterator[None]:
     """Others that wait for this rank wait on while the context is open."""
-    _set_busy(is_busy=True)
+    _begin()
     try:
         yield
     finally:
-        _set_busy(is_busy=False)
+        _end()
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Who waits for others is not busy, also while it compiles: two that wait are no progress."""
+    if _num_reasons:
+        _say(is_busy=False)
+    try:
+        yield
+    finally:
+        if _num_reasons:
+            _say(is_busy=True)
 
 
 def _is_busy(rank: int) -> bool:
@@ -153,6 +171,13 @@ def raise_if_noticed(store: Any) -> None:
 # -- texts -----------------------------------------------------------------------------------------
 
 
+def _group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The timeout that a group was made with; no public reader."""
+    backend = group._get_backend(group._device_types[0])
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
+
+
 def wait_for_texts(
     group: dist.ProcessGroup, store: Any, key: str, ranks: Sequence[int], too_late: TooLate
 ) -> dict[int, str]:
@@ -169,19 +194,26 @@ def wait_for_texts(
         DivergenceError: ranks that do not compile have not come within the timeout, or a rank has
             left a notice.
     """
+    with _waiting():
+        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, too_late)
+    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
+
+
+def _wait_for_keys(
+    group: dist.ProcessGroup, store: Any, keys: dict[int, str], too_late: TooLate
+) -> None:
     began = heard = time.monotonic()
-    limit_s = group._get_backend(_CPU).options._timeout.total_seconds()
-    poll_s = _POLL_S[0]
-    missing = list(ranks)
-    while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
+    limit_s = max(_group_timeout_s(group), _timeout_s)
+    poll_s, max_poll_s = _POLL_S
+    missing = list(keys)
+    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
         raise_if_noticed(store)
         now = time.monotonic()
         if any(map(_is_busy, missing)):
             heard = now
-        if now - heard > _timeout_s or now - began > max(limit_s, _timeout_s):
+        if now - heard > _timeout_s or now - began > limit_s:
             message = too_late(missing)
             leave_notice(store, message)
             raise DivergenceError(message)
         time.sleep(poll_s)
-        poll_s = min(1.5 * poll_s, _POLL_S[1])
-    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
+        poll_s = min(1.5 * poll_s, max_poll_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from graph_passes.fingerprint import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
 SHORT_S = 3.0
+TIMEOUTS_S = {"busy": 4.0, "slow": 4.0, "absent": 4.0}  # of a rank that is at least so late
+LONGER_S = 6.0
 BOUND_S = 45.0  # on a busy machine; a hang would last as long as the group's timeout, 60 s
 
 
@@ -72,6 +75,8 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
         plain.order = [0, 1]
     model = in_way(wrapped, way)
     set_agreement_timeout(SHORT_S)
+    rendezvous.announce_compilations()
+    dist.barrier()
     try:
         for step in range(NUM_STEPS):
             began = time.monotonic()
@@ -167,19 +172,17 @@ def world() -> dist.ProcessGroup:
 
 def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
     """Three exchanges between ranks of which one differs, is late, or does not come."""
-    set_agreement_timeout(1.0)
-    rendezvous.announce_compilations()
+    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
     odd = rank == 1
     if how == "busy" and odd:
-        for handler in callback_handler.start_callbacks:
-            handler(None)  # type: ignore[arg-type]
-        time.sleep(2.5)
-        for handler in callback_handler.end_callbacks:
-            handler(None)  # type: ignore[arg-type]
+        with rendezvous.busy():  # as while a frame is compiled
+            with rendezvous.busy():
+                time.sleep(0.1)
+            time.sleep(LONGER_S)
     text = "aaaa" * 100 + ("x" if odd and how == "differs" else "b")
     try:
         if how == "absent" and odd:
-            time.sleep(3)
+            time.sleep(LONGER_S)
             return ["absent"]
         return [outcome(lambda: require_same(world(), "plan", text)) for _ in range(2)]
     finally:
@@ -198,22 +201,60 @@ def test_texts_are_compared(ranks: RankPool) -> None:
     assert absent[1] == ["absent"]
     for answer in (absent[0], absent[2]):
         assert "the plan of rank(s) 1" in answer[0]
-        assert "nothing within 1 s" in answer[0]
+        assert "nothing within 4 s" in answer[0]
+
+
+def wait_for_each_other(rank: int, world_size: int) -> str:
+    """While both compile, each wants to compare what the other never will."""
+    set_agreement_timeout(1.0)
+    try:
+        with rendezvous.busy():
+            return outcome(lambda: require_same(world(), f"plan {rank}", ""))
+    finally:
+        set_agreement_timeout(10.0)
+
+
+def test_ranks_that_wait_are_not_busy(ranks: RankPool) -> None:
+    began = time.monotonic()
+    for message in ranks.run(wait_for_each_other, 2):
+        assert "nothing within 1 s" in message
+    assert time.monotonic() - began < BOUND_S
+
+
+def count_announcements(rank: int, world_size: int) -> list[str]:
+    """What the store says of this rank before, during and after a compilation."""
+    store = dist.distributed_c10d._get_default_store()
+    seen: list[str] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        rendezvous.announce_this_compilation()
+        seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
+        return gm.forward
+
+    for size in (2, 3):  # the second is announced from its begin on
+        compiled = torch.compile(torch.neg if size == 2 else torch.abs, backend=backend)
+        compiled(torch.ones(size))
+        seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
+    return seen
+
+
+def test_compilations_are_announced(ranks: RankPool) -> None:
+    assert ranks.run(count_announcements, 2) == [["1", "0", "1", "0"]] * 2
 
 
 def share(rank: int, world_size: int, how: str) -> list[str]:
     """What the first rank makes, twice; it may be slow, fail or not come."""
-    set_agreement_timeout(1.0)
+    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
 
     def make() -> str:
         if how == "fails":
             raise ValueError("no such budget")
         if how == "slow":
-            time.sleep(2.5)
+            time.sleep(LONGER_S)
         return f"made by {rank}"
 
     if how == "absent" and rank == 0:
-        time.sleep(3)
+        time.sleep(LONGER_S)
         return []
     try:
         return [outcome(lambda: share_from_first(world(), "plan", make)) for _ in range(2)]
