@@ -126,7 +126,7 @@ def fsdp_dynamo_aot_eager(
     announce_this_compilation()
     parsed = GraphOptions.parse(options)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
-    passes = default_passes(planner, node_by_node=True, more=parsed.passes)
+    passes = default_passes(planner, True, parsed.passes, parsed.grad_buffer)
     compiler = partial(_run_as_python, Pipeline(passes))
     compile_ = aot_autograd(
         fw_compiler=compiler,
@@ -149,7 +149,7 @@ def fsdp_dynamo(
     announce_this_compilation()
     parsed = GraphOptions.parse(options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
-    pipeline = Pipeline(default_passes(planner, more=parsed.passes))
+    pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
     config = _inductor_config(pipeline, _digest_of_marks(gm))
     compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
     return with_entry(compiled)

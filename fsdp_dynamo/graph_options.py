@@ -16,7 +16,7 @@ from graph_passes.limits import Limits
 from graph_passes.plan import Plan, PlanError
 from graph_passes.schedule import Options
 
-_SWITCHES = ("prefetch", "sink_waits", "bucket")
+_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class GraphOptions:
         link: ``"measured"``, or ``{"latency_ms": ..., "bytes_per_ms": ...}``.
         device: ``"measured"``, or ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
         prefetch, sink_waits, bucket: whether to take these decisions.
+        grad_buffer: whether gradients are written into the flat gradient, not concatenated.
         passes: a user's own passes over the partitioned graphs, before collectives are placed.
     """
 
@@ -42,6 +43,7 @@ class GraphOptions:
     prefetch: bool = True
     sink_waits: bool = True
     bucket: bool = True
+    grad_buffer: bool = True
     passes: tuple[Callable[[fx.Graph], None], ...] = field(default=())
 
     @staticmethod

@@ -10,6 +10,8 @@ from torch import fx
 
 from fsdp_dynamo import graph_ops
 from graph_passes.fingerprint import fingerprint
+from graph_passes.flat_gradient import write_name
+from graph_passes.grad_ops import FUNCTIONS, OPERATORS
 from graph_passes.graph_utils import is_collective, is_wait, op_name
 from graph_passes.labels import label_boundaries
 
@@ -44,6 +46,34 @@ def lower_to_functions(graph: fx.Graph) -> None:
         issued = node.all_input_nodes[0]
         node.target = graph_ops.wait
         node.args = (issued, issued.args[0], labels[node])
+    for node in graph.nodes:
+        name = write_name(node)
+        if name:
+            node.target = FUNCTIONS[name]
+
+
+def _lower_writes(graph: fx.Graph) -> None:
+    """Writes mutate one buffer, which the reduction reads; copies are left to Inductor to fuse."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        name = write_name(node)
+        if not name or name == "new_flat":
+            continue
+        flat: fx.Node = node.args[0]
+        node.replace_all_uses_with(flat)
+        if name != "write":
+            node.target = getattr(OPERATORS, f"{name}_").default
+            node.meta["val"] = None
+            continue
+        _, offset, stride, source = node.args
+        with graph.inserting_before(node):
+            size = list(source.meta["val"].shape)
+            view = graph.call_function(aten.as_strided.default, (flat, size, stride, offset))
+            copy = graph.call_function(aten.copy_.default, (view, source))
+        for new in (view, copy):
+            new.meta.update(node.meta)
+        view.meta["val"] = copy.meta["val"] = node.meta["val"].as_strided(size, stride, offset)
+        graph.erase_node(node)
 
 
 def lower_to_operators(graph: fx.Graph) -> None:
@@ -55,6 +85,7 @@ def lower_to_operators(graph: fx.Graph) -> None:
     _lower_issues(graph, labels, lambda function: getattr(operators, function.__name__).default)
     for node in issues:
         node.meta.pop("eager_input_vals", None)
+    _lower_writes(graph)
     for node in waits:
         issued = node.all_input_nodes[0]
         arguments = (issued, issued.args[0], labels[node])

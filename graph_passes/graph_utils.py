@@ -104,10 +104,10 @@ _VIEWS = """
     view _unsafe_view reshape t transpose permute detach alias expand split split_with_sizes
     slice select unsqueeze squeeze as_strided unbind
 """
-_NO_COMPUTE = frozenset(f"aten::{name}" for name in _VIEWS.split())
+_NO_COMPUTE = frozenset(f"aten::{name}" for name in _VIEWS.split()) | {"fsdp_dynamo_grad::new_flat"}
 
 
 def is_compute(node: fx.Node) -> bool:
-    """A node that computes: neither a collective nor a view."""
+    """A node that computes: neither a collective, nor a view, nor a buffer."""
     name = op_name(node)
     return bool(name) and not name.startswith(_C10D) and name not in _NO_COMPUTE

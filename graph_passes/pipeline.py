@@ -16,6 +16,8 @@ from pathlib import Path
 from torch import fx
 
 from graph_passes.cut_views import cut_views
+from graph_passes.grad_buffer import grad_buffer, grad_buffer_node_by_node
+from graph_passes.group_writes import group_writes
 from graph_passes.planner import Planner
 from graph_passes.simplify import drop_noop_views
 from graph_passes.spec import inventory, verify_graph
@@ -24,7 +26,10 @@ GraphPass = Callable[[fx.Graph], None]
 
 
 def default_passes(
-    planner: GraphPass, node_by_node: bool = False, more: Sequence[GraphPass] = ()
+    planner: GraphPass,
+    node_by_node: bool = False,
+    more: Sequence[GraphPass] = (),
+    with_grad_buffer: bool = True,
 ) -> tuple[GraphPass, ...]:
     """The passes that our backends run.
 
@@ -33,9 +38,13 @@ def default_passes(
         node_by_node: for a graph that is run as it is, where every node costs host time; a
             compiler does away with views by itself.
         more: a user's own, which run before the collectives are placed.
+        with_grad_buffer: whether gradients are written into the flat gradient.
     """
     views: tuple[GraphPass, ...] = (drop_noop_views, cut_views) if node_by_node else ()
-    return (*views, *more, planner)
+    buffers: tuple[GraphPass, ...] = (grad_buffer,)
+    if node_by_node:
+        buffers = (grad_buffer_node_by_node, group_writes)
+    return (*views, *(buffers if with_grad_buffer else ()), *more, planner)
 
 
 @dataclass

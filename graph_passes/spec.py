@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch import fx
 
+from graph_passes.flat_gradient import misplaced_writes
 from graph_passes.graph_utils import collectives, is_collective, is_wait, order_index, wait_of
 from graph_passes.markers import mark_of
 
@@ -32,6 +33,7 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
 
     - every collective has a mark, exactly one wait, and no user but it;
     - every wait follows its collective, every use follows the wait (``lint`` checks that);
+    - every element of a flat gradient that is written in slices is written once, then added to;
     - nothing was lost or added, where ``before`` is given.
 
     Args:
@@ -53,6 +55,8 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
                 _fail(stage, node, "one wait as its only user", str(users))
             if index[wait_of(node)] < index[node]:
                 _fail(stage, node, "its wait after it", "the wait before it")
+    for node, expected, got in misplaced_writes(graph):
+        _fail(stage, node, expected, got)
     if before is not None and inventory(graph) != before:
         lost = before - inventory(graph)
         added = inventory(graph) - before

@@ -1,0 +1,124 @@
+"""Gradient buffer: producers of gradients write into the flat gradient that is reduced.
+
+Before::
+
+    mm_1 -> view --+
+    zeros ---------+-> cat (-> cast) -> reduce_scatter
+    sum_1 -> view -+
+
+After::
+
+    new_flat -> mm_into -> sum_into -> reduce_scatter
+
+The flat gradient is made right before its first write, and zeroed where nothing is written:
+padding, and parameters without a gradient. A gradient that something else reads too, or that is
+made by an operator that cannot write into a slice, is copied there (``write``). Where gradients
+are cast for the reduction, that copy is the cast.
+
+``add(mm, mm)``, a weight used twice, becomes a product and one that accumulates. That rounds
+once less, so it is the one change that is not bitwise.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_passes.flat_gradient import concatenation_of, reductions
+from graph_passes.grad_ops import OPERATORS
+from graph_passes.grad_producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
+from graph_passes.graph_utils import order_index
+
+
+def grad_buffer(graph: fx.Graph) -> None:
+    """For a compiler that fuses a sum with its copy into the slice."""
+    _rewrite_all(graph, PRODUCERS)
+
+
+def grad_buffer_node_by_node(graph: fx.Graph) -> None:
+    """For a graph that is run as it is: sums write by themselves too."""
+    _rewrite_all(graph, PRODUCERS | SUMS)
+
+
+def _rewrite_all(graph: fx.Graph, producers: dict[str, Any]) -> None:
+    for node in list(reductions(graph)):
+        cat = concatenation_of(node)
+        if cat is not None:
+            _rewrite(graph, node, cat, producers)
+
+
+def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[str, Any]) -> None:
+    """Replace one concatenation by a chain of writes."""
+    source: fx.Node = reduction.args[0]  # type: ignore[assignment]
+    value = source.meta["val"]
+    index = order_index(graph)
+    gaps: list[int] = []
+    writes: list[Write] = []
+    for node, slot in _slots(cat, value.dtype):
+        if not slot.numel():
+            continue
+        if not is_zero(node):
+            writes += writes_of(Piece(node, slot), producers)
+            continue
+        begin = int(slot.storage_offset())
+        if gaps and gaps[-1] == begin:
+            gaps[-1] += slot.numel()
+        else:
+            gaps += [begin, begin + slot.numel()]
+    if not writes:
+        return
+    places = {write.node: _place(write.node, cat) for write in writes}
+    writes.sort(key=lambda write: index[places[write.node]])
+    like = next(argument for argument in writes[0].args if isinstance(argument, fx.Node))
+    place = places[writes[0].node]
+    args = (like, int(value.numel()), gaps, value.dtype)
+    flat = _behind(place, OPERATORS.new_flat.default, args)
+    _describe(flat, writes[0].node, value)
+    for write in writes:
+        anchor = flat if places[write.node] is place else places[write.node]
+        place = places[write.node]
+        flat = _behind(anchor, write.target, (flat, *write.args))
+        _describe(flat, write.node, value)
+    reduction.replace_input_with(source, flat)
+    _erase_unused(graph, source)
+
+
+def _slots(cat: fx.Node, dtype: torch.dtype) -> list[tuple[fx.Node, torch.Tensor]]:
+    """Each input of a concatenation with its slice, as a meta tensor of the flat gradient."""
+    pieces: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
+    sizes = [int(piece.meta["val"].numel()) for piece in pieces]
+    ends = list(accumulate(sizes))
+    flat = torch.empty(ends[-1], dtype=dtype, device="meta")
+    slots = [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return list(zip(pieces, slots, strict=True))
+
+
+def _place(producer: fx.Node, cat: fx.Node) -> fx.Node:
+    """What a write stands behind: its producer; an input of the graph is copied last."""
+    return cat.prev if producer.op == "placeholder" else producer
+
+
+def _behind(anchor: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    with anchor.graph.inserting_after(anchor):
+        return anchor.graph.call_function(target, args)
+
+
+def _describe(node: fx.Node, producer: fx.Node, value: torch.Tensor) -> None:
+    """Give a write the marks of the compute whose place it takes."""
+    if producer.op != "placeholder":
+        dropped = ("val", "tensor_meta", "eager_input_vals")
+        node.meta.update({k: v for k, v in producer.meta.items() if k not in dropped})
+    node.meta["val"] = value
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node and what it alone needed."""
+    if node.users or node.op != "call_function":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for source in inputs:
+        _erase_unused(graph, source)

@@ -1,0 +1,284 @@
+"""From a gradient in a graph to the operators that write it into its slice.
+
+A gradient reaches the concatenation through views (``mm -> t -> view -> cat``). ``trace_back``
+undoes them on the slice, so that what made the gradient can write it there::
+
+    slice (512,) at 1696   <- view   <- (16, 32), stride (32, 1), at 1696   <- mm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_passes.flat_gradient import CASTS
+from graph_passes.grad_ops import OPERATORS
+from graph_passes.graph_utils import op_name
+
+_RESHAPES = frozenset(
+    f"aten::{name}" for name in ("view", "_unsafe_view", "reshape", "clone", "unsqueeze", "squeeze")
+)
+_TRANSPOSES = frozenset({"aten::t", "aten::transpose", "aten::permute"})
+_ZEROS = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+_FULL = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2}  # where the value stands
+_ROW_WRITES = frozenset({"aten::index_put", "aten::_unsafe_index_put"})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A gradient and where it belongs.
+
+    Attributes:
+        node: what makes it.
+        slot: a meta tensor: its shape, stride and offset are those of the slice, its dtype is
+            that of the flat gradient.
+    """
+
+    node: fx.Node
+    slot: torch.Tensor
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The gradient's metadata."""
+        value: torch.Tensor = self.node.meta["val"]
+        return value
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether writing it changes its dtype."""
+        return self.value.dtype != self.slot.dtype
+
+    @property
+    def where(self) -> tuple[int, list[int]]:
+        """Offset and stride of the slice."""
+        return int(self.slot.storage_offset()), list(self.slot.stride())
+
+
+@dataclass(frozen=True)
+class Write:
+    """One operator that is to write.
+
+    Attributes:
+        node: the gradient's producer: the write goes to its place.
+        target: the operator.
+        args: its arguments after the flat gradient.
+    """
+
+    node: fx.Node
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+
+
+def is_private(node: fx.Node) -> bool:
+    """Whether exactly one argument of one node is this one."""
+    if len(node.users) != 1 or node.op != "call_function":
+        return False
+    count = 0
+
+    def see(argument: fx.Node) -> None:
+        nonlocal count
+        count += argument is node
+
+    user = next(iter(node.users))
+    fx.map_arg((user.args, user.kwargs), see)
+    return count == 1
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a node is a constant of zeros, possibly seen through views."""
+    name = op_name(node)
+    if name in _RESHAPES or name == "aten::expand":
+        return isinstance(node.args[0], fx.Node) and is_zero(node.args[0])
+    return name in _ZEROS or (name in _FULL and bool(node.args[_FULL[name]] == 0))
+
+
+def trace_back(piece: Piece) -> Piece:
+    """Undo the views, and a cast to the flat gradient's dtype, between a producer and its slice."""
+    while is_private(piece.node):
+        source = _before(piece)
+        if source is None:
+            break
+        piece = source
+    return piece
+
+
+def _before(piece: Piece) -> Piece | None:
+    """One step of ``trace_back``; ``None`` if the node is no view, or none that can be undone."""
+    node, slot = piece.node, piece.slot
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    name = op_name(node)
+    if name in _RESHAPES:
+        try:
+            return Piece(source, slot.view(source.meta["val"].shape))
+        except RuntimeError:
+            return None
+    if name in _TRANSPOSES:
+        return Piece(source, slot.permute(_inverse(node, slot.dim())))
+    if name in CASTS and not piece.is_cast and source.meta["val"].shape == slot.shape:
+        return Piece(source, slot)
+    return None
+
+
+def _inverse(node: fx.Node, num_dims: int) -> list[int]:
+    """The permutation that undoes a transposing node."""
+    dims = list(range(num_dims))
+    if num_dims < 2:
+        return dims
+    if op_name(node) == "aten::permute":
+        order: list[int] = list(node.args[1])  # type: ignore[arg-type]
+        for position, dim in enumerate(order):
+            dims[dim % num_dims] = position
+    else:
+        one, other = node.args[1:3] if op_name(node) == "aten::transpose" else (0, -1)
+        dims[one], dims[other] = dims[other], dims[one]  # type: ignore[index]
+    return dims
+
+
+# -- producers ------------------------------------------------------------------------------------
+
+
+def _product(piece: Piece, accumulate: bool) -> Write | None:
+    a, b = piece.node.args[-2:]
+    target = OPERATORS.mm_into.default
+    return Write(piece.node, target, (*piece.where, a, b, accumulate))
+
+
+def _sum(piece: Piece, accumulate: bool) -> Write | None:
+    node = piece.node
+    if accumulate or node.kwargs or len(node.args) < 2 or not node.args[1]:
+        return None
+    offset, stride = piece.where
+    keepdim = len(node.args) > 2 and bool(node.args[2])
+    args = (offset, list(piece.slot.shape), stride, node.args[0], node.args[1], keepdim)
+    return Write(node, OPERATORS.sum_into.default, args)
+
+
+def _rows(piece: Piece, indices: Any, values: Any, mask: Any, padding_idx: int) -> Write | None:
+    """Rows summed by index; in low precision only the operator itself sums in float."""
+    size = list(piece.slot.shape)
+    shape = [*indices.meta["val"].shape, *size[1:]]
+    if piece.slot.dtype not in (torch.float32, torch.float64) or len(size) != 2:
+        return None
+    if list(values.meta["val"].shape) != shape:
+        return None
+    if mask is not None and list(mask.meta["val"].shape) != [*shape[:-1], 1]:
+        return None
+    offset, stride = piece.where
+    args = (offset, size, stride, indices, values, mask, padding_idx)
+    return Write(piece.node, OPERATORS.embedding_into.default, args)
+
+
+def _embedding(piece: Piece, accumulate: bool) -> Write | None:
+    values, indices, _, padding_idx, scale_by_frequency = piece.node.args
+    if accumulate or scale_by_frequency:
+        return None
+    return _rows(piece, indices, values, None, padding_idx)  # type: ignore[arg-type]
+
+
+def _masked_rows(piece: Piece, accumulate: bool) -> Write | None:
+    base, mask, indices, values = piece.node.args
+    if accumulate or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
+        return None
+    return _rows(piece, indices[0], values, mask, -1)  # type: ignore[index]
+
+
+def _unmasked_rows(piece: Piece, accumulate: bool) -> Write | None:
+    base, indices, values, *adds = piece.node.args
+    if accumulate or adds != [True] or not is_zero(base) or len(indices) != 1:  # type: ignore[arg-type]
+        return None
+    return _rows(piece, indices[0], values, None, -1)  # type: ignore[index]
+
+
+_Producer = Callable[[Piece, bool], Write | None]
+
+PRODUCERS: dict[str, _Producer] = {
+    "aten::mm": _product,
+    "aten::bmm": _product,
+    "aten::addmm": _product,  # only as a term: see below
+    "aten::embedding_dense_backward": _embedding,
+    "aten::_unsafe_masked_index_put_accumulate": _masked_rows,
+    **dict.fromkeys(_ROW_WRITES, _unmasked_rows),
+}
+"""Producers that write by themselves under every compiler."""
+
+SUMS: dict[str, _Producer] = {"aten::sum": _sum}
+"""Reductions: a compiler that fuses them stores the result into the slice on its own."""
+
+
+def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
+    """The writes that take the place of a gradient, in graph order.
+
+    A sum of two gradients, ``add(mm, x)``, becomes a write and one that accumulates.
+
+    Args:
+        piece: the input of a concatenation and its slice.
+        producers: the operators that can write by themselves.
+    """
+    whole = trace_back(piece)
+    terms = sorted(_terms(whole), key=_position(piece.node.graph))
+    first = _direct(terms[0], producers, accumulate=False)
+    if first is None:
+        return [_copy(whole)]
+    writes = [first]
+    for term in terms[1:]:
+        write = _direct(term, producers, accumulate=True)
+        writes.append(write or _add(term))
+    return writes
+
+
+def _position(graph: fx.Graph) -> Callable[[Piece], int]:
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    return lambda piece: index[piece.node]
+
+
+def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> Write | None:
+    producer = producers.get(op_name(piece.node))
+    if producer is None or piece.is_cast or not is_private(piece.node):
+        return None
+    if op_name(piece.node) == "aten::addmm" and not accumulate:
+        return None  # its first operand could not be written before it
+    return producer(piece, accumulate)
+
+
+def _copy(piece: Piece) -> Write:
+    return Write(piece.node, OPERATORS.write.default, (*piece.where, piece.node))
+
+
+def _add(piece: Piece) -> Write:
+    return Write(piece.node, OPERATORS.add_into.default, (*piece.where, piece.node))
+
+
+def _terms(piece: Piece) -> list[Piece]:
+    """What a gradient is the sum of."""
+    node = piece.node
+    name = op_name(node)
+    if piece.is_cast or not is_private(node) or node.kwargs:
+        return [piece]
+    if name == "aten::add":
+        summands = list(node.args)
+    elif name == "aten::addmm":
+        summands = [node.args[0]]
+    else:
+        return [piece]
+    if not all(isinstance(s, fx.Node) and _is_like(s, piece) for s in summands):
+        return [piece]
+    found = [] if name == "aten::add" else [piece]
+    for summand in summands:
+        found += _terms(trace_back(Piece(summand, piece.slot)))  # type: ignore[arg-type]
+    return found
+
+
+def _is_like(node: fx.Node, piece: Piece) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == piece.slot.shape
+        and value.dtype == piece.slot.dtype
+        and is_private(node)
+    )
