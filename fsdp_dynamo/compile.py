@@ -29,18 +29,64 @@ from fsdp_dynamo.planning import (
     is_recording,
     live_bytes_node_by_node,
     live_bytes_of_generated,
+    note_kept,
     planner_for,
 )
 from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
 from graph_passes.markers import COLLECTIVE, UNIT
 from graph_passes.pipeline import Pipeline, default_passes
+from graph_passes.planner import Planner
 from graph_passes.reshard import tag_reshard_after_forward
+from graph_passes.selective_unshard import choose_kept
 
 
-def _partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Min-cut partition with our tags: unsharded parameters are gathered again, not saved."""
-    tag_reshard_after_forward(gm.graph)
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+class _Partitioner(CustomPartitionerFn):
+    """Min-cut partition with our tags: unsharded parameters are gathered again, not saved.
+
+    With a memory budget, or as a plan says, some units stay unsharded.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        kept = self._kept(gm, joint_inputs, **kwargs)
+        note_kept(kept)
+        return _partition(gm, joint_inputs, kept, **kwargs)
+
+    def _kept(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[str, ...]:
+        planner = self._planner
+        if planner.plan is not None:
+            return planner.plan.kept
+        if planner.options.limits.memory_budget_bytes is None or planner.live_bytes_of is None:
+            return ()
+        forward, backward = _partition(_copy_of(gm), joint_inputs, **kwargs)
+        return choose_kept(forward.graph, backward.graph, planner.options, planner.live_bytes_of)
+
+    def uuid(self) -> str:
+        return f"fsdp_dynamo.partition.2.{self._planner.cache_key()}"
+
+
+def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with nodes of its own; metadata is shared."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    output = next(iter(reversed(gm.graph.nodes)))
+    graph.output(result).meta.update(output.meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], kept: Sequence[str] = (), **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    tag_reshard_after_forward(gm.graph, kept)
+    pair: tuple[fx.GraphModule, fx.GraphModule]
+    pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    return pair
 
 
 def _run_as_python(
@@ -57,19 +103,6 @@ def _run_as_python(
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-class _Partitioner(CustomPartitionerFn):
-    """``_partition`` for Inductor's compile cache."""
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        pair: tuple[fx.GraphModule, fx.GraphModule] = _partition(gm, joint_inputs, **kwargs)
-        return pair
-
-    def uuid(self) -> str:
-        return "fsdp_dynamo.partition.1"
 
 
 class _ScheduleAndLower(CustomGraphPass):
@@ -103,10 +136,10 @@ def _digest_of_marks(gm: fx.GraphModule) -> str:
     return digest.hexdigest()
 
 
-def _inductor_config(pipeline: Pipeline, marks: str) -> dict[str, Any]:
+def _inductor_config(planner: Planner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
     """Inductor settings: our partition and passes, and no reordering after them."""
     config = {
-        "custom_partitioner_fn": _Partitioner(),
+        "custom_partitioner_fn": _Partitioner(planner),
         "post_grad_custom_post_pass": _ScheduleAndLower(pipeline, marks),
         "reorder_for_peak_memory": False,
     }
@@ -132,7 +165,7 @@ def fsdp_dynamo_aot_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=_partition,
+        partition_fn=_Partitioner(planner),
     )
     return with_entry(compile_(gm, example_inputs))
 
@@ -150,7 +183,7 @@ def fsdp_dynamo(
     parsed = GraphOptions.parse(options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
-    config = _inductor_config(pipeline, _digest_of_marks(gm))
+    config = _inductor_config(planner, pipeline, _digest_of_marks(gm))
     compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
     return with_entry(compiled)
 

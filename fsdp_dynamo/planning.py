@@ -31,12 +31,20 @@ _measured: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[str, float]]] = W
 
 
 class PlanLog(list[Planned]):
-    """What was decided for every graph that was compiled while the log was open."""
+    """What was decided for every graph that was compiled while the log was open.
+
+    Attributes:
+        kept: units that stay unsharded between forward and backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
 
     def plan(self) -> Plan:
         """All decisions as one plan."""
         inputs = {"options": sorted({repr(planned.options) for planned in self})}
-        return Plan(inputs, (), tuple(planned.plan for planned in self))
+        return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
 
 
 _log: PlanLog | None = None
@@ -56,6 +64,12 @@ def record_plans() -> Iterator[PlanLog]:
 def is_recording() -> bool:
     """Whether decisions are being kept, so that none may come from a cache."""
     return _log is not None
+
+
+def note_kept(units: Sequence[str]) -> None:
+    """Units were decided to stay unsharded."""
+    if _log is not None:
+        _log.kept.extend(unit for unit in units if unit not in _log.kept)
 
 
 def _observe(planned: Planned) -> None:

@@ -20,6 +20,8 @@ their wait, and views of it are recomputed from there.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -31,11 +33,12 @@ from graph_passes.markers import mark_of
 _AC_GRAPH_ID = 1 << 30
 
 
-def tag_reshard_after_forward(graph: fx.Graph) -> list[str]:
+def tag_reshard_after_forward(graph: fx.Graph, kept: Collection[str] = ()) -> list[str]:
     """Tag a joint graph as the marks of its all-gathers say.
 
     Args:
         graph: the joint graph, before the partition.
+        kept: FQNs of units that stay unsharded whatever their marks say.
 
     Returns:
         The FQNs of the units that reshard after their forward, in graph order.
@@ -50,12 +53,14 @@ def tag_reshard_after_forward(graph: fx.Graph) -> list[str]:
             if mark is None or mark.kind != "all_gather":
                 continue
             from_parameters.add(node)
-            _tag(node, mark.reshards)
-            if mark.reshards:
+            reshards = mark.reshards and mark.unit not in kept
+            _tag(node, reshards)
+            if reshards:
                 resharded.append(mark.unit)
         elif is_wait(node) and node.args[0] in from_parameters:
             from_parameters.add(node)
-            _tag(node, mark is None or mark.reshards)
+            gather = node.all_input_nodes[0]
+            _tag(node, gather.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE)
         elif node.all_input_nodes and all(n in from_parameters for n in node.all_input_nodes):
             from_parameters.add(node)
             _tag(node, True)

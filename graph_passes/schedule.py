@@ -60,6 +60,17 @@ def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]
     return spread(problem, single, _best(problem, options, limits)), _launches(single)
 
 
+def quick(problem: Problem, options: Options) -> Schedule:
+    """A schedule without a search: gathers just in time, reductions waited for late.
+
+    Raises:
+        BudgetError: as ``decide``.
+    """
+    limits = options.limits.resolved(problem)
+    gaps = place_just_in_time(problem, limits) if options.prefetch else {}
+    return _with_waits(problem, gaps, options, limits)
+
+
 def _launches(bucketed: Bucketed) -> dict[int, int]:
     return {i: launch for launch, members in enumerate(bucketed.members) for i in members}
 
@@ -162,4 +173,4 @@ class _Emitter:
             self._output.prepend(node)
 
 
-__all__ = ["Options", "apply", "decide"]
+__all__ = ["Options", "apply", "decide", "quick"]

@@ -38,6 +38,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "refine": 6,
         "schedule": 7,
         "planner": 8,
+        "selective_unshard": 8,
         "pipeline": 9,
         "__init__": 10,
     },
