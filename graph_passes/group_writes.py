@@ -19,13 +19,13 @@ from torch import fx
 
 from graph_passes.flat_gradient import chain_of, reductions, write_name
 from graph_passes.grad_ops import OPERATORS
-from graph_passes.graph_utils import num_bytes
+from graph_passes.graph_utils import num_bytes, order_index
 
 SMALL_BYTES = 1 << 16
 
 
 def group_writes(graph: fx.Graph) -> None:
-    """Merge each flat gradient's small copies into one, right before its reduction."""
+    """Merge each flat gradient's small copies into one, behind the last of what they copy."""
     for reduction in list(reductions(graph)):
         small = [node for node in reversed(chain_of(reduction)) if _is_small(node)]
         if len(small) > 1:
@@ -47,11 +47,13 @@ def _merge(graph: fx.Graph, reduction: fx.Node, writes: list[fx.Node]) -> None:
     for node in writes:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
-    flat = reduction.args[0]
-    with graph.inserting_before(reduction):
+    flat: fx.Node = reduction.args[0]  # type: ignore[assignment]
+    index = order_index(graph)
+    last = max((flat, *sources), key=lambda node: index[node])
+    with graph.inserting_after(last):
         merged = graph.call_function(OPERATORS.write_many.default, (flat, offsets, sources))
     merged.meta.update(meta)
-    reduction.replace_input_with(flat, merged)  # type: ignore[arg-type]
+    reduction.replace_input_with(flat, merged)
     _make_late(chain_of(reduction)[-1])
 
 

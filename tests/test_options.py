@@ -1,0 +1,238 @@
+"""Options of the graph path: each decision on and off, budgets, plans, a user's own pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import fx
+
+from fsdp_dynamo import DivergenceError, FSDPTypeError, FSDPValueError, record_events, record_plans
+from fsdp_dynamo.graph_options import GraphOptions
+from graph_passes.graph_utils import op_name
+from graph_passes.limits import BudgetError
+from graph_passes.plan import Plan, PlanError
+
+EAGER = "fsdp_dynamo_aot_eager"
+GIVEN = {
+    "link": {"latency_ms": 0.3, "bytes_per_ms": 2e4},
+    "device": {"flops_per_ms": 4e7, "bytes_per_ms": 1e7},
+}
+"""Numbers that make communication matter; nothing is measured."""
+
+
+def _compiled(options: dict[str, Any], num_blocks: int = 3, backend: str = EAGER) -> Any:
+    torch._dynamo.reset()
+    wrapped = wrap(make_transformer(num_blocks=num_blocks, dim=32))
+    return wrapped, torch.compile(
+        wrapped, fullgraph=True, backend=backend, options={**GIVEN, **options}
+    )
+
+
+def _grads(rank: int, options: dict[str, Any]) -> list[Any]:
+    wrapped, model = _compiled(options)
+    losses = []
+    for step in range(2):
+        loss = loss_of(model, batch(rank, step))
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(p.grad for p in wrapped.parameters() if p.grad is not None)]
+
+
+def _each_off(rank: int, world_size: int) -> list[str]:
+    """Decisions whose absence changes a bit of the losses or gradients."""
+    expected = _grads(rank, {})
+    changed = []
+    for name in ("prefetch", "sink_waits", "bucket", "grad_buffer"):
+        got = _grads(rank, {name: False})
+        assert len(got) == len(expected)
+        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+            changed.append(name)
+    return changed
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_results_are_bitwise_the_same_without_each_decision(
+    ranks: RankPool, world_size: int
+) -> None:
+    assert ranks.run(_each_off, world_size) == [[]] * world_size
+
+
+def _backward_gathers(model: Any, rank: int) -> tuple[list[str], torch.Tensor]:
+    with record_events() as log:
+        loss = loss_of(model, batch(rank, 0))
+        loss.backward()
+    events = [e for e in log if e.kind == "all_gather" and e.phase == "backward"]
+    return [e.unit for e in events], loss.detach()
+
+
+def _with_budget(rank: int, world_size: int, budget: int | None) -> Any:
+    _, model = _compiled({} if budget is None else {"memory_budget_bytes": budget})
+    with record_plans() as log:
+        gathers, loss = _backward_gathers(model, rank)
+    return log.plan().kept, gathers, loss
+
+
+def test_a_budget_keeps_units_unsharded(ranks: RankPool) -> None:
+    """Without one all blocks reshard; a large one keeps all; in between, some."""
+    _, gathers, expected = ranks.run(_with_budget, 2, None)[0]
+    assert gathers == ["blocks.2", "blocks.1", "blocks.0"]
+    sizes = []
+    for budget in (170_000, 230_000, 10_000_000):
+        results = ranks.run(_with_budget, 2, budget)
+        kept, gathers, loss = results[0]
+        assert results[1][0] == kept
+        assert not set(kept) & set(gathers)
+        assert len(kept) + len(gathers) == 3
+        assert torch.equal(loss, expected)
+        sizes.append(len(kept))
+    assert sizes[0] < sizes[2] == 3
+    assert sizes == sorted(sizes)
+
+
+def _raised(action: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return type(inner).__name__, str(inner)
+    return "", ""
+
+
+def _too_small(rank: int, world_size: int) -> tuple[str, str]:
+    _, model = _compiled({"memory_budget_bytes": 1000})
+    return _raised(lambda: loss_of(model, batch(rank, 0)))
+
+
+def test_a_budget_too_small_is_refused_before_anything_runs(ranks: RankPool) -> None:
+    for name, message in ranks.run(_too_small, 2):
+        assert name == BudgetError.__name__
+        assert "expected at least" in message
+
+
+def _round_trip(rank: int, world_size: int, path: str) -> Any:
+    """A plan, the same plan given back, an edited one, and one for another model."""
+    _, model = _compiled({})
+    with record_plans() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    plan = log.plan()
+    if rank == 0:
+        plan.save(path)
+    torch.distributed.barrier()
+    applied = []
+    for given in (path, _with_all_gathers_first(plan)):
+        _, model = _compiled({"plan": given})
+        with record_plans() as log:
+            loss = loss_of(model, batch(rank, 0))
+            loss.backward()
+        applied.append(log.plan().graphs)
+    _, model = _compiled({"plan": path}, num_blocks=2)
+    return plan, applied, _raised(lambda: loss_of(model, batch(rank, 0)))
+
+
+def _with_all_gathers_first(plan: Plan) -> Plan:
+    def edited(transfers: Any) -> Any:
+        return tuple(replace(t, issue=0) if t.kind == "all_gather" else t for t in transfers)
+
+    graphs = tuple(replace(g, transfers=edited(g.transfers)) for g in plan.graphs)
+    return replace(plan, graphs=graphs)
+
+
+def test_plans_are_given_back(ranks: RankPool, tmp_path: Any) -> None:
+    results = ranks.run(_round_trip, 2, str(tmp_path / "plan.json"))
+    (plan, applied, refused), (other, _, _) = results
+    assert plan == other
+    assert applied[0] == plan.graphs
+    assert applied[1] == _with_all_gathers_first(plan).graphs != plan.graphs
+    assert refused[0] == PlanError.__name__
+    assert "expected a plan for this forward graph" in refused[1]
+
+
+def _differently(rank: int, world_size: int) -> tuple[str, str]:
+    _, model = _compiled({"max_in_flight": 1 + rank})
+    return _raised(lambda: loss_of(model, batch(rank, 0)))
+
+
+def test_ranks_with_other_options(ranks: RankPool) -> None:
+    for name, message in ranks.run(_differently, 2):
+        assert name == DivergenceError.__name__
+        assert "options of torch.compile" in message
+
+
+def count_products(graph: fx.Graph) -> None:
+    """A user's own pass."""
+    COUNTED.append(sum("mm" in op_name(node) for node in graph.nodes))
+
+
+COUNTED: list[int] = []
+
+
+def _own_pass(rank: int, world_size: int) -> list[int]:
+    COUNTED.clear()
+    _, model = _compiled({"passes": [count_products]})
+    loss_of(model, batch(rank, 0)).backward()
+    return COUNTED
+
+
+def test_a_pass_of_the_user(ranks: RankPool) -> None:
+    for counted in ranks.run(_own_pass, 2):
+        forward, backward = counted
+        assert 0 < forward < backward
+
+
+def _measured(rank: int, world_size: int, place: str) -> Any:
+    """Options without given numbers: the first rank's measurements, on all ranks."""
+    import os
+
+    os.environ["FSDP_DYNAMO_PLACE"] = place
+    plans = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        wrapped = wrap(make_transformer(num_blocks=1))
+        model = torch.compile(wrapped, fullgraph=True, backend=EAGER)
+        before = torch.get_rng_state()
+        with record_plans() as log:
+            loss_of(model, batch(rank, 0)).backward()
+        assert torch.equal(before, torch.get_rng_state())
+        plans.append(log.plan())
+    return plans
+
+
+def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp_path: Any) -> None:
+    first, second = ranks.run(_measured, 2, str(tmp_path))
+    assert first == second
+    assert first[0].inputs == first[1].inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"prefetsch": True}, FSDPTypeError, "'prefetsch'"),
+        ({"prefetch": 1}, FSDPTypeError, "expected True or False"),
+        ({"plan": 3}, FSDPTypeError, "a Plan or a path"),
+        ({"plan": "/nowhere/plan.json"}, FSDPValueError, "a plan that can be read"),
+        ({"memory_budget_bytes": -1}, FSDPValueError, "memory_budget_bytes"),
+        ({"max_in_flight": 0}, FSDPValueError, "max_in_flight"),
+        ({"link": "fast"}, FSDPTypeError, "'measured' or a dict"),
+        ({"link": {"bytes_per_ms": 0}}, FSDPValueError, "bytes_per_ms"),
+        ({"device": {"flops": 1}}, FSDPValueError, "fields of Device"),
+        ({"passes": [3]}, FSDPTypeError, "a list of callables"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        GraphOptions.parse(options)
+
+
+def test_text_tells_options_apart() -> None:
+    texts = {
+        GraphOptions.parse(options).text()
+        for options in ({}, {"bucket": False}, {"passes": [count_products]}, GIVEN)
+    }
+    assert len(texts) == 4
+    assert GraphOptions.parse(GIVEN).text() == GraphOptions.parse(dict(GIVEN)).text()
