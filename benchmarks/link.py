@@ -143,6 +143,7 @@ def rank_environment(rank: int, hosts: tuple[Host, Host], shape: Shape) -> dict[
         MASTER_ADDR=hosts[0].address,
         MASTER_PORT=str(PORT),
         **{wire.INTERFACE_VARIABLE: hosts[rank].interface},
+        FSDP_DYNAMO_PLACE=f"link of {shape}",  # what was measured elsewhere is not this link
         **{wire.RATE_VARIABLE: repr(shape.bytes_per_s)},
     )
 

@@ -50,6 +50,8 @@ KEYS = "plain,fsdp2,simple_fsdp_aot_eager,ours,ours_graph_aot_eager"
 CLUSTERS: dict[str, Callable[[int], ClusterModel]] = {
     "gpu": gpu_cluster,
     "ethernet": lambda world_size: ethernet_cluster(world_size, gbit_per_s=10.0),
+    "ethernet_25g": lambda world_size: ethernet_cluster(world_size, gbit_per_s=25.0),
+    "ethernet_400g": lambda world_size: ethernet_cluster(world_size, gbit_per_s=400.0),
     "slow_ethernet": lambda world_size: ethernet_cluster(world_size, gbit_per_s=1.0),
 }
 TIMEOUT_S = 1200

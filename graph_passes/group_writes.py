@@ -42,14 +42,14 @@ def _is_small(node: fx.Node) -> bool:
 
 def _merge(graph: fx.Graph, reduction: fx.Node, writes: list[fx.Node]) -> None:
     offsets = [node.args[1] for node in writes]
-    sources = [node.args[3] for node in writes]
+    sources: list[fx.Node] = [node.args[3] for node in writes]  # type: ignore[misc]
     meta = dict(writes[-1].meta)
     for node in writes:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
     flat: fx.Node = reduction.args[0]  # type: ignore[assignment]
     index = order_index(graph)
-    last = max((flat, *sources), key=lambda node: index[node])
+    last = max([flat, *sources], key=index.__getitem__)
     with graph.inserting_after(last):
         merged = graph.call_function(OPERATORS.write_many.default, (flat, offsets, sources))
     merged.meta.update(meta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -134,11 +134,17 @@ def titled(name: str, what: str, backend: str | None) -> str:
     return name if backend is None else f"{name}, {what} ({backend})"
 
 
-def compiled(model: nn.Module, backend: str | None, fullgraph: bool = False) -> nn.Module:
+def compiled(
+    model: nn.Module,
+    backend: str | None,
+    fullgraph: bool = False,
+    options: dict[str, Any] | None = None,
+) -> nn.Module:
     """The model compiled as a whole, or itself where there is no backend."""
     if backend is None:
         return model
-    return cast(nn.Module, torch.compile(model, backend=backend, fullgraph=fullgraph))
+    made = torch.compile(model, backend=backend, fullgraph=fullgraph, options=options or None)
+    return cast(nn.Module, made)
 
 
 def compile_each(blocks: list[nn.Module], backend: str) -> None:

@@ -2,38 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 
+from benchmarks.cluster_group import SimulatedGroup
 from benchmarks.peers.base import Peer, Setting, compiled, wrapped
-from fsdp_dynamo import FSDP, MixedPrecision
+from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+Options = Mapping[str, Any] | None
 
 GRAPH_BACKENDS = {"fsdp_dynamo": "inductor", "fsdp_dynamo_aot_eager": "aot_eager"}
 """Our backends, and what compiles the pieces of their graphs."""
 
 
-def wrap(model: nn.Module, setting: Setting) -> FSDP:
+UNSCHEDULED = {"prefetch": False, "sink_waits": False, "bucket": False}
+
+
+def wrap(model: nn.Module, setting: Setting, reshard: bool = True) -> FSDP:
     """The wrapper, one unit a block and a root."""
     policy = ModuleWrapPolicy(set(setting.workload.block_classes)) if setting.wrap else None
     precision = (
         None if setting.param_dtype is None else MixedPrecision(param_dtype=setting.param_dtype)
     )
     device = None if setting.device.type == "cpu" else setting.device
-    return FSDP(model, auto_wrap_policy=policy, mixed_precision=precision, device_id=device)
+    strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+    return FSDP(
+        model,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        device_id=device,
+        sharding_strategy=strategy,
+    )
 
 
-def ours(backend: str | None) -> Peer:
-    """The way that a backend stands for: eager, graph path (our backends), hooks path (others)."""
+def _link() -> dict[str, Any]:
+    """A simulated cluster's link as its model says; a real one is measured."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, SimulatedGroup):
+        return {}
+    sample_bytes = 1 << 30
+    latency_ms = group.model.seconds("all_gather", 0) * 1e3
+    moving_ms = group.model.seconds("all_gather", sample_bytes) * 1e3 - latency_ms
+    sent = sample_bytes * (group.size() - 1) // group.size()
+    return {"link": {"latency_ms": latency_ms, "bytes_per_ms": sent / max(moving_ms, 1e-9)}}
+
+
+def ours(
+    backend: str | None, variant: str = "", reshard: bool = True, options: Options = None
+) -> Peer:
+    """The way that a backend stands for: eager, graph path (our backends), hooks path (others).
+
+    Args:
+        backend: Dynamo's; ``None`` for eager.
+        variant: in key and title.
+        reshard: after the forward.
+        options: of the graph path.
+    """
+    is_graph = backend in GRAPH_BACKENDS
     if backend is None:
         key, title = "ours", "fsdp_dynamo, eager"
-    elif backend in GRAPH_BACKENDS:
+    elif is_graph:
         inner = GRAPH_BACKENDS[backend]
         key, title = f"ours_graph_{inner}", f"fsdp_dynamo, graph path ({inner})"
     else:
         key, title = f"ours_hooks_{backend}", f"fsdp_dynamo, hooks path ({backend})"
+    if variant:
+        key, title = f"{key}_{variant}", f"{title}, {variant}"
 
     def shard(model: nn.Module, setting: Setting) -> nn.Module:
-        return compiled(wrap(model, setting), backend, fullgraph=backend in GRAPH_BACKENDS)
+        chosen = {**_link(), **(options or {})} if is_graph else None
+        return compiled(wrap(model, setting, reshard), backend, is_graph, chosen)
 
     return Peer(key, title, wrapped(shard), ours=True)
 
@@ -44,4 +86,8 @@ PEERS = (
     ours("inductor"),
     ours("fsdp_dynamo_aot_eager"),
     ours("fsdp_dynamo"),
+    ours("fsdp_dynamo_aot_eager", "unscheduled", options=UNSCHEDULED),
+    ours("fsdp_dynamo", "unscheduled", options=UNSCHEDULED),
+    ours("fsdp_dynamo_aot_eager", "kept", reshard=False),
+    ours("fsdp_dynamo", "kept", reshard=False),
 )
