@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,10 @@ from benchmarks.peers import Setting, named
 from benchmarks.report import record, table, write
 
 WORLD = 8
-KEYS = "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor"
+KEYS = (
+    "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor,"
+    "ours_graph_inductor_regions"
+)
 TIMEOUT_S = 900
 MARK = "compile_time: "
 
@@ -50,14 +54,28 @@ def measure_here(key: str, depth: int) -> dict[str, Any]:
     (peer,) = named([key])
     trainee = peer.train(Setting(task, device))
     seconds = []
+    cpu_seconds = []
     for step in range(2):
+        cpu_began = _cpu_seconds()
         began = time.perf_counter()
         trainee.backward(trainee.forward(task.batch_of(0, step, device)))
         trainee.update()
         seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(_cpu_seconds() - cpu_began)
     dist.destroy_process_group()
     graphs = counters["stats"]["unique_graphs"]
-    return {"first_step_s": seconds[0], "second_step_s": seconds[1], "graphs": graphs}
+    return {
+        "first_step_s": seconds[0],
+        "second_step_s": seconds[1],
+        "first_step_cpu_s": cpu_seconds[0],
+        "graphs": graphs,
+    }
+
+
+def _cpu_seconds() -> float:
+    """User and system seconds of this process and of the compilers that it started."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, who))
 
 
 def measure(key: str, depth: int) -> dict[str, Any]:

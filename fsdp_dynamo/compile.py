@@ -8,6 +8,7 @@ goes through ``graph_entry``, which leads the shards' gradients to the original 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
 from fsdp_dynamo import lowering as lowering_module
-from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way
+from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way, one_schema_a_region
 from fsdp_dynamo.graph_entry import with_entry
 from fsdp_dynamo.graph_options import GraphOptions
-from fsdp_dynamo.lowering import lower_to_functions, lower_to_operators
+from fsdp_dynamo.lowering import (
+    lower_regions_to_modules,
+    lower_to_functions,
+    lower_to_operators,
+    region_bodies,
+)
 from fsdp_dynamo.planning import (
     is_recording,
     live_bytes_node_by_node,
@@ -34,10 +40,14 @@ from fsdp_dynamo.planning import (
 )
 from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
 from graph_passes.markers import COLLECTIVE, UNIT
-from graph_passes.pipeline import Pipeline, default_passes
+from graph_passes.pipeline import VIEW_PASSES, Pipeline, default_passes
 from graph_passes.planner import Planner
+from graph_passes.region_boundary import tidy_region_boundaries
+from graph_passes.regions import outline_regions
 from graph_passes.reshard import tag_reshard_after_forward
 from graph_passes.selective_unshard import choose_kept
+
+_log = logging.getLogger(__name__)
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -83,6 +93,7 @@ def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 def _partition(
     gm: fx.GraphModule, joint_inputs: Sequence[object], kept: Sequence[str] = (), **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    tidy_region_boundaries(gm)
     tag_reshard_after_forward(gm.graph, kept)
     pair: tuple[fx.GraphModule, fx.GraphModule]
     pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -92,8 +103,12 @@ def _partition(
 def _run_as_python(
     pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
+    for body in region_bodies(gm):
+        Pipeline(VIEW_PASSES).run(body.graph)
+        body.recompile()
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
+    lower_regions_to_modules(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
     gm.recompile()
     forward = gm.forward
@@ -149,6 +164,17 @@ def _inductor_config(planner: Planner, pipeline: Pipeline, marks: str) -> dict[s
 Options = Mapping[str, Any] | None
 
 
+def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
+    """Read the options; make equal unit bodies regions, if the user asked for it."""
+    announce_this_compilation()
+    parsed = GraphOptions.parse(options)
+    if parsed.regions:
+        report = outline_regions(gm)
+        gm.meta["fsdp_regions"] = report
+        _log.info("%s", report.text())
+    return parsed
+
+
 def fsdp_dynamo_aot_eager(
     gm: fx.GraphModule, example_inputs: list[Any], options: Options = None, **_: Any
 ) -> Any:
@@ -156,8 +182,7 @@ def fsdp_dynamo_aot_eager(
 
     ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``.
     """
-    announce_this_compilation()
-    parsed = GraphOptions.parse(options)
+    parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.grad_buffer)
     compiler = partial(_run_as_python, Pipeline(passes))
@@ -167,7 +192,8 @@ def fsdp_dynamo_aot_eager(
         inference_compiler=compiler,
         partition_fn=_Partitioner(planner),
     )
-    return with_entry(compile_(gm, example_inputs))
+    with one_schema_a_region():
+        return with_entry(compile_(gm, example_inputs))
 
 
 def fsdp_dynamo(
@@ -179,12 +205,12 @@ def fsdp_dynamo(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    announce_this_compilation()
-    parsed = GraphOptions.parse(options)
+    parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
     config = _inductor_config(planner, pipeline, _digest_of_marks(gm))
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
+    with one_schema_a_region():
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
     return with_entry(compiled)
 
 

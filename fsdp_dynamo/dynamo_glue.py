@@ -3,13 +3,16 @@
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
-code is shared), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's state dict has
-plain names, so it must also load them; there is no hook on a class).
+code is shared), ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its
+calls, in search of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a
+compiled wrapper's state dict has plain names, so it must also load them; there is no hook on a
+class).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -169,6 +172,26 @@ def cannot_capture(what: str, fix: str) -> NoReturn:
         explanation=f"{what} cannot be a node of the graph around it.",
         hints=[fix],
     )
+
+
+@contextmanager
+def one_schema_a_region() -> Iterator[None]:
+    """While open, a region's schema is found once a body and kind of operands, not once a call."""
+    operator: Any = torch.ops.higher_order.invoke_subgraph
+    find = operator.gen_schema
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def find_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        key = (id(subgraph), identifier, *map(type, operands))
+        if key not in known:  # the subgraph is kept too, so that its id stays its own
+            known[key] = (find(subgraph, identifier, *operands), subgraph)
+        return known[key][0]
+
+    operator.gen_schema = find_once
+    try:
+        yield
+    finally:
+        del operator.gen_schema
 
 
 def _load_plain_names(

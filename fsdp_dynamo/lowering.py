@@ -12,7 +12,7 @@ from fsdp_dynamo import graph_ops
 from graph_passes.fingerprint import fingerprint
 from graph_passes.flat_gradient import write_name
 from graph_passes.grad_ops import FUNCTIONS, OPERATORS
-from graph_passes.graph_utils import is_collective, is_wait, op_name
+from graph_passes.graph_utils import is_collective, is_region, is_wait, op_name
 from graph_passes.labels import label_boundaries
 
 _ISSUES: dict[str, Callable[..., Any]] = {
@@ -96,3 +96,25 @@ def lower_to_operators(graph: fx.Graph) -> None:
         mutate.meta.pop("eager_input_vals", None)  # of the operator that was replaced
         node.replace_all_uses_with(issued)
         graph.erase_node(node)
+
+
+def region_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs of all regions that a graph calls, each once."""
+    names = {node.args[0].target: None for node in gm.graph.nodes if is_region(node)}
+    bodies = [gm.get_submodule(name) for name in names]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
+
+
+def lower_regions_to_modules(graph: fx.Graph) -> None:
+    """For backends that run the graph as Python: a region is called as the module it is."""
+    for node in list(graph.nodes):
+        if not is_region(node):
+            continue
+        body, _, *operands = node.args
+        with graph.inserting_before(node):
+            call = graph.call_module(body.target, tuple(operands))
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)

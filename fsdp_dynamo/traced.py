@@ -17,7 +17,7 @@ from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.hooks import prepare_inputs
 from fsdp_dynamo.registry import lookup
 from fsdp_dynamo.unit import Unit
-from graph_passes.markers import COLLECTIVE, UNIT, CollectiveKind, Mark
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 
 
 class TracedFlat(NamedTuple):
@@ -205,16 +205,21 @@ def traced_forward(
         target = torch.device(device) if device else None
         args, kwargs = prepare_inputs(target, dtype, args, kwargs)
     kept = []
-    with traceback.annotate({UNIT: fqn}):
+    unsharded = []
+    with traceback.annotate({UNIT: fqn, BODY: "0"}):
         for shard, fields in zip(shards, flats):  # noqa: B905  # traced by Dynamo
             spec = TracedFlat(*fields)
             if spec.requires_grad:
-                unsharded = TracedUnshard.apply(shard, spec)  # type: ignore[no-untyped-call]
+                unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
             else:
-                unsharded = _unshard(shard, spec)
-            pieces = torch.split(unsharded, spec.split_sizes)  # type: ignore[arg-type]
-            for index, shape, places in spec.views:
-                view = pieces[index].view(shape)
+                unsharded.append(_unshard(shard, spec))
+    with traceback.annotate({UNIT: fqn, BODY: "1"}):
+        for flat, fields in zip(unsharded, flats):  # noqa: B905  # traced by Dynamo
+            spec = TracedFlat(*fields)
+            with traceback.annotate({VIEWS: fqn}):
+                pieces = torch.split(flat, spec.split_sizes)  # type: ignore[arg-type]
+                views = [pieces[index].view(shape) for index, shape, _ in spec.views]
+            for view, (_, _, places) in zip(views, spec.views):  # noqa: B905
                 for path, parameter in places:
                     holder = module
                     for part in path:

@@ -8,6 +8,8 @@ After::
 
     wait -> as_strided -> mm
 
+In a region the unsharded flat parameter is an input instead of a wait.
+
 For graphs that are run node by node, where every node costs host time. The storage, and so what
 is kept alive and when it is freed, is the same.
 """
@@ -19,21 +21,29 @@ import operator
 from torch import fx, ops
 
 from graph_passes.graph_utils import is_wait, op_name
+from graph_passes.markers import cuts_views
 from graph_passes.simplify import erase_unused
 
 
 def cut_views(graph: fx.Graph) -> None:
     """Replace split, getitem, view and transpose of a gathered tensor by one strided view."""
     for split in list(graph.nodes):
-        if op_name(split) != "aten::split_with_sizes" or not is_wait(split.args[0]):
+        if op_name(split) != "aten::split_with_sizes" or not _is_unsharded(split):
             continue
         sizes: list[int] = split.args[1]
+        start = split.args[0].meta["val"].storage_offset()
         for piece in list(split.users):
             if piece.target is not operator.getitem:
                 continue
             index = piece.args[1]
-            _replace(graph, split.args[0], piece, sum(sizes[:index]), [sizes[index]])
+            _replace(graph, split.args[0], piece, start + sum(sizes[:index]), [sizes[index]])
     erase_unused(graph)
+
+
+def _is_unsharded(split: fx.Node) -> bool:
+    """Whether what is split is an unsharded flat parameter."""
+    (source,) = split.all_input_nodes
+    return is_wait(source) or (source.op == "placeholder" and cuts_views(split))
 
 
 def _replace(

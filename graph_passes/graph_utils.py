@@ -35,6 +35,25 @@ def is_collective(node: fx.Node) -> bool:
     return name.startswith(_C10D) and name != _WAIT
 
 
+def is_region(node: fx.Node) -> bool:
+    """A call of a region: a graph of its own that is compiled once for all its calls."""
+    return node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def body_of(node: fx.Node) -> fx.GraphModule | None:
+    """The graph of the region that a node calls; ``None`` for other nodes."""
+    module = node.graph.owning_module
+    if not is_region(node) or module is None:
+        return None
+    body = module.get_submodule(node.all_input_nodes[0].target)  # type: ignore[arg-type]
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def is_backward_region(node: fx.Node) -> bool:
+    """A call of a region's backward."""
+    return is_region(node) and str(node.args[1]).removeprefix("partitioned_").startswith("bw_")
+
+
 def wait_of(node: fx.Node) -> fx.Node:
     """The one wait of a collective; raises ``ValueError`` if it has none or several."""
     waits = [user for user in node.users if is_wait(user)]
@@ -107,7 +126,15 @@ _VIEWS = """
 _NO_COMPUTE = frozenset(f"aten::{name}" for name in _VIEWS.split()) | {"fsdp_dynamo_grad::new_flat"}
 
 
+def is_view(node: fx.Node) -> bool:
+    """A node whose result shares its input's memory and holds the same values."""
+    name = op_name(node)
+    return name.startswith("aten::") and name in _NO_COMPUTE
+
+
 def is_compute(node: fx.Node) -> bool:
     """A node that computes: neither a collective, nor a view, nor a buffer."""
+    if is_region(node):
+        return True
     name = op_name(node)
     return bool(name) and not name.startswith(_C10D) and name not in _NO_COMPUTE

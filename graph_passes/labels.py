@@ -8,7 +8,14 @@ from typing import Literal
 
 from torch import fx
 
-from graph_passes.graph_utils import is_backward, is_collective, is_compute, is_wait, op_name
+from graph_passes.graph_utils import (
+    is_backward,
+    is_collective,
+    is_compute,
+    is_region,
+    is_wait,
+    op_name,
+)
 from graph_passes.markers import CollectiveKind, mark_of, unit_of
 
 Phase = Literal["forward", "backward"]
@@ -87,10 +94,14 @@ _HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")
 
 def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
     """Units in the order in which they compute; where there is heavy compute, of that alone."""
-    heavy = [node for node in nodes if any(part in op_name(node) for part in _HEAVY)]
+    heavy = [node for node in nodes if _is_heavy(node)]
     units: list[str] = []
     for node in heavy or nodes:
         unit = unit_of(node)
         if unit is not None and (not units or units[-1] != unit):
             units.append(unit)
     return tuple(units)
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return is_region(node) or any(part in op_name(node) for part in _HEAVY)

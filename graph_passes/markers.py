@@ -16,6 +16,10 @@ from torch.fx import traceback
 
 COLLECTIVE = "fsdp_collective"
 UNIT = "fsdp_unit"
+BODY = "fsdp_body"
+"""``"1"`` on what a unit's module computes with its parameter views, those included."""
+VIEWS = "fsdp_views"
+"""On the cutting of an unsharded flat parameter into its parameter views."""
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -66,6 +70,16 @@ def unit_of(node: torch.fx.Node) -> str | None:
     custom = node.meta.get("custom") or {}
     unit = custom.get(UNIT)
     return None if unit is None else str(unit)
+
+
+def is_body(node: torch.fx.Node) -> bool:
+    """Whether the node is part of a unit's body: what its module computes, and its views."""
+    return (node.meta.get("custom") or {}).get(BODY) == "1"
+
+
+def cuts_views(node: torch.fx.Node) -> bool:
+    """Whether the node cuts an unsharded flat parameter into its parameter views."""
+    return VIEWS in (node.meta.get("custom") or {})
 
 
 @contextmanager

@@ -25,6 +25,10 @@ from graph_passes.spec import inventory, verify_graph
 GraphPass = Callable[[fx.Graph], None]
 
 
+VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
+"""For the body of a region that is run node by node; it holds no collectives."""
+
+
 def default_passes(
     planner: GraphPass,
     node_by_node: bool = False,
@@ -40,7 +44,7 @@ def default_passes(
         more: a user's own, which run before the collectives are placed.
         with_grad_buffer: whether gradients are written into the flat gradient.
     """
-    views: tuple[GraphPass, ...] = (drop_noop_views, cut_views) if node_by_node else ()
+    views: tuple[GraphPass, ...] = VIEW_PASSES if node_by_node else ()
     buffers: tuple[GraphPass, ...] = (grad_buffer,)
     if node_by_node:
         buffers = (grad_buffer_node_by_node, group_writes)

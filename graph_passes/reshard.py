@@ -16,6 +16,9 @@ to the parameter views, and everything else that is computed from unsharded para
 
 Only the shard, an input, is saved. Units that stay unsharded (the root) are tagged MUST_SAVE at
 their wait, and views of it are recomputed from there.
+
+In the joint graph of a region the unsharded flat parameter is an input. It is what the region
+saves; whether that keeps it alive is decided in the graph around the region.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_passes.graph_utils import is_collective, is_wait
-from graph_passes.markers import mark_of
+from graph_passes.markers import cuts_views, mark_of
 
 # The partitioner saves what a checkpointed region of a higher number reads from one of a lower;
 # above all of the user's regions, our chains are recomputed whatever reads them.
@@ -61,11 +64,17 @@ def tag_reshard_after_forward(graph: fx.Graph, kept: Collection[str] = ()) -> li
             from_parameters.add(node)
             gather = node.all_input_nodes[0]
             _tag(node, gather.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE)
-        elif node.all_input_nodes and all(n in from_parameters for n in node.all_input_nodes):
+        elif _cuts_an_input(node) or (
+            node.all_input_nodes and all(n in from_parameters for n in node.all_input_nodes)
+        ):
             from_parameters.add(node)
             _tag(node, True)
     _tag_shard_casts(graph)
     return resharded
+
+
+def _cuts_an_input(node: fx.Node) -> bool:
+    return cuts_views(node) and all(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _tag(node: fx.Node, recompute: bool) -> None:

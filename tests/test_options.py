@@ -214,6 +214,7 @@ def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp
     [
         ({"prefetsch": True}, FSDPTypeError, "'prefetsch'"),
         ({"prefetch": 1}, FSDPTypeError, "expected True or False"),
+        ({"regions": "yes"}, FSDPTypeError, "expected True or False"),
         ({"plan": 3}, FSDPTypeError, "a Plan or a path"),
         ({"plan": "/nowhere/plan.json"}, FSDPValueError, "a plan that can be read"),
         ({"memory_budget_bytes": -1}, FSDPValueError, "memory_budget_bytes"),

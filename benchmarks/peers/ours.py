@@ -88,6 +88,8 @@ PEERS = (
     ours("fsdp_dynamo"),
     ours("fsdp_dynamo_aot_eager", "unscheduled", options=UNSCHEDULED),
     ours("fsdp_dynamo", "unscheduled", options=UNSCHEDULED),
+    ours("fsdp_dynamo_aot_eager", "regions", options={"regions": True}),
+    ours("fsdp_dynamo", "regions", options={"regions": True}),
     ours("fsdp_dynamo_aot_eager", "kept", reshard=False),
     ours("fsdp_dynamo", "kept", reshard=False),
 )

@@ -1,0 +1,77 @@
+"""What a unit's body must fulfil to become a region, and what makes two values equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+
+def value_key(value: Any) -> Any:
+    """Hashable; equal for values that are the same to a compiled graph.
+
+    Tensors are compared by shape, stride, offset, dtype, device and whether they require a
+    gradient; objects that are neither tensors nor plain constants by identity.
+    """
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value),
+            tuple(map(str, value.shape)),
+            tuple(map(str, value.stride())),
+            str(value.storage_offset()),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
+    if isinstance(value, float):
+        return (float, repr(value))  # nan equals itself, 0.0 is not -0.0
+    if value is None or isinstance(
+        value, (bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+    ):
+        return (type(value), value)
+    return (type(value), id(value))
+
+
+def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
+    """Why a body cannot be a region; ``None`` if it can.
+
+    Args:
+        body: the body as a graph of its own.
+        inputs: what it is called with.
+        outputs: what it gives back.
+    """
+    known = [node.meta.get("example_value") for node in (*inputs, *outputs)]
+    values = [value for value in known if isinstance(value, torch.Tensor)]
+    if len(values) < len(known):
+        return "an input or an output is not a tensor"
+    if any(hasattr(value, "__tensor_flatten__") for value in values):
+        return "an input or an output is a tensor subclass"
+    if any(not isinstance(size, int) for value in values for size in value.shape):
+        return "a shape is dynamic"
+    storages = [value.untyped_storage()._cdata for value in values]
+    if len(set(storages)) < len(storages):
+        return "an input or an output is a view of another"
+    if _writes_to_an_input(body, values[: len(inputs)]):
+        return "it writes to an input"
+    return None
+
+
+def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:
+    """Run it once on fake tensors and look at their versions."""
+    mode = detect_fake_mode(values)
+    if mode is None:
+        raise ValueError("regions: expected a graph whose inputs carry fake example values")
+    grad_was_enabled = torch.is_grad_enabled()
+    try:
+        with mode, torch.no_grad():
+            copies = [
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                for v in values
+            ]
+            before = [copy._version for copy in copies]
+            body(*copies)
+    finally:
+        torch.set_grad_enabled(grad_was_enabled)
+    return [copy._version for copy in copies] != before

@@ -1,0 +1,185 @@
+"""Regions: equal unit bodies become calls of one graph, which is compiled once.
+
+Before (a graph as Dynamo hands it over, two equal units ``a`` and ``b``)::
+
+    unshard(a) -> split -> view ... -> linear -> gelu -> ...        nodes of unit a
+    unshard(b) -> split -> view ... -> linear -> gelu -> ...        nodes of unit b
+
+After::
+
+    unshard(a) -> invoke_subgraph(region_0, "region_0", unsharded_a, x)
+    unshard(b) -> invoke_subgraph(region_0, "region_0", unsharded_b, y)
+
+What belongs to a unit's body is read from its marks; what is equal is decided by comparing the
+nodes themselves, so that units which differ in anything never share a region.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_passes.markers import is_body, unit_of
+from graph_passes.region_checks import value_key, why_not
+
+_IDENTIFIER = "fsdp_region_{}"
+
+
+@dataclass
+class Run:
+    """A unit's nodes that follow one another in a graph.
+
+    Attributes:
+        unit: FQN of the unit.
+        nodes: the nodes, in graph order.
+        inputs: nodes outside that they use, in order of first use.
+        outputs: those of them that are used outside.
+    """
+
+    unit: str
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+@dataclass
+class RegionReport:
+    """What became a region and why the rest did not.
+
+    Attributes:
+        regions: the units that share each region, in graph order.
+        left: unit and reason for every body that stays as it is.
+    """
+
+    regions: list[list[str]] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        """One line a region, one line a body that was left."""
+        lines = [f"region of {len(units)}: {', '.join(units)}" for units in self.regions]
+        return "\n".join([*lines, *(f"no region: '{unit}': {why}" for unit, why in self.left)])
+
+
+def outline_regions(gm: fx.GraphModule) -> RegionReport:
+    """Replace bodies that occur at least twice by calls of one graph each.
+
+    Args:
+        gm: a graph as Dynamo hands it to a backend; changed in place.
+    """
+    groups: dict[Any, list[Run]] = {}
+    for run in _runs(gm.graph):
+        groups.setdefault(_key(run), []).append(run)
+    report = RegionReport()
+    for runs in groups.values():
+        reason = _why_alone(runs[0]) if len(runs) == 1 else None
+        body = None
+        if reason is None:
+            body = _extract(gm, runs[0])
+            reason = why_not(body, runs[0].inputs, runs[0].outputs)
+        if body is None or reason is not None:
+            report.left += [(run.unit, str(reason)) for run in runs]
+            continue
+        name = _IDENTIFIER.format(len(report.regions))
+        gm.add_submodule(name, body)
+        for run in runs:
+            _call(gm.graph, run, name)
+        report.regions.append([run.unit for run in runs])
+    gm.graph.lint()
+    gm.recompile()
+    return report
+
+
+def _runs(graph: fx.Graph) -> Iterator[Run]:
+    """The bodies of all units, each as long as nothing else comes in between."""
+    nodes: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        unit = unit_of(node) if is_body(node) else None
+        if nodes and unit != unit_of(nodes[0]):
+            yield _run(nodes)
+            nodes = []
+        if unit is not None:
+            nodes.append(node)
+    if nodes:
+        yield _run(nodes)
+
+
+def _run(nodes: list[fx.Node]) -> Run:
+    inside = set(nodes)
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    return Run(str(unit_of(nodes[0])), nodes, _inputs(nodes), outputs)
+
+
+def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
+    inside = set(nodes)
+    return list({n: None for node in nodes for n in node.all_input_nodes if n not in inside})
+
+
+def _key(run: Run) -> tuple[Any, ...]:
+    """Equal for two runs exactly if one graph can stand for both."""
+    number: dict[fx.Node, int] = {}
+    for node in (*run.inputs, *run.nodes):
+        number[node] = len(number)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", number[value])
+        if isinstance(value, (list, tuple)):
+            return (type(value), *map(plain, value))
+        if isinstance(value, dict):
+            return (dict, *((key, plain(value[key])) for key in value))
+        if isinstance(value, slice):
+            return (slice, plain(value.start), plain(value.stop), plain(value.step))
+        return value_key(value)
+
+    inputs = tuple(_input_key(node) for node in run.inputs)
+    nodes = tuple(
+        (node.op, value_key(node.target), plain(node.args), plain(node.kwargs))
+        for node in run.nodes
+    )
+    return inputs, nodes, tuple(number[node] for node in run.outputs)
+
+
+def _input_key(node: fx.Node) -> Any:
+    """Two inputs of this key are interchangeable; a module in the graph equals only itself."""
+    value = node.meta.get("example_value")
+    return ("attribute", node.target) if value is None else value_key(value)
+
+
+def _why_alone(run: Run) -> str:
+    if any(node.op == "get_attr" for node in run.inputs):
+        return "it calls an operator with a body of its own (activation checkpointing)"
+    return "no other unit is equal to it"
+
+
+def _extract(gm: fx.GraphModule, run: Run) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(run.inputs):
+        copies[node] = graph.placeholder(f"region_input_{position}")
+        copies[node].meta = {k: v for k, v in node.meta.items() if k == "example_value"}
+    for node in run.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[node] for node in run.outputs))
+    return fx.GraphModule(gm, graph)
+
+
+def _call(graph: fx.Graph, run: Run, name: str) -> None:
+    inputs = _inputs(run.nodes)  # by now, outputs of regions before it
+    with graph.inserting_before(run.nodes[0]):
+        body = graph.get_attr(name)
+        call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, name, *inputs))
+        call.meta = {k: v for k, v in run.nodes[-1].meta.items() if k != "example_value"}
+        call.meta["example_value"] = tuple(n.meta["example_value"] for n in run.outputs)
+        for index, node in enumerate(run.outputs):
+            item = graph.call_function(operator.getitem, (call, index))
+            item.meta = dict(node.meta)
+            node.replace_all_uses_with(item)
+    for node in reversed(run.nodes):
+        graph.erase_node(node)
