@@ -24,13 +24,17 @@ from graph_passes.graph_utils import (
     collectives,
     group_of,
     is_collective,
+    is_view,
     is_wait,
     mutates,
     num_bytes,
+    op_name,
     payload_bytes,
     wait_of,
 )
 from graph_passes.markers import Mark, mark_of, unit_of
+
+_CASTS = frozenset({"aten::_to_copy", "aten::clone", "prims::convert_element_type"})
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
         source = current.all_input_nodes[0]
         if source.op == "placeholder":
             return tuple(reversed(chain))
-        if is_wait(source) or is_collective(source) or len(source.users) > 1:
+        if not (is_view(source) or op_name(source) in _CASTS) or len(source.users) > 1:
             return ()
         chain.append(source)
         current = source

@@ -164,6 +164,7 @@ class _Emitter:
             self._emit(node)
 
     def _wait(self, chain: Chain) -> None:
+        self._issue(chain)  # where one in the same gap depends on it, it may not have been
         for node in (chain.wait, *chain.after):
             self._emit(node)
 

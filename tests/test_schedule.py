@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from graphs import Builder, Even, backward_graph, forward_graph, render
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from optimum import optimum_ms
 
 from graph_passes.bucket import bucket
+from graph_passes.graph_utils import op_name
 from graph_passes.limits import BudgetError, Limits, is_within
 from graph_passes.markers import Mark
 from graph_passes.plan import Plan, PlanError
@@ -156,6 +158,40 @@ def test_random_problems(seed: int, units: int, backward: bool) -> None:
     assert timeline.total_ms == pytest.approx(sum(problem.compute_ms) + timeline.exposed_ms)
     assert lower_bound_ms(problem) <= timeline.total_ms + 1e-9
     assert timeline.total_ms <= total_ms(problem, unscheduled(problem)) + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_graphs(data: st.DataObject) -> None:
+    """The spec holds, nothing is lost, and compute keeps its order, whatever depends on what."""
+    builder = Builder()
+    tangent = builder.input("tangents_1")
+    values, results = [tangent], []
+    for number in range(data.draw(st.integers(1, 12))):
+        unit = f"u{data.draw(st.integers(0, 3))}"
+        kind = data.draw(st.sampled_from(["gather", "cast", "compute", "reduce", "use"]))
+        source = data.draw(st.sampled_from(values))
+        if kind in ("gather", "cast"):
+            shard = builder.input(f"s{number}") if data.draw(st.booleans()) else source
+            if kind == "cast":
+                shard = builder.graph.call_function(torch.ops.aten._to_copy.default, (shard,))
+            values.append(builder.gather(unit, shard))
+        elif kind == "reduce":
+            results.append(builder.reduce(unit, source))
+            if data.draw(st.booleans()):
+                args = (results.pop(), 2)
+                results.append(builder.graph.call_function(torch.ops.aten.div.Tensor, args))
+        else:  # now and then of a reduced gradient
+            left = data.draw(st.sampled_from([*values, *results])) if kind == "use" else source
+            values.append(builder.compute(unit, left, source))
+    builder.graph.output((values[-1], *results))
+    switches = {name: data.draw(st.booleans()) for name in ("prefetch", "sink_waits", "bucket")}
+    limits = Limits(max_in_flight=data.draw(st.integers(1, 3)))
+    before = inventory(builder.graph)
+    products = [n for n in builder.graph.nodes if op_name(n) == "aten::mm"]
+    Planner(Options(cost=Even(), limits=limits, **switches))(builder.graph)
+    verify_graph(builder.graph, "planner", before)
+    assert [n for n in builder.graph.nodes if op_name(n) == "aten::mm"] == products
 
 
 def test_close_to_the_optimum() -> None:
