@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -126,10 +127,7 @@ def issue_reduce_mean(
     ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
     itself (an all-reduce).
     """
-    op, divisor = dist.ReduceOp.AVG, group.size()
-    if unsharded.dtype == torch.float16:
-        unsharded.div_(divisor)
-        op, divisor = dist.ReduceOp.SUM, 1
+    op, divisor = _divide_first(unsharded, group)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
         return InFlight([work], (unsharded,), event, group=group)
@@ -145,3 +143,78 @@ def issue_reduce_mean(
         parts = list(whole.view(group.size(), -1))
     finish = partial(point_to_point.sum_parts, output, parts, divisor)
     return InFlight(works, (output, unsharded), event, finish, group)
+
+
+def _divide_first(unsharded: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, int]:
+    """The reduction, and what a local sum is divided by; float16 is divided here, in place."""
+    if unsharded.dtype != torch.float16:
+        return dist.ReduceOp.AVG, group.size()
+    unsharded.div_(group.size())
+    return dist.ReduceOp.SUM, 1
+
+
+# -- several as one launch -------------------------------------------------------------------------
+
+Events = Sequence[events.Event | None]
+
+
+def issue_all_gathers(
+    outputs: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    noted: Events,
+) -> list[InFlight]:
+    """``issue_all_gather`` of several tensors of one dtype as one launch, without a copy.
+
+    Returns:
+        One handle a tensor. Where the backend gives one for all, waiting for the first waits for
+        all, and waiting for the others returns at once.
+    """
+    if len(outputs) == 1 or way_of(group, outputs[0].device) != "library":
+        triples = zip(outputs, shards, noted, strict=True)
+        return [issue_all_gather(output, shard, group, event) for output, shard, event in triples]
+    with _one_launch(group) as launch:
+        for output, shard in zip(outputs, shards, strict=True):
+            _all_gather(output, shard, group=group, async_op=True)
+    return _shared(launch, outputs, shards, group, noted)
+
+
+def issue_reduce_means(
+    outputs: Sequence[torch.Tensor],
+    unsharded: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    noted: Events,
+) -> list[InFlight]:
+    """``issue_reduce_mean`` of several tensors of one dtype, all reduce-scatters or all
+    all-reduces, as one launch; handles as of ``issue_all_gathers``."""
+    if len(outputs) == 1 or way_of(group, outputs[0].device) != "library":
+        triples = zip(outputs, unsharded, noted, strict=True)
+        return [issue_reduce_mean(output, whole, group, event) for output, whole, event in triples]
+    ops = [_divide_first(whole, group)[0] for whole in unsharded]
+    with _one_launch(group) as launch:
+        for output, whole, op in zip(outputs, unsharded, ops, strict=True):
+            if output is whole:
+                dist.all_reduce(whole, op, group=group, async_op=True)
+            else:
+                _reduce_scatter(output, whole, op, group=group, async_op=True)
+    return _shared(launch, outputs, unsharded, group, noted)
+
+
+def _one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Work]:
+    """The backend's calls in the context become one, begun at its end, with one handle."""
+    # Private: only this manager reaches a backend's coalesced calls; none is public.
+    manager: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
+        group, async_ops=True
+    )
+    return manager
+
+
+def _shared(
+    launch: Work,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    noted: Events,
+) -> list[InFlight]:
+    triples = zip(outputs, inputs, noted, strict=True)
+    return [InFlight([launch], (out, sent), event, group=group) for out, sent, event in triples]

@@ -8,6 +8,7 @@ functions directly; under Inductor they are operators of the library ``fsdp_dyna
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ class GraphRecording:
             event.waited_ns = now
         self.close()
         self.expire()
+
+    def begin(self, label: Label, output: torch.Tensor, sent: torch.Tensor) -> events.Event:
+        """A collective is about to be issued."""
+        self.boundary(label)
+        num_bytes = max(t.numel() * t.element_size() for t in (output, sent))
+        if label.kind == "all_gather":
+            self.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
+            reference = StorageWeakRef(output.untyped_storage())
+            self.alive.append((reference, label, num_bytes))
+        self.uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
+        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
 
     def close(self) -> None:
         """What computed until now has stopped: a collective begins, or the graph ends."""
@@ -118,63 +130,104 @@ def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
     return group
 
 
-def _issue(
-    tensor: torch.Tensor,
-    output: torch.Tensor,
+_Issue = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor], dist.ProcessGroup, collectives.Events],
+    list[collectives.InFlight],
+]
+
+
+def _launch(
+    issue: _Issue,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
-    text: str,
-    num_bytes: int,
-) -> torch.Tensor:
+    texts: Sequence[str],
+) -> None:
+    """Issue collectives at once; each is recorded by itself, in their order."""
     recording = _recording_of_now()
-    event = None
+    noted: list[events.Event | None] = [None] * len(outputs)
     if recording is not None:
-        label = Label.decode(text)
-        recording.boundary(label)
-        if label.kind == "all_gather":
-            recording.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
-            reference = StorageWeakRef(output.untyped_storage())
-            recording.alive.append((reference, label, num_bytes))
-        recording.uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
-        event = recording.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
-    key = output.data_ptr()
-    if output is tensor:
-        _in_flight[key] = collectives.issue_reduce_mean(output, output, group, event)
-    elif output.numel() > tensor.numel():
-        _in_flight[key] = collectives.issue_all_gather(output, tensor, group, event)
-    else:
-        if tensor.dtype == torch.float16:  # divided in place before the sum
-            tensor = tensor.clone()
-        _in_flight[key] = collectives.issue_reduce_mean(output, tensor, group, event)
+        labels = [Label.decode(text) for text in texts]
+        triples = zip(labels, outputs, inputs, strict=True)
+        noted = [recording.begin(label, output, sent) for label, output, sent in triples]
+    for output, in_flight in zip(outputs, issue(outputs, inputs, group, noted), strict=True):
+        _in_flight[output.data_ptr()] = in_flight
     if recording is not None:
-        recording.follow(label)
-    return output
+        for label in labels:
+            recording.follow(label)
+
+
+def all_gather_together(
+    shards: Sequence[torch.Tensor],
+    world_size: int,
+    group: str,
+    texts: Sequence[str],
+    fingerprint: str = "",
+) -> list[torch.Tensor]:
+    """Start all-gathers as one launch; returns the unsharded tensors, each unread until its wait.
+
+    Args:
+        shards: of one dtype, ``(n_i,)`` each.
+        world_size: of the group.
+        group: its registered name.
+        texts: the label of each.
+        fingerprint: of the graph, where this launch is its first.
+    """
+    ranks = _group(group, fingerprint)
+    shards = [shard.contiguous() for shard in shards]
+    outputs = [shard.new_empty(shard.numel() * world_size) for shard in shards]
+    _launch(collectives.issue_all_gathers, outputs, shards, ranks, texts)
+    return outputs
 
 
 def all_gather(
     shard: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
 ) -> torch.Tensor:
     """Start an all-gather; returns the unsharded tensor, unread until its wait."""
+    return all_gather_together([shard], world_size, group, [text], fingerprint)[0]
+
+
+def reduce_scatter_together(
+    unsharded: Sequence[torch.Tensor],
+    world_size: int,
+    group: str,
+    texts: Sequence[str],
+    fingerprint: str = "",
+) -> list[torch.Tensor]:
+    """Start means over ranks as one launch; returns this rank's parts, each unread until its wait.
+
+    ``unsharded`` holds tensors ``(n_i * world_size,)`` of one dtype; else as
+    ``all_gather_together``.
+    """
     ranks = _group(group, fingerprint)
-    shard = shard.contiguous()
-    output = shard.new_empty(shard.numel() * world_size)
-    return _issue(shard, output, ranks, text, output.numel() * output.element_size())
+    unsharded = [whole.contiguous() for whole in unsharded]
+    outputs = [whole.new_empty(whole.numel() // world_size) for whole in unsharded]
+    if unsharded[0].dtype == torch.float16:  # divided in place before the sum
+        unsharded = [whole.clone() for whole in unsharded]
+    _launch(collectives.issue_reduce_means, outputs, unsharded, ranks, texts)
+    return outputs
 
 
 def reduce_scatter(
     unsharded: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
 ) -> torch.Tensor:
     """Start a mean over ranks; returns this rank's part, unread until its wait."""
+    return reduce_scatter_together([unsharded], world_size, group, [text], fingerprint)[0]
+
+
+def all_reduce_together(
+    tensors: Sequence[torch.Tensor], group: str, texts: Sequence[str], fingerprint: str = ""
+) -> list[torch.Tensor]:
+    """Start means over ranks of copies as one launch; returns them, each unread until its wait."""
     ranks = _group(group, fingerprint)
-    unsharded = unsharded.contiguous()
-    output = unsharded.new_empty(unsharded.numel() // world_size)
-    return _issue(unsharded, output, ranks, text, unsharded.numel() * unsharded.element_size())
+    outputs = [tensor.contiguous().clone() for tensor in tensors]
+    _launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts)
+    return outputs
 
 
 def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "") -> torch.Tensor:
     """Start a mean over ranks of a copy; returns it, unread until its wait."""
-    ranks = _group(group, fingerprint)
-    output = tensor.contiguous().clone()
-    return _issue(output, output, ranks, text, output.numel() * output.element_size())
+    return all_reduce_together([tensor], group, [text], fingerprint)[0]
 
 
 def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
@@ -198,6 +251,10 @@ _TAIL = "str group, str text, str fingerprint) -> Tensor"
 _library.define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
 _library.define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
 _library.define(f"all_reduce(Tensor tensor, {_TAIL}")
+_TOGETHER = "str group, str[] texts, str fingerprint) -> Tensor[]"
+_library.define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
+_library.define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
+_library.define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
 _library.define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
 
 
@@ -205,30 +262,40 @@ def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
     wait(output, source, text)
 
 
-def _fake_all_gather(shard: Any, world_size: int, group: str, text: str, fingerprint: str) -> Any:
-    return shard.new_empty(shard.numel() * world_size)
-
-
-def _fake_reduce_scatter(
-    unsharded: Any, world_size: int, group: str, text: str, fingerprint: str
-) -> Any:
-    return unsharded.new_empty(unsharded.numel() // world_size)
-
-
-def _fake_all_reduce(tensor: Any, group: str, text: str, fingerprint: str) -> Any:
-    return tensor.new_empty(tensor.size())
-
-
 def _fake_wait(output: Any, source: Any, text: str) -> None:
     return None
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_gather", all_gather, _key)
-    _library.impl("reduce_scatter", reduce_scatter, _key)
-    _library.impl("all_reduce", all_reduce, _key)
-    _library.impl("wait_", _wait_, _key)
-_library.impl("all_gather", _fake_all_gather, "Meta")
-_library.impl("reduce_scatter", _fake_reduce_scatter, "Meta")
-_library.impl("all_reduce", _fake_all_reduce, "Meta")
-_library.impl("wait_", _fake_wait, "Meta")
+def _fake_all_gather(shard: Any, world_size: int, *_: Any) -> Any:
+    return shard.new_empty(shard.numel() * world_size)
+
+
+def _fake_reduce_scatter(unsharded: Any, world_size: int, *_: Any) -> Any:
+    return unsharded.new_empty(unsharded.numel() // world_size)
+
+
+def _fake_all_reduce(tensor: Any, *_: Any) -> Any:
+    return tensor.new_empty(tensor.size())
+
+
+def _of_each(fake: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def run(tensors: Sequence[Any], *args: Any) -> list[Any]:
+        return [fake(tensor, *args) for tensor in tensors]
+
+    return run
+
+
+_IMPLEMENTATIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (all_gather, _fake_all_gather),
+    (reduce_scatter, _fake_reduce_scatter),
+    (all_reduce, _fake_all_reduce),
+    (all_gather_together, _of_each(_fake_all_gather)),
+    (reduce_scatter_together, _of_each(_fake_reduce_scatter)),
+    (all_reduce_together, _of_each(_fake_all_reduce)),
+    (_wait_, _fake_wait),
+]
+for _function, _fake in _IMPLEMENTATIONS:
+    _name = "wait_" if _function is _wait_ else _function.__name__
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    _library.impl(_name, _fake, "Meta")

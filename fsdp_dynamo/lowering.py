@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,14 +14,55 @@ from fsdp_dynamo import graph_ops
 from graph_passes.fingerprint import fingerprint
 from graph_passes.flat_gradient import write_name
 from graph_passes.grad_ops import FUNCTIONS, OPERATORS
-from graph_passes.graph_utils import is_collective, is_region, is_wait, op_name
+from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
 from graph_passes.labels import label_boundaries
+from graph_passes.markers import launch_of
 
-_ISSUES: dict[str, Callable[..., Any]] = {
-    "_c10d_functional::all_gather_into_tensor": graph_ops.all_gather,
-    "_c10d_functional::reduce_scatter_tensor": graph_ops.reduce_scatter,
-    "_c10d_functional::all_reduce": graph_ops.all_reduce,
+_Function = Callable[..., Any]
+
+_ISSUES: dict[str, tuple[_Function, _Function]] = {
+    "_c10d_functional::all_gather_into_tensor": (
+        graph_ops.all_gather,
+        graph_ops.all_gather_together,
+    ),
+    "_c10d_functional::reduce_scatter_tensor": (
+        graph_ops.reduce_scatter,
+        graph_ops.reduce_scatter_together,
+    ),
+    "_c10d_functional::all_reduce": (graph_ops.all_reduce, graph_ops.all_reduce_together),
 }
+"""What runs a collective alone, and several of them as one launch."""
+
+
+def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Collectives in order, those that are launched together in one list."""
+    groups = groupby(nodes, key=lambda node: (launch_of(node), None if launch_of(node) else node))
+    return [list(group) for _, group in groups]
+
+
+def _lower_issues(
+    graph: fx.Graph, labels: dict[fx.Node, str], to: Callable[[_Function], Any]
+) -> dict[fx.Node, fx.Node]:
+    """Replace collectives; the first launch carries the fingerprint of the whole graph.
+
+    Returns:
+        By wait, the node of the output that it waits for.
+    """
+    carried = fingerprint(graph)
+    issued: dict[fx.Node, fx.Node] = {}
+    for members in _launches(node for node in labels if is_collective(node)):
+        waits = [wait_of(node) for node in members]
+        alone, together = _ISSUES[op_name(members[0])]
+        texts = [labels[node] for node in members]
+        outputs = members
+        if len(members) == 1:
+            members[0].args = (*_issue_args(members[0]), texts[0], carried)
+            members[0].target = to(alone)
+        else:
+            outputs = _merge(graph, members, to(together), texts, carried)
+        issued.update(zip(waits, outputs, strict=True))
+        carried = ""
+    return issued
 
 
 def _issue_args(node: fx.Node) -> list[Any]:
@@ -27,25 +70,44 @@ def _issue_args(node: fx.Node) -> list[Any]:
     return [arg for arg in node.args if arg != "avg"]
 
 
-def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str], to: Callable[..., Any]) -> None:
-    """Replace collectives; the first one carries the fingerprint of the whole graph."""
-    carried = fingerprint(graph)
-    for node, text in labels.items():
-        if is_collective(node):
-            node.args = (*_issue_args(node), text, carried)
-            node.target = to(_ISSUES[op_name(node)])
-            carried = ""
+def _merge(
+    graph: fx.Graph, members: list[fx.Node], target: Any, texts: list[str], carried: str
+) -> list[fx.Node]:
+    """One call in place of several collectives, and of each an item of what it returns.
+
+    It stands where the last one stood: what they send is there, and no wait comes before.
+    """
+    sources = [node.all_input_nodes[0] for node in members]
+    items = []
+    with graph.inserting_before(members[-1]):
+        arguments = (sources, *_issue_args(members[0])[1:], texts, carried)
+        call = graph.call_function(target, arguments)
+        for position, node in enumerate(members):
+            item = graph.call_function(operator.getitem, (call, position))
+            item.meta.update(node.meta)
+            items.append(item)
+    call.meta.update(members[0].meta)
+    call.meta["val"] = [node.meta.get("val") for node in members]
+    for node, item in zip(members, items, strict=True):
+        node.replace_all_uses_with(item)
+        graph.erase_node(node)
+    return items
+
+
+def _source_of(output: fx.Node) -> Any:
+    """What a lowered collective sends."""
+    if output.target is operator.getitem:
+        call, position = output.args
+        return call.args[0][position]  # type: ignore[union-attr,index]
+    return output.args[0]
 
 
 def lower_to_functions(graph: fx.Graph) -> None:
     """For backends that run the graph as Python: nodes call the functions themselves."""
     labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
-    waits = [node for node in labels if is_wait(node)]
-    _lower_issues(graph, labels, lambda function: function)
-    for node in waits:
-        issued = node.all_input_nodes[0]
-        node.target = graph_ops.wait
-        node.args = (issued, issued.args[0], labels[node])
+    for wait, output in _lower_issues(graph, labels, lambda function: function).items():
+        wait.target = graph_ops.wait
+        wait.args = (output, _source_of(output), labels[wait])
     for node in graph.nodes:
         name = write_name(node)
         if name:
@@ -80,22 +142,21 @@ def lower_to_operators(graph: fx.Graph) -> None:
     """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
     operators = torch.ops.fsdp_dynamo
     labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
-    waits = [node for node in labels if is_wait(node)]
-    issues = [node for node in labels if is_collective(node)]
-    _lower_issues(graph, labels, lambda function: getattr(operators, function.__name__).default)
-    for node in issues:
-        node.meta.pop("eager_input_vals", None)
+    issued = _lower_issues(
+        graph, labels, lambda function: getattr(operators, function.__name__).default
+    )
     _lower_writes(graph)
-    for node in waits:
-        issued = node.all_input_nodes[0]
-        arguments = (issued, issued.args[0], labels[node])
-        with graph.inserting_before(node):
+    for wait, output in issued.items():
+        arguments = (output, _source_of(output), labels[wait])
+        with graph.inserting_before(wait):
             mutate = graph.call_function(operators.wait_.default, arguments)
-        mutate.meta.update(node.meta)
+        mutate.meta.update(wait.meta)
         mutate.meta["val"] = None
-        mutate.meta.pop("eager_input_vals", None)  # of the operator that was replaced
-        node.replace_all_uses_with(issued)
-        graph.erase_node(node)
+        wait.replace_all_uses_with(output)
+        graph.erase_node(wait)
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "fsdp_dynamo":
+            node.meta.pop("eager_input_vals", None)  # of the operator that was replaced
 
 
 def region_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:

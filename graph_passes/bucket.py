@@ -66,7 +66,7 @@ def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> 
     """Whether one launch is better: the first is small, and waiting for the second costs less
     than the latency that is saved."""
     same = (one.mark.kind, one.group, one.dtype) == (other.mark.kind, other.group, other.dtype)
-    if not same or is_saturating(one):
+    if not same or other.is_dependent or is_saturating(one):
         return False
     ready = max(one.ready, other.ready)
     if not one.is_gather and clock[ready] - clock[one.ready] > one.latency_ms:

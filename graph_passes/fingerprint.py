@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graph_passes.graph_utils import collectives, op_name
-from graph_passes.markers import mark_of
+from graph_passes.markers import launch_of, mark_of
 
 SEPARATOR = ";"
 _FIELDS = " "
@@ -15,23 +15,31 @@ def fingerprint(graph: fx.Graph) -> str:
     """One entry a collective, in order of issue, joined by ``SEPARATOR``.
 
     An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
-    parameter, dtype and elements of the input, the reduction (``-`` for none) and the registered
-    name of the process group, which whoever compares replaces by its global ranks.
+    parameter, dtype and elements of the input, the reduction (``-`` for none), whether it is
+    launched together with the one before it (``+``, else ``-``) and the registered name of the
+    process group, which whoever compares replaces by its global ranks.
 
     Args:
         graph: a scheduled graph whose collectives carry marks.
     """
-    return SEPARATOR.join(_entry(node) for node in collectives(graph))
+    entries = []
+    launch_before = None
+    for node in collectives(graph):
+        launch = launch_of(node)
+        entries.append(_entry(node, launch is not None and launch == launch_before))
+        launch_before = launch
+    return SEPARATOR.join(entries)
 
 
-def _entry(node: fx.Node) -> str:
+def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     mark = mark_of(node)
     value = node.all_input_nodes[0].meta["val"]
     unit = "?" if mark is None else f"{mark.unit or '(root)'}#{mark.ordinal}"
     reduction = next((arg for arg in node.args[1:-1] if isinstance(arg, str)), "-")
     name = op_name(node).rpartition("::")[2]
     dtype = str(value.dtype).removeprefix("torch.")
-    fields = (name, unit, dtype, str(value.numel()), reduction, str(node.args[-1]))
+    together = "+" if with_the_one_before else "-"
+    fields = (name, unit, dtype, str(value.numel()), reduction, together, str(node.args[-1]))
     return _FIELDS.join(fields)
 
 
@@ -39,7 +47,11 @@ def describe_entry(entry: str) -> str:
     """An entry in words, for a message; ``""`` stands for none."""
     if not entry:
         return "no further collective"
-    name, unit, dtype, numel, reduction, group = entry.split(_FIELDS, 5)
+    name, unit, dtype, numel, reduction, together, group = entry.split(_FIELDS, 6)
     fqn, _, ordinal = unit.rpartition("#")
     what = "" if reduction == "-" else f" ({reduction})"
-    return f"{name}{what} of unit '{fqn}', flat parameter {ordinal}, {numel} {dtype}, ranks {group}"
+    launch = ", launched with the one before it" if together == "+" else ""
+    return (
+        f"{name}{what} of unit '{fqn}', flat parameter {ordinal}, {numel} {dtype}, "
+        f"ranks {group}{launch}"
+    )

@@ -31,6 +31,8 @@ class Label:
         phase: the graph it is in.
         before: units that compute before it, where it is the first boundary of its graph.
         after: units that compute between it and the next boundary, in order.
+        number: its position among the boundaries of its graph.
+        count: how many boundaries its graph has.
     """
 
     unit: str
@@ -38,18 +40,22 @@ class Label:
     phase: Phase
     before: tuple[str, ...]
     after: tuple[str, ...]
+    number: int = 0
+    count: int = 1
 
     def encode(self) -> str:
         """As a string."""
         lists = ["".join(f"{name}," for name in names) for names in (self.before, self.after)]
-        return "|".join([self.kind, self.phase, self.unit, *lists])
+        place = f"{self.number}/{self.count}"
+        return "|".join([self.kind, self.phase, self.unit, *lists, place])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
-        kind, phase, unit, before, after = text.split("|")
+        kind, phase, unit, before, after, place = text.split("|")
         names = [tuple(part.split(",")[:-1]) for part in (before, after)]
-        return Label(unit, kind, phase, names[0], names[1])  # type: ignore[arg-type]
+        number, _, count = place.partition("/")
+        return Label(unit, kind, phase, names[0], names[1], int(number), int(count))  # type: ignore[arg-type]
 
 
 def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
@@ -76,7 +82,8 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if mark is None:
             continue
         first = _units(before) if position == 0 else ()
-        labels[node] = Label(mark.unit, mark.kind, phase, first, _units(after))
+        place = (position, len(boundaries))
+        labels[node] = Label(mark.unit, mark.kind, phase, first, _units(after), *place)
     return labels
 
 

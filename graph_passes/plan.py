@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from graph_passes.graph_utils import is_backward, num_bytes, op_name
 from graph_passes.markers import mark_of
-from graph_passes.problem import Dissection, Problem
+from graph_passes.problem import Dissection, Problem, Transfer
 from graph_passes.simulate import Placement, Schedule
 
 VERSION = 1
@@ -187,7 +187,7 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
 
     Raises:
         PlanError: a collective is missing, unknown or twice, or is placed before what it needs or
-            behind what needs it.
+            behind what needs it; or collectives are launched together that cannot be.
     """
     left: dict[tuple[str, str, int], list[int]] = {}
     for index, transfer in enumerate(problem.transfers):
@@ -209,7 +209,32 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
                 f"plan: expected every collective of the graph, got none for {kind} of unit "
                 f"'{unit}', flat parameter {ordinal}"
             )
+    _check_launches(plan, problem, schedule)
     return tuple(schedule), launches
+
+
+def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placement]) -> None:
+    """Those of one launch must stand next to each other, in one gap, and be alike."""
+    ended: set[int] = set()
+    for position, planned in enumerate(plan.transfers[1:], 1):
+        before = plan.transfers[position - 1]
+        if planned.launch != before.launch:
+            ended.add(before.launch)
+        one, other = (problem.transfers[schedule[i].transfer] for i in (position - 1, position))
+        apart = planned.launch in ended
+        if planned.launch == before.launch:
+            same = _alike(one) == _alike(other) and not other.is_dependent
+            apart = not same or planned.issue != before.issue
+        if apart:
+            raise PlanError(
+                f"plan: {planned.name}: expected transfers of launch {planned.launch} to be of one "
+                "kind, group and dtype, to follow one another with the same issue, and not to "
+                f"need each other, got it after {before.name}. Give it a launch of its own."
+            )
+
+
+def _alike(transfer: Transfer) -> tuple[str, str, str]:
+    return transfer.mark.kind, transfer.group, transfer.dtype
 
 
 def _check_gaps(planned: PlannedTransfer, problem: Problem, index: int) -> None:

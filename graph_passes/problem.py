@@ -54,6 +54,7 @@ class Transfer:
             graph in which it is issued there; of a reduction, what is alive from ``ready`` to its
             wait on top of the graph in which it is waited for at once.
         dtype: of what is sent.
+        is_dependent: whether it sends what another transfer brings.
     """
 
     mark: Mark
@@ -65,6 +66,7 @@ class Transfer:
     need: int
     held_bytes: int
     dtype: str = ""
+    is_dependent: bool = False
 
     @property
     def is_gather(self) -> bool:
@@ -264,6 +266,7 @@ def _transfer(
         need,
         held,
         str(dtype).removeprefix("torch."),
+        node in pinned,
     )
 
 

@@ -7,8 +7,15 @@ from collections import Counter
 from torch import fx
 
 from graph_passes.flat_gradient import misplaced_writes
-from graph_passes.graph_utils import collectives, is_collective, is_wait, order_index, wait_of
-from graph_passes.markers import mark_of
+from graph_passes.graph_utils import (
+    collectives,
+    is_collective,
+    is_wait,
+    op_name,
+    order_index,
+    wait_of,
+)
+from graph_passes.markers import launch_of, mark_of
 
 
 class SpecError(RuntimeError):
@@ -33,6 +40,7 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
 
     - every collective has a mark, exactly one wait, and no user but it;
     - every wait follows its collective, every use follows the wait (``lint`` checks that);
+    - those of one launch are alike, and between them is nothing but what they send;
     - every element of a flat gradient that is written in slices is written once, then added to;
     - nothing was lost or added, where ``before`` is given.
 
@@ -55,6 +63,7 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
                 _fail(stage, node, "one wait as its only user", str(users))
             if index[wait_of(node)] < index[node]:
                 _fail(stage, node, "its wait after it", "the wait before it")
+    _verify_launches(graph, stage)
     for node, expected, got in misplaced_writes(graph):
         _fail(stage, node, expected, got)
     if before is not None and inventory(graph) != before:
@@ -64,3 +73,31 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
             f"graph after '{stage}': expected the same collectives as before, lost {dict(lost)}, "
             f"added {dict(added)}. This is a bug of the pass named."
         )
+
+
+def _verify_launches(graph: fx.Graph, stage: str) -> None:
+    """Backwards, so that the users of a node have been seen before it."""
+    later: fx.Node | None = None  # of the launch that is going on
+    inside: set[fx.Node] = set()  # its collectives, and what leads to them alone
+    ended: set[int] = set()
+    for node in reversed(graph.nodes):
+        launch = launch_of(node) if is_collective(node) else None
+        if later is not None and launch is not None and launch == launch_of(later):
+            if _alike(node) != _alike(later):
+                _fail(stage, node, f"it to be like {later.name}, launched with it", str(node.args))
+            inside.add(node)
+        elif launch is not None:
+            if launch in ended:
+                _fail(stage, node, f"the collectives of launch {launch} side by side", "a gap")
+            later, inside = node, {node}
+            ended.add(launch)
+        elif node.users and all(user in inside for user in node.users):
+            inside.add(node)
+        else:
+            later, inside = None, set()
+
+
+def _alike(node: fx.Node) -> tuple[object, ...]:
+    """What collectives of one launch have in common: the kind, the dtype and the group."""
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    return (op_name(node), dtype, node.args[1:])

@@ -335,8 +335,8 @@ def test_fingerprint() -> None:
     unsharded.meta["val"] = torch.empty(20)
     builder.graph.output(builder.reduce("", unsharded))
     gather, reduce = fingerprint(builder.graph).split(SEPARATOR)
-    assert gather == "all_gather_into_tensor blocks.0#0 bfloat16 10 - g"
-    assert reduce == "reduce_scatter_tensor (root)#0 float32 20 avg g"
+    assert gather == "all_gather_into_tensor blocks.0#0 bfloat16 10 - - g"
+    assert reduce == "reduce_scatter_tensor (root)#0 float32 20 avg - g"
     assert describe_entry(reduce) == (
         "reduce_scatter_tensor (avg) of unit '(root)', flat parameter 0, 20 float32, ranks g"
     )

@@ -19,7 +19,11 @@ INDUCTOR_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_way(model: nn.Module, way: str) -> nn.Module:
-    """The model, run in the way named."""
-    options = {**WAYS, **INDUCTOR_WAYS}[way]
-    return model if options is None else torch.compile(model, **options)
+def in_way(model: nn.Module, way: str, **graph_options: Any) -> nn.Module:
+    """The model, run in the way named; ``graph_options`` are those of our backends."""
+    arguments = {**WAYS, **INDUCTOR_WAYS}[way]
+    if arguments is None:
+        return model
+    if graph_options and way.startswith("graph"):
+        arguments = {**arguments, "options": graph_options}
+    return torch.compile(model, **arguments)
