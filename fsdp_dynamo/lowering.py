@@ -36,8 +36,12 @@ _ISSUES: dict[str, tuple[_Function, _Function]] = {
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Collectives in order, those that are launched together in one list."""
-    groups = groupby(nodes, key=lambda node: (launch_of(node), None if launch_of(node) else node))
-    return [list(group) for _, group in groups]
+
+    def key(node: fx.Node) -> object:
+        launch = launch_of(node)
+        return node if launch is None else launch
+
+    return [list(group) for _, group in groupby(nodes, key)]
 
 
 def _lower_issues(

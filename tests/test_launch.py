@@ -138,7 +138,7 @@ def test_fewer_launches_same_results(ranks: RankPool, way: str, dtype: torch.dty
         for name, sizes in on["launches"].items():
             assert sum(sizes) == sum(off["launches"][name])
             assert len(sizes) < sum(sizes), name
-        assert on["launches"]["issue_all_gathers"] == [BLOCKS + 1, BLOCKS]
+        assert on["launches"]["issue_all_gathers"] == [BLOCKS + 1, *[1] * BLOCKS]
         for num_gathers, num_casts in on["casts"]:
             assert num_casts == (num_gathers if dtype else 0)
         _check_events(on["events"])
@@ -214,11 +214,25 @@ def _compare_launches(rank: int, world_size: int, library: bool) -> list[str]:
             apart, ran_apart = _launched(False, dtype)
             as_one, ran = _launched(True, dtype)
             pairs = zip(apart, as_one, strict=True)
-            wrong += [f"{dtype} {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-            wrong += [f"{dtype} copies {set(ran)}"] if _copies(ran) > _copies(ran_apart) else []
+            # gloo's own all-reduce groups a sum by where a tensor lies among the others.
+            tolerance = 2e-3 if library and dtype is torch.float16 else 0.0
+            same = [torch.allclose(a, b, rtol=tolerance, atol=0.0) for a, b in pairs]
+            wrong += [f"{dtype} {i}" for i, is_same in enumerate(same) if not is_same]
+            if library:
+                calls = sorted(name for name in ran if name.startswith("c10d::"))
+                wrong += [] if calls == _COALESCED else [str(calls)]
+            elif _copies(ran) != _copies(ran_apart):
+                wrong.append(f"{dtype} copies {ran}")
     finally:
         collectives.way_of = way_of
     return wrong
+
+
+_COALESCED = [
+    "c10d::allgather_into_tensor_coalesced_",
+    "c10d::allreduce_coalesced_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+]
 
 
 def _copies(names: list[str]) -> int:
