@@ -21,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
+from fsdp_dynamo import generated_code
 from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way, one_schema_a_region
 from fsdp_dynamo.graph_entry import with_entry
@@ -156,7 +157,7 @@ def _inductor_config(planner: Planner, pipeline: Pipeline, marks: str) -> dict[s
     config = {
         "custom_partitioner_fn": _Partitioner(planner),
         "post_grad_custom_post_pass": _ScheduleAndLower(pipeline, marks),
-        "reorder_for_peak_memory": False,
+        **generated_code.SETTINGS,
     }
     return {**config, "force_disable_caches": True} if is_recording() else config
 
@@ -203,14 +204,15 @@ def fsdp_dynamo(
 
     ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
     config = _inductor_config(planner, pipeline, _digest_of_marks(gm))
+    inner_compile = generated_code.checking(compile_fx_inner)
     with one_schema_a_region():
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=config)
+        compiled: Any = compile_fx(gm, example_inputs, inner_compile, config_patches=config)
     return with_entry(compiled)
 
 

@@ -72,6 +72,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "arguments": 6,
         "build": 7,
         "graph_options": 2,
+        "generated_code": 1,
         "probe": 4,
         "planning": 5,
         "graph_entry": 5,
