@@ -18,6 +18,7 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
+from fsdp_dynamo.explain import Explanation, explain
 from fsdp_dynamo.planning import record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
@@ -31,6 +32,7 @@ __all__ = [
     "DivergenceError",
     "Event",
     "EventLog",
+    "Explanation",
     "FSDPError",
     "FSDPStateError",
     "FSDPTypeError",
@@ -41,6 +43,7 @@ __all__ = [
     "ShardingStrategy",
     "StateDictType",
     "UnsupportedError",
+    "explain",
     "record_events",
     "record_plans",
     "set_agreement_timeout",

@@ -3,10 +3,10 @@
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
-code is shared), ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its
-calls, in search of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a
-compiled wrapper's state dict has plain names, so it must also load them; there is no hook on a
-class).
+code is shared), ``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
+``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
+of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
+state dict has plain names, so it must also load them; there is no hook on a class).
 """
 
 from __future__ import annotations
@@ -125,6 +125,41 @@ def active_backend_key() -> int:
 def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a callable with exactly this backend object; graph breaks are allowed."""
     compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
+    return compiled
+
+
+def compiled_parts(model: torch.nn.Module) -> tuple[torch.nn.Module, Backend | None, bool]:
+    """Of ``torch.compile(model)``: the model, its backend, and whether it must be one graph.
+
+    For a model that is not compiled the backend is ``None``.
+    """
+    if not isinstance(model, OptimizedModule):
+        return model, None, False
+    context: Any = model.dynamo_ctx
+    return model._orig_mod, innermost_backend(context.callback), bool(context.fullgraph)
+
+
+def compile_again(
+    backend: Any, fn: Callable[..., Any], fullgraph: bool, options: Any = None
+) -> Callable[..., Any]:
+    """Compile a callable as another was compiled.
+
+    Args:
+        backend: a name, or the object that ``compiled_parts`` gave.
+        fn: what to compile.
+        fullgraph: whether a graph break is an error.
+        options: in place of those that the backend has.
+    """
+    dynamic = getattr(backend, "dynamic", None)
+    compiled: Callable[..., Any]
+    if options is not None or isinstance(backend, str):
+        inner = getattr(backend, "compiler_fn", backend)
+        given = None if options is None else dict(options)
+        compiled = torch.compile(
+            fn, backend=inner, fullgraph=fullgraph, dynamic=dynamic, options=given
+        )
+    else:
+        compiled = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(fn)  # type: ignore[no-untyped-call]
     return compiled
 
 

@@ -110,7 +110,8 @@ def planner_for(
             require_same(group, "options of torch.compile", text)
             agreed.add(text)
         cost = _cost_model(group, options, _device_of(gm))
-    return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, _observe)
+    observe = _observe if is_recording() else None
+    return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, observe)
 
 
 def _cost_model(group: dist.ProcessGroup, options: GraphOptions, device: torch.device) -> CostModel:

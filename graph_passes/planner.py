@@ -42,12 +42,15 @@ class Planned:
         schedule: what was decided.
         plan: the same as data.
         options: from which it follows.
+        peak_bytes: most bytes alive in the graph as it is now, on top of what outlives it;
+            ``None`` where nothing predicts them.
     """
 
     problem: Problem
     schedule: Schedule
     plan: GraphPlan
     options: Options
+    peak_bytes: int | None = None
 
 
 class Planner:
@@ -97,7 +100,8 @@ class Planner:
         self._mark_launches(parts, launches)
         if self.observe is not None:
             plan = plan_of(parts, problem, schedule, launches)
-            self.observe(Planned(problem, schedule, plan, self.options))
+            peak = max(self.live_bytes_of(graph), default=0) if self.live_bytes_of else None
+            self.observe(Planned(problem, schedule, plan, self.options, peak))
 
     def _decide(self, parts: Dissection, problem: Problem) -> tuple[Schedule, dict[int, int]]:
         if self.plan is None:

@@ -1,0 +1,145 @@
+"""``explain``: why a step takes as long as it does, and what to change about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._dynamo.utils import counters  # graph breaks have no public reader
+
+from fsdp_dynamo import events, explain_views
+from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import explain as _message
+from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, EventLog, record_events
+from fsdp_dynamo.explain_run import Loss, Target, nothing_changes, run_step, target_of
+from fsdp_dynamo.explain_text import text_of
+from fsdp_dynamo.findings import Findings, Measured, UnitFacts
+from fsdp_dynamo.planning import PlanLog, record_plans
+from fsdp_dynamo.unit import Unit
+from graph_passes.report import report_of
+
+
+class Explanation(Findings):
+    """What ``explain`` returns. ``str()`` of it is ``text()``."""
+
+    def text(self) -> str:
+        """Totals, every collective with its reason, and what to change first."""
+        return text_of(self)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def save_picture(self, path: str | Path) -> None:
+        """Draw the step as lanes, simulated above measured; the format follows the suffix.
+
+        Raises:
+            FSDPError: matplotlib is not installed.
+        """
+        explain_views.save_picture(self, path)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a trace for ``ui.perfetto.dev``: simulated and measured as two processes."""
+        trace = {"traceEvents": explain_views.trace_events(self), "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(trace))
+
+
+def explain(
+    model_or_compiled: object,
+    *inputs: Any,
+    loss_fn: Loss = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Compile a model anew, run two steps without an update, and say where the time goes.
+
+    All ranks must call it, with the same model and options; each gets its own explanation. A
+    compiled model is compiled again with its own backend and options; what was compiled before
+    stays as it is. Gradients, buffers and random-number generators are put back.
+
+    Args:
+        model_or_compiled: a wrapped model, which is compiled by ``"fsdp_dynamo_aot_eager"``, or
+            ``torch.compile`` of one. On the hooks path nothing is planned; what is measured is
+            there.
+        inputs: of the model.
+        loss_fn: from the model's output to a scalar; the sum of all floating-point outputs if
+            not given.
+        options: of the graph path, in place of the compiled model's own.
+        kwargs: of the model.
+
+    Raises:
+        FSDPTypeError: not a module; options on the hooks path.
+        FSDPValueError: no unit in the model; no loss.
+        FSDPStateError: no process group; a ``record_events()`` is open.
+    """
+    target = target_of(model_or_compiled, options)
+    if events.recorder is not None:
+        raise FSDPStateError(
+            _message(
+                expected="no recording under way",
+                got="an open record_events()",
+                where="explain()",
+                fix="Leave it first.",
+            )
+        )
+    breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+    with nothing_changes(target, (inputs, kwargs)):
+        with record_plans() as plans:
+            run_step(target, inputs, kwargs, loss_fn)
+        new_breaks = {r: n - breaks.get(r, 0) for r, n in counters["graph_break"].items()}
+        num_graphs = counters["stats"]["unique_graphs"] - graphs
+        for parameter in target.module.parameters():
+            parameter.grad = None
+        with record_events() as log:
+            run_step(target, inputs, kwargs, loss_fn)
+    return _explanation(target, plans, log, {r: n for r, n in new_breaks.items() if n}, num_graphs)
+
+
+def _explanation(
+    target: Target, plans: PlanLog, log: EventLog, breaks: dict[str, int], num_graphs: int
+) -> Explanation:
+    first = target.units[0]
+    return Explanation(
+        path="graph" if target.is_graph_path else "hooks",
+        backend=target.backend,
+        device=str(first.device or "cpu"),
+        world_size=first.config.group.size(),
+        units=tuple(_facts(unit) for unit in target.units),
+        num_graphs=num_graphs,
+        graph_breaks=breaks,
+        graphs=tuple(report_of(planned) for planned in plans),
+        measured=_measured(log),
+    )
+
+
+def _facts(unit: Unit) -> UnitFacts:
+    return UnitFacts(
+        unit=unit.fqn,
+        strategy=unit.config.strategy.name,
+        num_parameters=len(unit.originals()),
+        unsharded_bytes=sum(flat.unsharded_bytes for flat in unit.flats),
+        sharded_bytes=sum(f.sharded.numel() * f.sharded.element_size() for f in unit.flats),
+    )
+
+
+def _measured(log: EventLog) -> tuple[Measured, ...]:
+    """Collectives and compute of a recording, on a clock that begins with the first of them."""
+    kept = [e for e in log if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
+    start = min((event.issued_ns for event in kept), default=0)
+    return tuple(_one(event, start) for event in kept)
+
+
+def _one(event: Event, start: int) -> Measured:
+    return Measured(
+        unit=event.unit,
+        kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
+        phase=event.phase,
+        num_bytes=event.num_bytes,
+        issued_ms=(event.issued_ns - start) / 1e6,
+        done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
+        exposed_ms=event.exposed_ns / 1e6,
+    )
+
+
+__all__ = ["Explanation", "explain"]

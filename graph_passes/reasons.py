@@ -1,0 +1,166 @@
+"""Why a collective is where it is: the next move is tried, and what stops it is the reason.
+
+The move of an all-gather is one unit's compute earlier, that of a reduction's wait one unit later.
+What is launched together moves together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from graph_passes.limits import Limits, is_within
+from graph_passes.problem import Problem, Transfer
+from graph_passes.simulate import Placement, Schedule, Timeline, peak_bytes, simulate
+
+Reason = Literal["hidden", "dependency", "memory", "in flight", "order", "bandwidth", "not planned"]
+
+_EPSILON_MS = 1e-6
+
+
+@dataclass(frozen=True)
+class Why:
+    """What keeps a collective from a better place.
+
+    Attributes:
+        reason: ``"hidden"``: it exposes nothing. ``"dependency"``: its input is ready, or its
+            result is used, only there. ``"memory"``: the move exceeds the budget. ``"in flight"``:
+            too many would be under way. ``"order"``: it would overtake another on its link, and
+            nothing would be gained. ``"bandwidth"``: the link is busy, so nothing would be gained.
+            ``"not planned"``: the move is allowed and would save time; a switch or a given plan
+            rules it out, or the search has stopped before it.
+        bytes_short: what the budget lacks; 0 for other reasons.
+        behind: unit of the collective that is ahead on the link, where that matters.
+        saves_ms: what the move would save; 0 unless it is not planned.
+    """
+
+    reason: Reason
+    bytes_short: int = 0
+    behind: str | None = None
+    saves_ms: float = 0.0
+
+
+def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, int]) -> Problem:
+    """The problem with one latency a launch: all transfers of it but the first have none.
+
+    Args:
+        problem: of single transfers.
+        schedule: in whose order they are launched.
+        launches: by index of the transfer, the launch that it is part of.
+    """
+    transfers = list(problem.transfers)
+    seen: set[int] = set()
+    for placement in schedule:
+        index = placement.transfer
+        if launches[index] in seen:
+            one = transfers[index]
+            transfers[index] = replace(one, ms=max(0.0, one.ms - one.latency_ms), latency_ms=0.0)
+        seen.add(launches[index])
+    return replace(problem, transfers=tuple(transfers))
+
+
+class Reasons:
+    """Tries moves in one schedule.
+
+    Args:
+        problem: from ``with_launches``.
+        schedule: what was decided.
+        launches: by index of the transfer, the launch that it is part of.
+        limits: resolved for the problem.
+    """
+
+    def __init__(
+        self, problem: Problem, schedule: Schedule, launches: Mapping[int, int], limits: Limits
+    ) -> None:
+        self.problem = problem
+        self.schedule = schedule
+        self.launches = launches
+        self.limits = limits
+        self.timeline = simulate(problem, schedule)
+
+    def why(self, index: int) -> Why:
+        """Why transfer number ``index`` did not move further."""
+        if self.timeline.timings[index].exposed_ms <= _EPSILON_MS:
+            return Why("hidden")
+        return self._gather(index) if self._transfer(index).is_gather else self._reduction(index)
+
+    def _transfer(self, index: int) -> Transfer:
+        return self.problem.transfers[index]
+
+    def _members(self, index: int) -> list[Placement]:
+        """Placements that are launched together with a transfer, in order."""
+        return [p for p in self.schedule if self.launches[p.transfer] == self.launches[index]]
+
+    def _gather(self, index: int) -> Why:
+        members = self._members(index)
+        ready = max(self._transfer(p.transfer).ready for p in members)
+        issue = members[0].issue
+        ahead = self._ahead(members[0])
+        queued = self._is_queued(members[0])
+        if issue <= ready:
+            return Why("bandwidth", behind=self._unit(ahead)) if queued else Why("dependency")
+        earlier = [gap for gap in self.problem.segment_starts() if gap < issue]
+        target = max([ready, *earlier[-1:]])
+        overtakes = ahead is not None and ahead.issue == issue
+        if ahead is not None and not overtakes:
+            target = max(target, ahead.issue)  # right behind it on the link
+        why = self._try(index, self._issued_at(members, target))
+        if overtakes and why.reason == "bandwidth":
+            return Why("order", behind=self._unit(ahead))
+        return replace(why, behind=self._unit(ahead)) if why.reason == "bandwidth" else why
+
+    def _reduction(self, index: int) -> Why:
+        members = self._members(index)
+        need = min(self._transfer(p.transfer).need for p in members)
+        ready = max(self._transfer(p.transfer).ready for p in members)
+        wait, issue = members[0].wait, members[0].issue
+        if wait < need:
+            later = [gap for gap in self.problem.segment_starts() if gap > wait]
+            target = min([need, *later[:1]])
+            moved = {p.transfer: replace(p, wait=target) for p in members}
+            return self._try(index, tuple(moved.get(p.transfer, p) for p in self.schedule))
+        ahead = self._ahead(members[0])
+        if issue > ready:
+            why = self._try(index, self._issued_at(members, ready))
+            return Why("order", behind=self._unit(ahead)) if why.reason == "bandwidth" else why
+        if self._is_queued(members[0]):
+            return Why("bandwidth", behind=self._unit(ahead))
+        return Why("dependency")
+
+    def _try(self, index: int, trial: Schedule) -> Why:
+        """What stops a schedule: memory, places in flight, or that nothing is gained."""
+        budget = self.limits.memory_budget_bytes
+        peak = peak_bytes(self.problem, trial)
+        if budget is not None and peak > budget:
+            return Why("memory", bytes_short=peak - budget)
+        if not is_within(self.problem, trial, self.limits):
+            return Why("in flight")
+        saved = self.timeline.total_ms - simulate(self.problem, trial).total_ms
+        return Why("not planned", saves_ms=saved) if saved > _EPSILON_MS else Why("bandwidth")
+
+    def _issued_at(self, members: list[Placement], gap: int) -> Schedule:
+        """The schedule with a launch issued in another gap, behind what is issued there."""
+        taken = {p.transfer for p in members}
+        rest = [p for p in self.schedule if p.transfer not in taken]
+        last = max((i + 1 for i, p in enumerate(rest) if p.issue <= gap), default=0)
+        return (*rest[:last], *(replace(p, issue=gap) for p in members), *rest[last:])
+
+    def _ahead(self, placement: Placement) -> Placement | None:
+        """What goes over the same link right before a launch."""
+        group = self._transfer(placement.transfer).group
+        on_link = [p for p in self.schedule if self._transfer(p.transfer).group == group]
+        on_link.sort(key=lambda p: p.issue)  # stable: within a gap, the schedule's order
+        position = on_link.index(placement)
+        return on_link[position - 1] if position else None
+
+    def _is_queued(self, placement: Placement) -> bool:
+        """Whether the link is still busy when a launch is issued."""
+        timing = self.timeline.timings[placement.transfer]
+        return timing.begin_ms > timing.issued_ms + _EPSILON_MS
+
+    def _unit(self, placement: Placement | None) -> str | None:
+        return None if placement is None else self._transfer(placement.transfer).mark.unit
+
+
+__all__ = ["Reason", "Reasons", "Timeline", "Why", "with_launches"]

@@ -1,0 +1,228 @@
+"""Report: what one graph's schedule costs, collective by collective and unit by unit, and why.
+
+All times are simulated milliseconds from the start of the graph; ``simulate`` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graph_passes.limits import BudgetError, Limits
+from graph_passes.planner import Planned
+from graph_passes.problem import Problem, Transfer
+from graph_passes.reasons import Reason, Reasons, with_launches
+from graph_passes.simulate import Placement, Timeline, lower_bound_ms, total_ms, unscheduled
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """One collective.
+
+    Attributes:
+        unit, kind, ordinal: from its mark.
+        group: name of its process group, whose collectives share a link.
+        launch: collectives with the same number are launched together.
+        wire_bytes: what this rank sends.
+        ms: duration when it has the link to itself.
+        issued_ms, begin_ms, end_ms: issue, and when it occupies its link.
+        wait_ms: when its result is waited for.
+        exposed_ms: for how long nothing is computed because of it.
+        moved_steps: steps of compute between where it is and where it was unscheduled.
+        moved_across: the units of these steps.
+        reason: why it did not move further; see ``Why``, also for the rest.
+    """
+
+    unit: str
+    kind: str
+    ordinal: int
+    group: str
+    launch: int
+    wire_bytes: int
+    ms: float
+    issued_ms: float
+    begin_ms: float
+    end_ms: float
+    wait_ms: float
+    exposed_ms: float
+    moved_steps: int
+    moved_across: tuple[str, ...]
+    reason: Reason
+    bytes_short: int = 0
+    behind: str | None = None
+    saves_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """Sums over a unit's compute and collectives in one graph."""
+
+    unit: str
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class ComputeSpan:
+    """When a unit computes without a pause or another unit in between."""
+
+    unit: str
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"``.
+        compute_ms, communication_ms, exposed_ms: sums over the units.
+        bound_ms: no schedule is faster.
+        simulated_ms: the schedule.
+        unscheduled_ms: every gather where it is needed, every reduction waited for at once.
+        peak_bytes: predicted for the graph as it is run, on top of what outlives a step (shards,
+            optimizer state); ``None`` where nothing predicts it.
+        budget_bytes: what the planner may have alive; ``None`` where that is not limited.
+        max_in_flight: how many may be under way.
+        transfers: in order of issue.
+        units: in order of their compute.
+        spans: compute, in order.
+    """
+
+    phase: str
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    bound_ms: float
+    simulated_ms: float
+    unscheduled_ms: float
+    peak_bytes: int | None
+    budget_bytes: int | None
+    max_in_flight: int
+    transfers: tuple[TransferReport, ...]
+    units: tuple[UnitReport, ...]
+    spans: tuple[ComputeSpan, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As what JSON can hold."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> GraphReport:
+        """Back from ``to_dict``, also by way of JSON."""
+        transfers = tuple(
+            TransferReport(**{**t, "moved_across": tuple(t["moved_across"])})
+            for t in data["transfers"]
+        )
+        units = tuple(UnitReport(**unit) for unit in data["units"])
+        spans = tuple(ComputeSpan(**span) for span in data["spans"])
+        return GraphReport(**{**data, "transfers": transfers, "units": units, "spans": spans})
+
+
+def report_of(planned: Planned) -> GraphReport:
+    """The report of what was done to one graph."""
+    schedule = planned.schedule
+    launches = {
+        placement.transfer: transfer.launch
+        for placement, transfer in zip(schedule, planned.plan.transfers, strict=True)
+    }
+    problem = with_launches(planned.problem, schedule, launches)
+    limits = _resolved(planned)
+    reasons = Reasons(problem, schedule, launches, limits)
+    timeline = reasons.timeline
+    ordered = sorted(schedule, key=lambda p: p.issue)
+    transfers = tuple(_transfer(reasons, placement) for placement in ordered)
+    has_profile = any(problem.base_bytes)
+    return GraphReport(
+        phase=planned.plan.phase,
+        compute_ms=sum(problem.compute_ms),
+        communication_ms=sum(t.ms for t in problem.transfers),
+        exposed_ms=timeline.exposed_ms,
+        bound_ms=lower_bound_ms(problem),
+        simulated_ms=timeline.total_ms,
+        unscheduled_ms=total_ms(planned.problem, unscheduled(planned.problem)),
+        peak_bytes=planned.peak_bytes,
+        budget_bytes=limits.memory_budget_bytes if has_profile else None,
+        max_in_flight=limits.max_in_flight,
+        transfers=transfers,
+        units=_units(problem, transfers),
+        spans=_spans(problem, timeline),
+    )
+
+
+def _resolved(planned: Planned) -> Limits:
+    """The limits that were in force; a plan that was given need not keep a budget."""
+    try:
+        return planned.options.limits.resolved(planned.problem)
+    except BudgetError:
+        return planned.options.limits
+
+
+def _transfer(reasons: Reasons, placement: Placement) -> TransferReport:
+    transfer = reasons.problem.transfers[placement.transfer]
+    timing = reasons.timeline.timings[placement.transfer]
+    why = reasons.why(placement.transfer)
+    steps = _moved(transfer, placement)
+    return TransferReport(
+        unit=transfer.mark.unit,
+        kind=transfer.mark.kind,
+        ordinal=transfer.mark.ordinal,
+        group=transfer.group,
+        launch=reasons.launches[placement.transfer],
+        wire_bytes=transfer.wire_bytes,
+        ms=transfer.ms,
+        issued_ms=timing.issued_ms,
+        begin_ms=timing.begin_ms,
+        end_ms=timing.end_ms,
+        wait_ms=timing.wait_ms,
+        exposed_ms=timing.exposed_ms,
+        moved_steps=len(steps),
+        moved_across=tuple(dict.fromkeys(reasons.problem.units[step] for step in steps)),
+        reason=why.reason,
+        bytes_short=why.bytes_short,
+        behind=why.behind,
+        saves_ms=why.saves_ms,
+    )
+
+
+def _moved(transfer: Transfer, placement: Placement) -> range:
+    """Steps between a placement and where the transfer was unscheduled."""
+    if transfer.is_gather:
+        return range(placement.issue, transfer.need)
+    return range(transfer.ready, placement.wait)
+
+
+def _units(problem: Problem, transfers: tuple[TransferReport, ...]) -> tuple[UnitReport, ...]:
+    names = dict.fromkeys([*problem.units, *(t.unit for t in transfers)])
+    reports = []
+    for name in names:
+        compute = sum(
+            ms for ms, unit in zip(problem.compute_ms, problem.units, strict=True) if unit == name
+        )
+        own = [t for t in transfers if t.unit == name]
+        communication = sum(t.ms for t in own)
+        exposed = sum(t.exposed_ms for t in own)
+        sent = sum(t.wire_bytes for t in own)
+        reports.append(UnitReport(name, compute, communication, exposed, sent))
+    return tuple(reports)
+
+
+def _spans(problem: Problem, timeline: Timeline) -> tuple[ComputeSpan, ...]:
+    """Steps of one unit that follow each other without a wait in between, as one."""
+    spans: list[ComputeSpan] = []
+    for unit, begin, ms in zip(
+        problem.units, timeline.step_begin_ms, problem.compute_ms, strict=True
+    ):
+        last = spans[-1] if spans else None
+        if last is not None and last.unit == unit and begin - last.end_ms < 1e-9:
+            spans[-1] = ComputeSpan(unit, last.begin_ms, begin + ms)
+        elif ms > 0:
+            spans.append(ComputeSpan(unit, begin, begin + ms))
+    return tuple(spans)
+
+
+__all__ = ["ComputeSpan", "GraphReport", "TransferReport", "UnitReport", "report_of"]
