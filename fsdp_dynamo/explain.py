@@ -24,9 +24,13 @@ from graph_passes.report import report_of
 class Explanation(Findings):
     """What ``explain`` returns. ``str()`` of it is ``text()``."""
 
-    def text(self) -> str:
-        """Totals, every collective with its reason, and what to change first."""
-        return text_of(self)
+    def text(self, details: bool = False) -> str:
+        """Totals, collectives with their reasons, and what to change first.
+
+        Args:
+            details: with a row for every unit, and for every collective of a deep model.
+        """
+        return text_of(self, details)
 
     def __str__(self) -> str:
         return self.text()

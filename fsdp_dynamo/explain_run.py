@@ -146,7 +146,9 @@ def nothing_changes(target: Target, values: Any) -> Iterator[None]:
     holders = dict.fromkeys([*target.module.parameters(), *leaves])
     grads = [(holder, holder.grad) for holder in holders]
     buffers = [(b, b.detach().clone()) for b in target.module.buffers()]
-    devices = [d for d in {unit.device for unit in target.units} if d is not None and d.type != "cpu"]
+    devices = [
+        d for d in {unit.device for unit in target.units} if d is not None and d.type != "cpu"
+    ]
     try:
         with torch.random.fork_rng(devices):
             for holder, _ in grads:

@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from fsdp_dynamo.findings import Findings, Measured, most_exposed
 from graph_passes.report import GraphReport, TransferReport
 
-_MAX_UNITS = 24
+_MAX_ROWS = 24
 
 
-def text_of(findings: Findings) -> str:
-    """All of it, a hundred columns wide where names are not too long."""
+def text_of(findings: Findings, details: bool = False) -> str:
+    """All of it, a hundred columns wide where names are not too long.
+
+    Args:
+        findings: what there is to say.
+        details: with a row for every unit, and for collectives that expose little.
+    """
     parts = [_head(findings)]
     if findings.graphs:
-        parts += [_totals(findings), _units_of_plan(findings), _advice(findings)]
+        parts += [_totals(findings), _collectives(findings, details)]
+        parts += [_units_of_plan(findings)] if details else []
+        parts += [_advice(findings)]
     else:
         parts += [_why_no_plan(findings), _units_measured(findings)]
     if findings.graph_breaks:
@@ -96,7 +103,7 @@ def _totals(findings: Findings) -> str:
         graphs = [graph for graph in findings.graphs if graph.phase == phase]
         rows.append([phase, *_sums(graphs, _of_phase(findings.measured, phase))])
     rows.append(["step", *_sums(findings.graphs, findings.measured)])
-    return "times in ms; measured: one step\n" + _table(rows)
+    return "times in ms; exposed: nothing is computed; measured: one step\n" + _table(rows)
 
 
 _TOTALS = [
@@ -105,7 +112,7 @@ _TOTALS = [
     "comm",
     "bound",
     "simulated",
-    "unscheduled",
+    "unsched.",
     "exposed",
     "measured",
     "exposed",
@@ -117,9 +124,9 @@ _TOTALS = [
 
 def _sums(graphs: Sequence[GraphReport], events: Sequence[Measured]) -> list[str]:
     times = ("compute_ms", "communication_ms", "bound_ms", "simulated_ms", "unscheduled_ms")
-    cells = [f"{sum(getattr(graph, name) for graph in graphs):.3f}" for name in times]
-    cells.append(f"{sum(graph.exposed_ms for graph in graphs):.3f}")
-    cells += [f"{_span(events):.3f}", f"{_exposed(events):.3f}"]
+    cells = [f"{sum(getattr(graph, name) for graph in graphs):.2f}" for name in times]
+    cells.append(f"{sum(graph.exposed_ms for graph in graphs):.2f}")
+    cells += [f"{_span(events):.2f}", f"{_exposed(events):.2f}"]
     cells.append(_bytes(sum(t.wire_bytes for graph in graphs for t in graph.transfers)))
     peaks = [graph.peak_bytes for graph in graphs if graph.peak_bytes is not None]
     budgets = [graph.budget_bytes for graph in graphs if graph.budget_bytes is not None]
@@ -141,14 +148,28 @@ def _exposed(events: Sequence[Measured]) -> float:
 
 
 def _units_of_plan(findings: Findings) -> str:
-    """A row for every collective, by phase."""
+    """A row for every unit of a phase."""
+    rows = [["unit", "phase", "compute", "comm", "exposed", "measured", "exposed", "sent"]]
+    for graph in findings.graphs:
+        events = _of_phase(findings.measured, graph.phase)
+        for unit in graph.units:
+            own = [event for event in events if event.unit == unit.unit]
+            compute = sum(e.done_ms - e.issued_ms for e in own if not e.is_collective)
+            times = (unit.compute_ms, unit.communication_ms, unit.exposed_ms, compute)
+            cells = [f"{ms:.3f}" for ms in (*times, _exposed(own))]
+            rows.append([name_of(unit.unit), graph.phase, *cells, _bytes(unit.wire_bytes)])
+    return _table(rows, left=(0, 1))
+
+
+def _collectives(findings: Findings, details: bool) -> str:
+    """A row for every collective, in order of issue."""
     rows = [["collective", "moved", "ms", "exposed", "measured", "sent", "reason"]]
     ends = []
     for graph, transfer, event in findings.pairs():
         rows.append(
             [
                 f"{graph.phase} {transfer.kind} {name_of(transfer.unit)}",
-                f"{transfer.moved_steps} steps",
+                _moved(transfer),
                 f"{transfer.ms:.3f}",
                 f"{transfer.exposed_ms:.3f}",
                 "-" if event is None else f"{event.exposed_ms:.3f}",
@@ -157,12 +178,21 @@ def _units_of_plan(findings: Findings) -> str:
             ]
         )
         ends.append(transfer.exposed_ms)
-    left = len(rows) - 1 - _MAX_UNITS
+    left = 0 if details else len(ends) - _MAX_ROWS
     if left > 0:
-        keep = sorted(sorted(range(len(ends)), key=lambda i: -ends[i])[:_MAX_UNITS])
+        keep = sorted(sorted(range(len(ends)), key=lambda i: -ends[i])[:_MAX_ROWS])
         rows = [rows[0], *(rows[i + 1] for i in keep)]
     more = f"\n... and {left} that are less exposed" if left > 0 else ""
-    return _table(rows, left=(0, 6)) + more
+    return _table(rows, left=(0, 1, 6)) + more
+
+
+def _moved(transfer: TransferReport) -> str:
+    """Over how many steps, and whose."""
+    names = [name_of(unit) for unit in transfer.moved_across]
+    if not names:
+        return "-"
+    over = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    return f"{transfer.moved_steps} over {over}"
 
 
 def _advice(findings: Findings) -> str:
@@ -207,8 +237,9 @@ def _units_measured(findings: Findings) -> str:
                 _bytes(sum(e.num_bytes for e in own)),
             ]
         )
+    note = "compute of a unit: with that of units inside it"
     total = f"measured {findings.measured_ms:.3f} ms, exposed {findings.measured_exposed_ms:.3f} ms"
-    return f"{total}\n{_table(rows, left=(0, 1))}"
+    return f"{total}; {note}\n{_table(rows, left=(0, 1))}"
 
 
 def _breaks(findings: Findings) -> str:

@@ -127,7 +127,8 @@ def save_picture(findings: Findings, path: str | Path) -> None:
     heights = [len(lanes_of(bars)) + 1 for _, bars in sides] or [1]
     figure = Figure(figsize=(12, 0.55 * sum(heights) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    axes = grid[:, 0]
     colours = _colours([unit.unit for unit in findings.units])
     for axis, (title, bars) in zip(axes, sides, strict=False):
         _draw(axis, title, bars, colours)
@@ -143,7 +144,7 @@ def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> No
         width = bar.end_ms - bar.begin_ms
         row = lanes.index(bar.lane)
         colour = colours.get(bar.unit, "#d8dbdc")
-        edge = "#1c2321" if bar.exposed_ms > 0 else "none"
+        edge = "#1c2321" if bar.exposed_ms > longest / 200 else "none"
         axis.barh(row, width, left=bar.begin_ms, height=0.8, color=colour, edgecolor=edge)
         if width > longest / 18:
             middle = bar.begin_ms + width / 2
@@ -151,7 +152,7 @@ def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> No
             axis.text(middle, row, label, ha="center", va="center", fontsize=7, clip_on=True)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.invert_yaxis()
-    axis.set_title(f"{title}: {longest:.2f} ms (dark edge: exposed)", loc="left", fontsize=9)
+    axis.set_title(f"{title}: {longest:.2f} ms; dark edge: exposed", loc="left", fontsize=9)
 
 
 def _colours(units: list[str]) -> dict[str, Any]:
