@@ -111,7 +111,7 @@ _TOTALS = [
     "compute",
     "comm",
     "bound",
-    "simulated",
+    "sim.",
     "unsched.",
     "exposed",
     "measured",

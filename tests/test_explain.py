@@ -243,10 +243,10 @@ graph path, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
 flat parameters 4.0 kB unsharded, 2.0 kB a rank
 
 times in ms; exposed: nothing is computed; measured: one step
-graph     compute   comm  bound  simulated  unsched.  exposed  measured  exposed   sent    peak  budget
-forward      8.00   7.00   9.00      10.00     15.00     2.00      5.00     2.00  300 B  1.2 kB  1.0 GB
-backward     8.00   6.00   9.00      10.00     14.00     2.00      3.50     0.75  300 B  1.2 kB  1.0 GB
-step        16.00  13.00  18.00      20.00     29.00     4.00      9.50     2.75  600 B  1.2 kB  1.0 GB
+graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget
+forward      8.00   7.00   9.00  10.00     15.00     2.00      5.00     2.00  300 B  1.2 kB  1.0 GB
+backward     8.00   6.00   9.00  10.00     14.00     2.00      3.50     0.75  300 B  1.2 kB  1.0 GB
+step        16.00  13.00  18.00  20.00     29.00     4.00      9.50     2.75  600 B  1.2 kB  1.0 GB
 
 collective                  moved             ms  exposed  measured   sent  reason
 forward all_gather u0       -              1.000    1.000     2.000  100 B  dependency
