@@ -329,7 +329,6 @@ def test_operators_have_meta_kernels() -> None:
 # -- over ranks -----------------------------------------------------------------------------------
 
 
-
 class Twice(nn.Module):
     """Uses a weight twice, has one unused and one without a bias; embedding and norm."""
 
