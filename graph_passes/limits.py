@@ -12,6 +12,14 @@ class BudgetError(ValueError):
     """A memory budget that not even the unscheduled graph keeps."""
 
 
+def too_small(least_bytes: int, budget_bytes: int | None, where: str = "") -> str:
+    """Message of a ``BudgetError``."""
+    return (
+        f"memory_budget_bytes: expected at least {least_bytes:,} for this graph{where}, got "
+        f"{budget_bytes or 0:,}. Raise the budget, wrap smaller units, or checkpoint activations."
+    )
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bounds of a schedule.
@@ -54,12 +62,8 @@ class Limits:
             return replace(self, memory_budget_bytes=max(1, least + ahead))
         if self.memory_budget_bytes < least:
             step = live_bytes(problem, unscheduled(problem)).index(least)
-            raise BudgetError(
-                f"memory_budget_bytes: expected at least {least:,} for this graph without any "
-                f"prefetch (its peak is in unit '{problem.units[step]}'), "
-                f"got {self.memory_budget_bytes:,}. Raise the budget, wrap smaller units, or "
-                "checkpoint activations."
-            )
+            where = f" without any prefetch (its peak is in unit '{problem.units[step]}')"
+            raise BudgetError(too_small(least, self.memory_budget_bytes, where))
         return self
 
 

@@ -14,10 +14,11 @@ After::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graph_passes.limits import BudgetError, too_small
 from graph_passes.markers import set_launch
 from graph_passes.plan import (
     GraphPlan,
@@ -95,22 +96,45 @@ class Planner:
         if self.live_bytes_of is not None:
             live = dict(zip(graph.nodes, self.live_bytes_of(graph), strict=True))
             problem = problem.with_base_bytes(tuple(live[node] for node in parts.steps))
-        schedule, launches = self._decide(parts, problem)
-        apply(graph, schedule, parts)
+        if self.plan is None:
+            schedule, launches = self._place(graph, parts, problem)
+        else:
+            schedule, launches = _from_plan(self.plan, parts, problem)
+            apply(graph, schedule, parts)
         self._mark_launches(parts, launches)
         if self.observe is not None:
             plan = plan_of(parts, problem, schedule, launches)
-            peak = max(self.live_bytes_of(graph), default=0) if self.live_bytes_of else None
+            peak = self._peak(graph)
             self.observe(Planned(problem, schedule, plan, self.options, peak))
 
-    def _decide(self, parts: Dissection, problem: Problem) -> tuple[Schedule, dict[int, int]]:
-        if self.plan is None:
-            return decide(problem, self.options)
-        digest = digest_of(parts)
-        for graph_plan in self.plan.graphs:
-            if graph_plan.digest == digest:
-                return schedule_from(graph_plan, problem)
-        raise PlanError(_unknown_graph(self.plan, parts, digest))
+    def _peak(self, graph: fx.Graph) -> int | None:
+        """Most bytes alive in a graph as it is now."""
+        return max(self.live_bytes_of(graph), default=0) if self.live_bytes_of else None
+
+    def _place(
+        self, graph: fx.Graph, parts: Dissection, problem: Problem
+    ) -> tuple[Schedule, dict[int, int]]:
+        """Decide and apply; again with less, where the graph itself then exceeds a given budget.
+
+        The problem knows memory during steps, the graph also in between.
+        """
+        budget = self.options.limits.memory_budget_bytes
+        options = self.options
+        peak = None
+        while True:
+            try:
+                schedule, launches = decide(problem, options)
+            except BudgetError:
+                if peak is None:
+                    raise
+                raise BudgetError(too_small(peak, budget)) from None
+            apply(graph, schedule, parts)
+            peak = self._peak(graph)
+            if budget is None or peak is None or peak <= budget:
+                return schedule, launches
+            allowed = (options.limits.memory_budget_bytes or budget) - (peak - budget)
+            limits = replace(options.limits, memory_budget_bytes=max(1, allowed))
+            options = replace(options, limits=limits)
 
     @staticmethod
     def _mark_launches(parts: Dissection, launches: dict[int, int]) -> None:
@@ -119,6 +143,14 @@ class Planner:
             sizes[launch] = sizes.get(launch, 0) + 1
         for index, launch in launches.items():
             set_launch(parts.chains[index].collective, launch if sizes[launch] > 1 else None)
+
+
+def _from_plan(plan: Plan, parts: Dissection, problem: Problem) -> tuple[Schedule, dict[int, int]]:
+    digest = digest_of(parts)
+    for graph_plan in plan.graphs:
+        if graph_plan.digest == digest:
+            return schedule_from(graph_plan, problem)
+    raise PlanError(_unknown_graph(plan, parts, digest))
 
 
 def _unknown_graph(plan: Plan, parts: Dissection, digest: str) -> str:

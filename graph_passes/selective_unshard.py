@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from graph_passes.graph_utils import collectives, num_bytes, wait_of
-from graph_passes.limits import BudgetError
+from graph_passes.limits import BudgetError, too_small
 from graph_passes.markers import mark_of
 from graph_passes.problem import Problem, dissect, problem_of
 from graph_passes.schedule import Options, apply, quick
@@ -55,11 +55,7 @@ def choose_kept(
     last_use = _last_uses(forward)
     state = _start(forward, backward, options, live_bytes_of)
     if max(state.forward_live, default=0) > budget:
-        raise BudgetError(
-            f"memory_budget_bytes: expected at least {max(state.forward_live):,} for the forward "
-            f"graph, got {budget:,}. Raise the budget, wrap smaller units, or checkpoint "
-            "activations."
-        )
+        raise BudgetError(too_small(max(state.forward_live), budget))
     kept: list[str] = []
     while True:
         best: tuple[float, str, _State] | None = None

@@ -75,6 +75,7 @@ def _with_budget(rank: int, world_size: int, budget: int | None) -> Any:
     _, model = _compiled({} if budget is None else {"memory_budget_bytes": budget})
     with record_plans() as log:
         gathers, loss = _backward_gathers(model, rank)
+    assert budget is None or all((planned.peak_bytes or 0) <= budget for planned in log)
     return log.plan().kept, gathers, loss
 
 
