@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -46,6 +48,14 @@ def _in_code(source: str) -> list[str]:
     ]
 
 
+@contextmanager
+def _without_graph_caches() -> Iterator[None]:
+    """Graphs are compiled anew; kernels, which take a C++ compiler, may be known."""
+    no_joint = torch._functorch.config.patch(enable_autograd_cache=False)
+    with no_joint, torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
 def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], list[str]]]:
     """Of every graph, the order handed over and the order in the code."""
     planned: list[list[str]] = []
@@ -64,7 +74,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
     options = {"bucket": bucket, "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6}}
     options |= {"memory_budget_bytes": 10**9, "max_in_flight": 64}
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with _without_graph_caches():
             wrapped = wrap(make_transformer(num_blocks=4))
             model = torch.compile(wrapped, fullgraph=True, backend="fsdp_dynamo", options=options)
             loss_of(model, batch(rank, 0)).backward()
@@ -103,7 +113,7 @@ def _pinned(rank: int, world_size: int) -> list[list[str]]:
     for pass_ in (None, generated_code.PinOrder()):
         torch._dynamo.reset()
         settings = {**generated_code.SETTINGS, "_pre_fusion_custom_pass": pass_}
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with _without_graph_caches():
             compiled = torch.compile(_fusible, options=settings)
             result, sources = run_and_get_code(compiled, *inputs)
         assert torch.allclose(result[2], inputs[0].sin() + inputs[2])
@@ -131,8 +141,8 @@ def _reordered(rank: int, world_size: int) -> str:
     options = {"bucket": False, "max_in_flight": 8, "memory_budget_bytes": 10**9}
     options["link"] = {"latency_ms": 5.0, "bytes_per_ms": 1e6}
     model = torch.compile(wrapped, fullgraph=True, backend="fsdp_dynamo", options=options)
-    settings = {"_post_fusion_custom_pass": swap, "force_disable_caches": True}
-    with torch._inductor.config.patch(settings):
+    settings = {"_post_fusion_custom_pass": swap, "fx_graph_cache": False}
+    with _without_graph_caches(), torch._inductor.config.patch(settings):
         try:
             loss_of(model, batch(rank, 0))
         except Exception as error:  # noqa: BLE001  # Dynamo wraps it
