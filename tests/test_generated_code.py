@@ -112,7 +112,11 @@ def _pinned(rank: int, world_size: int) -> list[list[str]]:
     inputs = (torch.rand(64), torch.rand(8, 8), torch.rand(64))
     for pass_ in (None, generated_code.PinOrder()):
         torch._dynamo.reset()
-        settings = {**generated_code.SETTINGS, "_pre_fusion_custom_pass": pass_}
+        settings = {
+            **generated_code.SETTINGS,
+            "_pre_fusion_custom_pass": pass_,
+            "reorder_for_locality": False,
+        }
         with _without_graph_caches():
             compiled = torch.compile(_fusible, options=settings)
             result, sources = run_and_get_code(compiled, *inputs)
