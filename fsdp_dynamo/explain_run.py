@@ -145,6 +145,8 @@ def nothing_changes(target: Target, values: Any) -> Iterator[None]:
     leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
     holders = dict.fromkeys([*target.module.parameters(), *leaves])
     grads = [(holder, holder.grad) for holder in holders]
+    flats = [flat for unit in target.units for flat in unit.flats]
+    sums = [(flat, flat.unsharded_grad_sum) for flat in flats]  # of steps under no_sync()
     buffers = [(b, b.detach().clone()) for b in target.module.buffers()]
     devices = [
         d for d in {unit.device for unit in target.units} if d is not None and d.type != "cpu"
@@ -153,10 +155,14 @@ def nothing_changes(target: Target, values: Any) -> Iterator[None]:
         with torch.random.fork_rng(devices):
             for holder, _ in grads:
                 holder.grad = None
+            for flat in flats:
+                flat.unsharded_grad_sum = None
             yield
     finally:
         for holder, grad in grads:
             holder.grad = grad
+        for flat, unsharded in sums:
+            flat.unsharded_grad_sum = unsharded
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from graph_passes.plan import GraphPlan, PlannedTransfer
 from graph_passes.planner import Planned
 from graph_passes.problem import Problem, Transfer
 from graph_passes.report import GraphReport, report_of
-from graph_passes.schedule import Options
+from graph_passes.schedule import Options, decide
 from graph_passes.simulate import Placement
 
 NO_LIMIT = Limits(memory_budget_bytes=10**9, max_in_flight=9)
@@ -162,6 +163,38 @@ def test_a_move_that_was_not_planned() -> None:
     assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
     planned = _planned(("u0", "reduce_scatter", 1.0, 1, 4, 1, 1))
     assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
+
+
+def _random_place(rng: random.Random, unit: int, kind: CollectiveKind, num: int) -> Place:
+    ready, need = (0, unit) if kind == "all_gather" else (unit + 1, num)
+    return (f"u{unit}", kind, rng.uniform(0.6, 6.0), ready, need, ready, ready)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_reasons_of_decided_schedules(seed: int) -> None:
+    """A reason is never at odds with the numbers beside it; little is left that would save time."""
+    rng = random.Random(seed)
+    num = rng.randint(2, 8)
+    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+    places = [_random_place(rng, unit, kind, num) for unit in range(num) for kind in kinds]
+    compute = tuple(rng.uniform(0.1, 4.0) for _ in range(num))
+    limits = Limits(rng.choice([None, 1400]), max_in_flight=rng.randint(1, 3))
+    planned = _planned(*places, compute=compute, limits=limits)
+    options = replace(planned.options, limits=limits.resolved(planned.problem))
+    schedule, launches = decide(planned.problem, options)
+    marks = [planned.problem.transfers[p.transfer].mark for p in schedule]
+    plan = tuple(
+        PlannedTransfer(mark.unit, mark.kind, 0, p.issue, p.wait, launches[p.transfer])
+        for mark, p in zip(marks, schedule, strict=True)
+    )
+    graph = report_of(Planned(planned.problem, schedule, GraphPlan("f", "d", num, plan), options))
+    for one in graph.transfers:
+        assert (one.reason == "hidden") == (one.exposed_ms <= 1e-6)
+        assert (one.reason == "memory") == (one.bytes_short > 0)
+        assert (one.reason == "not planned") == (one.saves_ms > 0)
+        assert one.saves_ms <= 0.25 * graph.simulated_ms
+    assert graph.bound_ms <= graph.simulated_ms + 1e-9
+    assert graph.exposed_ms == pytest.approx(graph.simulated_ms - graph.compute_ms)
 
 
 # -- what a report holds --------------------------------------------------------------------------
@@ -464,6 +497,35 @@ def test_options_and_errors(ranks: RankPool) -> None:
         assert no_unit.startswith("explain(): expected a model with a unit, got none")
         assert no_options.startswith("explain(): expected no options on the hooks path")
         assert no_loss.startswith("explain(): expected loss_fn(output) to be a scalar tensor")
+
+
+def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether what no_sync() has summed is the same after an explanation on the hooks path."""
+    wrapped = wrap(make_transformer(num_blocks=1))
+    with wrapped.no_sync():
+        loss_of(wrapped, batch(rank, 0)).backward()
+    flats = [flat for unit in wrapped._root.units for flat in unit.flats]
+    sums = [flat.unsharded_grad_sum for flat in flats]
+    assert all(one is not None for one in sums)
+    before = [one.clone() for one in sums if one is not None]
+    explain(torch.compile(wrapped, backend="eager"), batch(rank, 1))
+    after = [flat.unsharded_grad_sum for flat in flats]
+    same = all(a is b for a, b in zip(sums, after, strict=True))
+    return same, all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+
+
+def test_sums_of_no_sync_are_put_back(ranks: RankPool) -> None:
+    assert ranks.run(_within_accumulation, 2) == [(True, True)] * 2
+
+
+def _alone(rank: int, world_size: int) -> str:
+    return str(explain(wrap(make_transformer(num_blocks=1)), batch(rank, 0)))
+
+
+def test_one_rank_has_nothing_to_plan(ranks: RankPool) -> None:
+    (text,) = ranks.run(_alone, 1)
+    assert "1 rank: 2 units, 1 graph" in text
+    assert "no collectives in the graph: nothing to plan" in text
 
 
 def test_errors_without_ranks() -> None:
