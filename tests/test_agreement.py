@@ -73,7 +73,7 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
         plain.order = [1, 0, 2]
     if differs and how == "a unit skipped":
         plain.order = [0, 1]
-    model = in_way(wrapped, way)
+    model = in_way(wrapped, way, bucket=False)
     set_agreement_timeout(SHORT_S)
     rendezvous.announce_compilations()
     dist.barrier()
