@@ -57,8 +57,9 @@ class _Partitioner(CustomPartitionerFn):
     With a memory budget, or as a plan says, some units stay unsharded.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, may_keep: bool) -> None:
         self._planner = planner
+        self._may_keep = may_keep
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -73,13 +74,14 @@ class _Partitioner(CustomPartitionerFn):
         planner = self._planner
         if planner.plan is not None:
             return planner.plan.kept
-        if planner.options.limits.memory_budget_bytes is None or planner.live_bytes_of is None:
+        budget = planner.options.limits.memory_budget_bytes
+        if not self._may_keep or budget is None or planner.live_bytes_of is None:
             return ()
         forward, backward = _partition(_copy_of(gm), joint_inputs, **kwargs)
         return choose_kept(forward.graph, backward.graph, planner.options, planner.live_bytes_of)
 
     def uuid(self) -> str:
-        return f"fsdp_dynamo.partition.2.{self._planner.cache_key()}"
+        return f"fsdp_dynamo.partition.2.{self._may_keep}.{self._planner.cache_key()}"
 
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
@@ -152,10 +154,10 @@ def _digest_of_marks(gm: fx.GraphModule) -> str:
     return digest.hexdigest()
 
 
-def _inductor_config(planner: Planner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
+def _inductor_config(partitioner: _Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
     """Inductor settings: our partition and passes, and no reordering after them."""
     config = {
-        "custom_partitioner_fn": _Partitioner(planner),
+        "custom_partitioner_fn": partitioner,
         "post_grad_custom_post_pass": _ScheduleAndLower(pipeline, marks),
         **generated_code.SETTINGS,
     }
@@ -191,7 +193,7 @@ def fsdp_dynamo_aot_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=_Partitioner(planner),
+        partition_fn=_Partitioner(planner, parsed.selective_unshard),
     )
     with one_schema_a_region():
         return with_entry(compile_(gm, example_inputs))
@@ -209,7 +211,8 @@ def fsdp_dynamo(
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
-    config = _inductor_config(planner, pipeline, _digest_of_marks(gm))
+    partitioner = _Partitioner(planner, parsed.selective_unshard)
+    config = _inductor_config(partitioner, pipeline, _digest_of_marks(gm))
     inner_compile = generated_code.checking(compile_fx_inner)
     with one_schema_a_region():
         compiled: Any = compile_fx(gm, example_inputs, inner_compile, config_patches=config)

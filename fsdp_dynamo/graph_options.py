@@ -16,7 +16,7 @@ from graph_passes.limits import Limits
 from graph_passes.plan import Plan, PlanError
 from graph_passes.schedule import Options
 
-_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "regions")
+_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class GraphOptions:
         device: ``"measured"``, or ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
         prefetch, sink_waits, bucket: whether to take these decisions.
         grad_buffer: whether gradients are written into the flat gradient, not concatenated.
+        selective_unshard: whether a memory budget may be used to keep units unsharded between
+            forward and backward.
         regions: compile equal unit bodies once, each as one region: the time of the first step then
             hardly grows with the number of units.
         passes: a user's own passes over the partitioned graphs, before collectives are placed.
@@ -46,6 +48,7 @@ class GraphOptions:
     sink_waits: bool = True
     bucket: bool = True
     grad_buffer: bool = True
+    selective_unshard: bool = True
     regions: bool = False
     passes: tuple[Callable[[fx.Graph], None], ...] = field(default=())
 

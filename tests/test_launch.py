@@ -36,6 +36,7 @@ SLOW_LINK: dict[str, Any] = {
     "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6},
     "device": {"flops_per_ms": 1e7, "bytes_per_ms": 1e6},
     "memory_budget_bytes": 10**9,
+    "selective_unshard": False,
     "max_in_flight": 64,
 }
 
