@@ -41,31 +41,33 @@ def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
     starts = problem.segment_starts()
     clock = list(accumulate(problem.compute_ms, initial=0.0))
     times = [clock[gap] for gap in starts]
-    room = Room(problem, limits)
     begin_by: dict[str, float] = {}
-    gaps: dict[int, int] = {}
+    wanted: dict[int, int] = {}
     for index in reversed(gathers_by_need(problem)):
         transfer = problem.transfers[index]
         latest = min(clock[transfer.need], begin_by.get(transfer.group, clock[transfer.need]))
         latest -= transfer.ms * limits.margin
         begin_by[transfer.group] = latest
         in_time = starts[max(0, bisect_right(times, latest) - 1)] if starts else 0
-        wanted = max(transfer.ready, min(in_time, _one_unit_ahead(starts, transfer)))
-        gaps[index] = room.earliest(transfer, wanted)
-        room.take(transfer, gaps[index])
-    return _in_order(problem, gaps)
+        wanted[index] = max(transfer.ready, min(in_time, _one_unit_ahead(starts, transfer)))
+    return _in_order(problem, _fitted(problem, limits, wanted))
 
 
-def place_as_early_as_possible(problem: Problem, limits: Limits) -> dict[int, int]:
-    """The gap of each gather, as early as dependencies, memory and places allow; first needed,
-    first placed."""
+def _fitted(problem: Problem, limits: Limits, wanted: dict[int, int]) -> dict[int, int]:
+    """The gaps wanted, or later ones where memory or places run out; first needed, first served."""
     room = Room(problem, limits)
     gaps: dict[int, int] = {}
     for index in gathers_by_need(problem):
         transfer = problem.transfers[index]
-        gaps[index] = room.earliest(transfer, transfer.ready)
+        gaps[index] = room.earliest(transfer, wanted[index])
         room.take(transfer, gaps[index])
-    return _in_order(problem, gaps)
+    return gaps
+
+
+def place_as_early_as_possible(problem: Problem, limits: Limits) -> dict[int, int]:
+    """The gap of each gather, as early as dependencies, memory and places allow."""
+    wanted = {i: problem.transfers[i].ready for i in gathers_by_need(problem)}
+    return _in_order(problem, _fitted(problem, limits, wanted))
 
 
 def _one_unit_ahead(starts: list[int], transfer: Transfer) -> int:
