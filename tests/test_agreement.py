@@ -289,7 +289,7 @@ def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     """Rank 1 comes after some seconds, or leaves a notice instead; the others are blocked."""
     group = world()
     store = rendezvous.shared_store(group)
-    entry = f"all_gather x#0 float32 1 - {group.group_name}"
+    entry = f"all_gather x#0 float32 1 - - {group.group_name}"
     require_agreement(group, entry)
     output = torch.zeros(world_size)
     if rank == 1:

@@ -416,7 +416,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "ours, eager": (_ours, 2 * UNITS),
     "ours, hooks": (_compiled(_ours, backend="aot_eager"), 2 * UNITS),
     "ours, graph": (
-        _compiled(_ours, backend="fsdp_dynamo_aot_eager", fullgraph=True),
+        _compiled(
+            _ours, backend="fsdp_dynamo_aot_eager", fullgraph=True, options={"bucket": False}
+        ),
         2 * UNITS - 1,
     ),
     "DTensor": (_simple_fsdp, UNITS),

@@ -31,7 +31,6 @@ from graph_passes.spec import SpecError, verify_graph
 
 BLOCKS = 6
 UNITS = ["", *(f"blocks.{i}" for i in range(BLOCKS))]
-WAYS = ["graph", "graph-inductor"]
 SLOW_LINK: dict[str, Any] = {
     "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6},
     "device": {"flops_per_ms": 1e7, "bytes_per_ms": 1e6},
@@ -127,11 +126,10 @@ def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None)
     return all(torch.equal(a, b) for a, b in pairs), off, on
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("graph", None), ("graph", torch.bfloat16), ("graph-inductor", None)]
+)
 def test_fewer_launches_same_results(ranks: RankPool, way: str, dtype: torch.dtype | None) -> None:
-    if way == "graph-inductor" and dtype is torch.float16:
-        pytest.skip("one compilation less: float16 differs from bfloat16 in graph_ops alone")
     for equal, off, on in ranks.run(_on_and_off, 2, way, dtype):
         assert equal
         assert off["operators"] == on["operators"]  # no copy, no concatenation, no cast is added

@@ -23,7 +23,7 @@ def _recorded_step(
     """Events of one step after two warm-up steps, the peak, and the units' bytes."""
     wrapped = wrap(make_transformer(num_blocks=BLOCKS), **options)
     # Units this small do not saturate a link: planned, neighbours would be launched together.
-    model = in_way(wrapped, way, bucket=False)
+    model = in_way(wrapped, way, bucket=False, max_in_flight=1)
     train(model, rank, steps=2)
     with record_events() as log:
         loss_of(model, batch(rank, 2)).backward()
