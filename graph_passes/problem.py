@@ -170,12 +170,12 @@ def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _private_users(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What depends on a reduction's wait and on inputs of the graph alone."""
+    """What depends on a reduction's wait alone."""
     return tuple(_grow({wait}))[1:]
 
 
 def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of ``inside`` and, breadth first, all that need nothing but them and inputs."""
+    """The nodes of ``inside`` and, breadth first, all that have one of them as their only input."""
     pending = deque(inside)
     while pending:
         node = pending.popleft()
@@ -183,7 +183,7 @@ def _grow(inside: set[fx.Node]) -> Iterator[fx.Node]:
         for user in node.users:
             if user in inside or user.op == "output" or is_collective(user) or is_wait(user):
                 continue
-            if all(n in inside or n.op == "placeholder" for n in user.all_input_nodes):
+            if len(user.all_input_nodes) == 1:  # a cast, a division: no compute of its own
                 inside.add(user)
                 pending.append(user)
 
