@@ -26,7 +26,7 @@ class GraphOptions:
     Attributes:
         plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.
         memory_budget_bytes: what a graph may have alive; ``None``: what it needs without any
-            prefetch, and one unit's unsharded flat parameter.
+            prefetch, and twice the largest unit's unsharded flat parameter.
         max_in_flight: gathers ahead of their use, and reductions not waited for, at most.
         link: ``"measured"``, or ``{"latency_ms": ..., "bytes_per_ms": ...}``.
         device: ``"measured"``, or ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.

@@ -20,6 +20,7 @@ from graph_passes.grad_buffer import grad_buffer, grad_buffer_node_by_node
 from graph_passes.group_writes import group_writes
 from graph_passes.planner import Planner
 from graph_passes.simplify import drop_noop_views
+from graph_passes.sink_views import sink_views
 from graph_passes.spec import inventory, verify_graph
 
 GraphPass = Callable[[fx.Graph], None]
@@ -48,7 +49,7 @@ def default_passes(
     buffers: tuple[GraphPass, ...] = (grad_buffer,)
     if node_by_node:
         buffers = (grad_buffer_node_by_node, group_writes)
-    return (*views, *(buffers if with_grad_buffer else ()), *more, planner)
+    return (*views, *(buffers if with_grad_buffer else ()), *more, sink_views, planner)
 
 
 @dataclass

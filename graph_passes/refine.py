@@ -17,8 +17,8 @@ from graph_passes.sink_waits import place_waits
 
 _MAX_SWEEPS = 4
 _MAX_TRIALS = 6000
-_FEW_GAPS = 32
-"""Up to so many gaps all are tried, else those where the unit changes."""
+_REACH = 8
+"""A transfer is tried in the gaps up to so far from where it is, and where the unit changes."""
 _GAIN = 1e-3
 """A change must save this part of the time: ties go to what was there before."""
 
@@ -86,9 +86,8 @@ def _making_room(
 
 def _placements(problem: Problem, placement: Placement, transfer: Transfer) -> Iterator[Placement]:
     within = range(transfer.ready, transfer.need + 1)
-    gaps = {g for g in problem.segment_starts() if g in within} | {within[0], within[-1]}
-    if len(within) <= _FEW_GAPS:
-        gaps.update(within)
+    near = {g + d for g in (placement.issue, placement.wait) for d in range(-_REACH, _REACH + 1)}
+    gaps = {g for g in (*problem.segment_starts(), *near) if g in within} | {within[0], within[-1]}
     for gap in sorted(gaps):
         if transfer.is_gather:
             yield replace(placement, issue=gap)

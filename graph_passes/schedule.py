@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graph_passes.bucket import Bucketed, alone, bucket, spread
+from graph_passes.coarsen import coarsen
 from graph_passes.cost_model import CostModel
 from graph_passes.limits import Limits, is_within
 from graph_passes.prefetch import place_as_early_as_possible, place_just_in_time
@@ -76,6 +77,12 @@ def _launches(bucketed: Bucketed) -> dict[int, int]:
 
 
 def _best(problem: Problem, options: Options, limits: Limits) -> Schedule:
+    """The best schedule that was found in few steps; no slower than the unscheduled graph."""
+    coarse = coarsen(problem)
+    return coarse.original(_best_of_candidates(coarse.problem, options, limits))
+
+
+def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> Schedule:
     """The best candidate, refined where that is allowed to move everything."""
     plain = _with_waits(problem, {}, options, limits)
     if not options.prefetch:

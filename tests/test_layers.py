@@ -26,6 +26,8 @@ LAYERS: dict[str, dict[str, int]] = {
         "fingerprint": 1,
         "memory": 2,
         "inductor_memory": 3,
+        "sink_views": 2,
+        "coarsen": 4,
         "reshard": 2,
         "simplify": 2,
         "problem": 2,
