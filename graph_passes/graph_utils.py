@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -130,6 +131,13 @@ def is_view(node: fx.Node) -> bool:
     """A node whose result shares its input's memory and holds the same values."""
     name = op_name(node)
     return name.startswith("aten::") and name in _NO_COMPUTE
+
+
+def is_alias(node: fx.Node) -> bool:
+    """A view, or one of the views that an operator such as ``split`` returns."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    return is_view(node)
 
 
 def is_compute(node: fx.Node) -> bool:

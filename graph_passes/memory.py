@@ -102,12 +102,6 @@ def default_role(node: fx.Node) -> InputRole:
     return "freed"
 
 
-def unboxed_role(node: fx.Node) -> InputRole:
-    """As ``default_role``, for a backend whose caller keeps all inputs while the graph runs."""
-    role = default_role(node)
-    return "held" if role == "freed" else role
-
-
 def storages(
     graph: fx.Graph,
     in_flight_bytes: Callable[[fx.Node], int] = no_bytes,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graph_passes.graph_utils import collectives
 from graph_passes.limits import BudgetError, too_small
 from graph_passes.markers import set_launch
 from graph_passes.plan import (
@@ -29,9 +30,9 @@ from graph_passes.plan import (
     plan_of,
     schedule_from,
 )
-from graph_passes.problem import Dissection, Problem, dissect, problem_of
-from graph_passes.schedule import Options, apply, decide
-from graph_passes.simulate import Schedule, unscheduled
+from graph_passes.problem import Dissection, Problem
+from graph_passes.schedule import Options, apply, decide, pose
+from graph_passes.simulate import Schedule
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,9 @@ class Planner:
             BudgetError: the memory budget is too small for the graph as it is.
             PlanError: the plan was made for another graph, or cannot be applied.
         """
-        parts = dissect(graph)
-        if not parts.chains:
+        if next(collectives(graph), None) is None:
             return
-        problem = problem_of(graph, self.options.cost, parts)
-        apply(graph, unscheduled(problem), parts)
-        if self.live_bytes_of is not None:
-            live = dict(zip(graph.nodes, self.live_bytes_of(graph), strict=True))
-            problem = problem.with_base_bytes(tuple(live[node] for node in parts.steps))
+        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
         if self.plan is None:
             schedule, launches = self._place(graph, parts, problem)
         else:

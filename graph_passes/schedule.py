@@ -1,14 +1,16 @@
 """Schedule: place all collectives of a graph, by a cost model and within limits.
 
 Candidates are the schedule with every gather just in time, the one with every gather as early as it
-fits, and the unscheduled graph, with reductions issued at once and waited for late. Each is refined
-on the simulated clock and the fastest is taken. So, in the model, a schedule is never slower than
-the unscheduled graph.
+fits, and the unscheduled graph, with reductions issued at once and waited for late. The better ones
+are refined on the simulated clock and the fastest is taken. So, in the model, a schedule is never
+slower than the unscheduled graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
@@ -17,11 +19,13 @@ from graph_passes.coarsen import coarsen
 from graph_passes.cost_model import CostModel
 from graph_passes.limits import Limits, is_within
 from graph_passes.prefetch import place_as_early_as_possible, place_just_in_time
-from graph_passes.problem import Chain, Dissection, Problem, dissect
+from graph_passes.problem import Chain, Dissection, Problem, dissect, problem_of
 from graph_passes.refine import refine
 from graph_passes.simulate import Placement, Schedule, total_ms, unscheduled
 from graph_passes.sink_waits import place_waits
 
+_REFINED = 2
+"""So many of the fastest candidates are refined: the search is most of the planner's time."""
 _CLEARLY = 0.99
 """A candidate that is less robust must be this much faster."""
 
@@ -43,6 +47,25 @@ class Options:
     bucket: bool = True
     limits: Limits = field(default_factory=Limits)
     cost: CostModel = field(default_factory=CostModel)
+
+
+def pose(
+    graph: fx.Graph, cost: CostModel, live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None
+) -> tuple[Dissection, Problem]:
+    """Put a graph into unscheduled order; its parts, and the problem with its memory.
+
+    Args:
+        graph: changed in place.
+        cost: milliseconds.
+        live_bytes_of: bytes alive at every node of a graph; none: memory is left out.
+    """
+    parts = dissect(graph)
+    problem = problem_of(graph, cost, parts)
+    apply(graph, unscheduled(problem), parts)
+    if live_bytes_of is None:
+        return parts, problem
+    live = dict(zip(graph.nodes, live_bytes_of(graph), strict=True))
+    return parts, problem.with_base_bytes(tuple(live[node] for node in parts.steps))
 
 
 def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
@@ -89,12 +112,16 @@ def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> S
         return plain
     just_in_time = _with_waits(problem, place_just_in_time(problem, limits), options, limits)
     early = _with_waits(problem, place_as_early_as_possible(problem, limits), options, limits)
+    candidates = [
+        candidate
+        for candidate in dict.fromkeys((just_in_time, early, plain, unscheduled(problem)))
+        if is_within(problem, candidate, limits)
+    ]
+    if options.sink_waits:
+        promising = sorted(candidates, key=partial(total_ms, problem))[:_REFINED]
+        candidates = [refine(problem, c, limits) for c in candidates if c in promising]
     best, best_ms = unscheduled(problem), float("inf")
-    for candidate in (just_in_time, early, plain, unscheduled(problem)):
-        if not is_within(problem, candidate, limits):
-            continue
-        if options.sink_waits:
-            candidate = refine(problem, candidate, limits)
+    for candidate in candidates:
         ms = total_ms(problem, candidate)
         if ms < best_ms * _CLEARLY:
             best, best_ms = candidate, ms
@@ -181,4 +208,4 @@ class _Emitter:
             self._output.prepend(node)
 
 
-__all__ = ["Options", "apply", "decide", "quick"]
+__all__ = ["Options", "apply", "decide", "pose", "quick"]

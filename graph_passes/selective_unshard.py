@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from graph_passes.graph_utils import collectives, num_bytes, wait_of
+from graph_passes.graph_utils import collectives, wait_of
 from graph_passes.limits import BudgetError, too_small
 from graph_passes.markers import mark_of
-from graph_passes.problem import Problem, dissect, problem_of
-from graph_passes.schedule import Options, apply, quick
-from graph_passes.simulate import total_ms, unscheduled
+from graph_passes.memory import storages
+from graph_passes.problem import Problem
+from graph_passes.schedule import Options, pose, quick
+from graph_passes.simulate import total_ms
 
 LiveBytes = Callable[[fx.Graph], Sequence[int]]
 
@@ -75,40 +76,20 @@ def choose_kept(
 def _start(
     forward: fx.Graph, backward: fx.Graph, options: Options, live_bytes_of: LiveBytes
 ) -> _State:
-    parts = dissect(backward)
-    problem = problem_of(backward, options.cost, parts)
-    apply(backward, unscheduled(problem), parts)
-    live = dict(zip(backward.nodes, live_bytes_of(backward), strict=True))
-    problem = problem.with_base_bytes(tuple(live[node] for node in parts.steps))
+    _, problem = pose(backward, options.cost, live_bytes_of)
     ms = total_ms(problem, quick(problem, options))
     return _State(tuple(live_bytes_of(forward)), problem, ms)
 
 
 def _last_uses(forward: fx.Graph) -> dict[str, int]:
     """For every unit that reshards, the position behind which it is freed in the forward."""
-    position = {node: i for i, node in enumerate(forward.nodes)}
+    ends = {node: lifetime.end for lifetime in storages(forward) for node in lifetime.nodes}
     result: dict[str, int] = {}
     for node in collectives(forward):
         mark = mark_of(node)
-        if mark is None or mark.kind != "all_gather" or not mark.reshards:
-            continue
-        pending, last, seen = [wait_of(node)], 0, set()
-        while pending:  # views of it, and their views
-            current = pending.pop()
-            for user in current.users:
-                last = max(last, position[user])
-                if user not in seen and num_bytes(user) <= num_bytes(node) and _is_view(user):
-                    seen.add(user)
-                    pending.append(user)
-        result[mark.unit] = max(last, result.get(mark.unit, 0))
+        if mark is not None and mark.kind == "all_gather" and mark.reshards:
+            result[mark.unit] = max(ends[wait_of(node)], result.get(mark.unit, 0))
     return result
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.op == "call_function"  # getitem
-    return any(a.alias_info is not None for a in schema.arguments)
 
 
 def _candidates(problem: Problem, last_use: dict[str, int]) -> list[str]:

@@ -15,12 +15,11 @@ computed with it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 from torch import fx
 
-from graph_passes.graph_utils import is_view, is_wait
+from graph_passes.graph_utils import is_alias, is_wait
 from graph_passes.markers import mark_of
 
 
@@ -39,9 +38,7 @@ def _views_of_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
             mark = mark_of(node.all_input_nodes[0])
             if mark is not None and mark.kind == "all_gather":
                 found.add(node)
-        elif (is_view(node) or node.target is operator.getitem) and found.issuperset(
-            node.all_input_nodes
-        ):
+        elif is_alias(node) and found.issuperset(node.all_input_nodes):
             found.add(node)
             yield node
 

@@ -15,6 +15,11 @@ from fsdp_dynamo import FSDP, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 BACKENDS = [None, "fsdp_dynamo_aot_eager"]
+OPTIONS = {  # what the order is about: a link on which each transfer counts
+    "bucket": False,
+    "link": {"latency_ms": 0.1, "bytes_per_ms": 1e5},
+    "device": {"flops_per_ms": 5e7, "bytes_per_ms": 1e7},
+}
 
 
 class Wide(nn.Module):
@@ -49,7 +54,9 @@ def _run(rank: int, world_size: int, backend: str | None, tied: bool, nested: bo
         sharded.block = FSDP(sharded.block)
     wrapped = FSDP(sharded, auto_wrap_policy=None if nested else ModuleWrapPolicy({Block}))
     torch._dynamo.reset()
-    model = wrapped if backend is None else torch.compile(wrapped, fullgraph=True, backend=backend)
+    model = wrapped
+    if backend is not None:
+        model = torch.compile(wrapped, fullgraph=True, backend=backend, options=OPTIONS)
     losses = (_step(nn.parallel.DistributedDataParallel(plain), rank), _step(model, rank))
     plain.zero_grad()
     with record_events() as log:
@@ -78,6 +85,8 @@ def test_split(ranks: RankPool, backend: str | None, nested: bool) -> None:
         assert len(reductions) == 2
         if backend is not None:  # the head's gradient is on its way before the block's backward
             assert reductions[0] < keys.index(("backward", "block", "backward")) < reductions[1]
+            gathers = [u for kind, u, phase in keys if (kind, phase) == ("all_gather", "forward")]
+            assert gathers == ["", "block", ""]  # the norm's views do not pull the head forward
 
 
 def test_tied_weights_stay_in_one(ranks: RankPool) -> None:

@@ -12,48 +12,18 @@ from graphs import Builder, Even, backward_graph, forward_graph, render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimum import optimum_ms
+from problems import random_limits, random_problem
 
 from graph_passes.bucket import bucket
 from graph_passes.graph_utils import op_name
 from graph_passes.limits import BudgetError, Limits, is_within
-from graph_passes.markers import Mark
 from graph_passes.plan import Plan, PlanError
 from graph_passes.planner import Planned, Planner
-from graph_passes.problem import Problem, Transfer
 from graph_passes.schedule import Options, decide
 from graph_passes.simulate import lower_bound_ms, peak_bytes, simulate, total_ms, unscheduled
 from graph_passes.spec import inventory, verify_graph
 
 EVEN = Options(cost=Even(), bucket=False)
-
-
-def _problem(
-    rng: random.Random, num_units: int, steps_per_unit: int, backward: bool, max_transfers: int = 99
-) -> Problem:
-    """Gathers a unit, in a backward reductions too; random times and bytes."""
-    num_steps = num_units * steps_per_unit
-    compute = tuple(rng.uniform(0.1, 3) for _ in range(num_steps))
-    transfers = []
-    for unit in range(num_units):
-        begin, end = unit * steps_per_unit, (unit + 1) * steps_per_unit
-        transfers.append(_transfer(rng, unit, "all_gather", 0, begin))
-        if backward:
-            transfers.append(_transfer(rng, unit, "reduce_scatter", end, num_steps))
-    units = tuple(f"u{step // steps_per_unit}" for step in range(num_steps))
-    base = tuple(rng.randint(0, 200) for _ in range(num_steps))
-    return Problem(compute, units, base, tuple(transfers[:max_transfers]))
-
-
-def _transfer(rng: random.Random, unit: int, kind: str, ready: int, need: int) -> Transfer:
-    mark = Mark(f"u{unit}", kind, "forward", 0)  # type: ignore[arg-type]
-    ms, num_bytes = rng.uniform(0.2, 6), rng.randint(1, 100)
-    return Transfer(mark, "g", ms, 0.05, num_bytes, ready, need, num_bytes)
-
-
-def _limits(rng: random.Random, problem: Problem) -> Limits:
-    least = peak_bytes(problem, unscheduled(problem))
-    budget = None if rng.random() < 0.3 else least + rng.randint(0, 150)
-    return Limits(budget, max_in_flight=rng.randint(1, 3)).resolved(problem)
 
 
 def test_forward() -> None:
@@ -144,8 +114,8 @@ def test_a_reduction_of_a_reduction_waits_for_it() -> None:
 def test_random_problems(seed: int, units: int, backward: bool) -> None:
     """Every placement is legal and within the limits, and never slower than doing nothing."""
     rng = random.Random(seed)
-    problem = _problem(rng, units, rng.randint(1, 3), backward)
-    limits = _limits(rng, problem)
+    problem = random_problem(rng, units, rng.randint(1, 3), backward)
+    limits = random_limits(rng, problem)
     schedule, launches = decide(problem, Options(limits=limits, bucket=rng.random() < 0.5))
     assert sorted(p.transfer for p in schedule) == list(range(len(problem.transfers)))
     assert set(launches) == set(range(len(problem.transfers)))
@@ -200,8 +170,8 @@ def test_close_to_the_optimum() -> None:
     num_close = 0
     for _ in range(500):
         shape = (rng.randint(2, 6), rng.randint(1, 2), rng.random() < 0.5)
-        problem = _problem(rng, *shape, max_transfers=8)
-        limits = _limits(rng, problem)
+        problem = random_problem(rng, *shape, max_transfers=8)
+        limits = random_limits(rng, problem)
         schedule, _ = decide(problem, Options(limits=limits, bucket=False))
         assert is_within(problem, schedule, limits)
         ms = total_ms(problem, schedule)
@@ -212,7 +182,7 @@ def test_close_to_the_optimum() -> None:
 def test_bucket_size_follows_the_link() -> None:
     """Merging goes on until the latency is a tenth of the time."""
     rng = random.Random(0)
-    problem = _problem(rng, 8, 1, backward=False)
+    problem = random_problem(rng, 8, 1, backward=False)
     for latency_ms, num_buckets in ((0.0, 8), (0.1, 8), (1.0, 2), (50.0, 1)):
         transfers = tuple(
             replace(t, ms=2.0 + latency_ms, latency_ms=latency_ms, ready=0)
@@ -230,7 +200,7 @@ def test_bucket_size_follows_the_link() -> None:
 
 
 def test_budget_below_the_graph_itself() -> None:
-    problem = _problem(random.Random(0), 3, 2, backward=True)
+    problem = random_problem(random.Random(0), 3, 2, backward=True)
     least = peak_bytes(problem, unscheduled(problem))
     decide(problem, Options(limits=Limits(memory_budget_bytes=least)))
     with pytest.raises(BudgetError, match=rf"expected at least {least:,} .* unit 'u\d'"):
