@@ -161,7 +161,9 @@ def _inductor_config(partitioner: _Partitioner, pipeline: Pipeline, marks: str) 
         "post_grad_custom_post_pass": _ScheduleAndLower(pipeline, marks),
         **generated_code.SETTINGS,
     }
-    return {**config, "force_disable_caches": True} if is_recording() else config
+    if is_recording():  # not force_disable_caches: that compiles C++ headers anew as well
+        config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    return config
 
 
 Options = Mapping[str, Any] | None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -104,6 +108,14 @@ def wrap(model: nn.Module, **kwargs: Any) -> FSDP:
     """One unit a block, and the root."""
     kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
     return FSDP(model, **kwargs)
+
+
+@contextmanager
+def nothing_cached() -> Iterator[None]:
+    """Compile what the caches hold once more, so that passes run; C++ headers stay compiled."""
+    inductor = torch._inductor.config.patch(fx_graph_cache=False)
+    with inductor, torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 def ddp_losses(rank: int, clip: float | None = None, **kwargs: Any) -> tuple[Any, Any]:

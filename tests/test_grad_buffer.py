@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import Transformer, batch, loss_of, make_transformer, wrap
+from models import Transformer, batch, loss_of, make_transformer, nothing_cached, wrap
 from pool import RankPool
 from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
@@ -383,7 +383,7 @@ def _two_steps(rank: int, world_size: int, case: str, backend: str) -> Any:
             wrapped = _CASES[case]()
             options = {"grad_buffer": is_on}
             model = torch.compile(wrapped, fullgraph=True, backend=backend, options=options)
-            with torch._inductor.config.patch(force_disable_caches=True):
+            with nothing_cached():
                 for step in range(2):
                     loss_of(model, batch(rank, step)).backward()
         finally:
@@ -458,7 +458,7 @@ def _linears(rank: int, world_size: int, backend: str) -> Any:
     model = torch.compile(wrapped, fullgraph=True, backend=backend)
     Pipeline.run = watch  # type: ignore[method-assign]
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with nothing_cached():
             loss = model(x).square().mean()
             _, code = run_and_get_code(loss.backward)
     finally:

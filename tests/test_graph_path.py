@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, batch, loss_of, make_transformer, train, wrap
+from models import Block, batch, loss_of, make_transformer, nothing_cached, train, wrap
 from pool import RankPool
 from torch._dynamo.utils import counters
 
@@ -35,7 +35,7 @@ def _inspect(rank: int, world_size: int, backend: str, strategy: ShardingStrateg
     Pipeline.run = watch  # type: ignore[method-assign]
     counters.clear()
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with nothing_cached():
             wrapped = wrap(make_transformer(num_blocks=3, dim=32), sharding_strategy=strategy)
             model = torch.compile(wrapped, fullgraph=True, backend=backend)
             train(model, rank, steps=2)

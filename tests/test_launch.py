@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import Builder, Even, forward_graph, render
-from models import STEPS, batch, loss_of, make_transformer, train, wrap
+from models import STEPS, batch, loss_of, make_transformer, nothing_cached, train, wrap
 from pool import RankPool
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,7 +105,7 @@ def _run(rank: int, way: str, bucket: bool, dtype: torch.dtype | None) -> dict[s
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
     wrapped = wrap(make_transformer(num_blocks=BLOCKS), mixed_precision=precision)
     model = in_way(wrapped, way, bucket=bucket, **SLOW_LINK)
-    with torch._inductor.config.patch(force_disable_caches=True), _Graphs() as graphs:
+    with nothing_cached(), _Graphs() as graphs:
         losses, _ = train(model, rank)
     with _Count() as count, record_events() as log:
         loss_of(model, batch(rank, STEPS)).backward()

@@ -35,7 +35,7 @@ def _compiled(options: dict[str, Any], num_blocks: int = 3, backend: str = EAGER
 
 
 def _grads(rank: int, options: dict[str, Any]) -> list[Any]:
-    wrapped, model = _compiled(options)
+    wrapped, model = _compiled(options, num_blocks=2)
     losses = []
     for step in range(2):
         loss = loss_of(model, batch(rank, step))
