@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 EAGER = "plain,ddp,fsdp1,fsdp2,deepspeed,ours"
 COMPILED = (
     "ddp,plain_inductor,fsdp2_inductor,simple_fsdp_aot_eager,simple_fsdp_inductor,"
-    "ours_hooks_inductor,ours_graph_aot_eager,ours_graph_inductor"
+    "ours_hooks_inductor,ours_graph_aot_eager,ours_graph_inductor,ours_graph_inductor_kept"
 )
 SHORT_COMPILED = (
     "ddp,plain,fsdp2_aot_eager,simple_fsdp_aot_eager,ours_hooks_aot_eager,ours_graph_aot_eager"

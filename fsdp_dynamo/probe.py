@@ -116,7 +116,6 @@ def _large_gather(group: dist.ProcessGroup, device: torch.device) -> tuple[Tenso
 
 def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
     """Latency from a small all-gather, rate from a large one."""
-
     small = torch.zeros(_SMALL_NUMEL, device=device)
     all_small = torch.empty(_SMALL_NUMEL * group.size(), device=device)
     # The least of many: a busy machine (compilers start up) lengthens most of them a lot.
