@@ -35,7 +35,7 @@ class GraphOptions:
         selective_unshard: whether a memory budget may be used to keep units unsharded between
             forward and backward.
         regions: compile equal unit bodies once, each as one region: the time of the first step then
-            hardly grows with the number of units.
+            grows less with the number of units.
         passes: a user's own passes over the partitioned graphs, before collectives are placed.
     """
 

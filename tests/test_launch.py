@@ -127,7 +127,13 @@ def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None)
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"), [("graph", None), ("graph", torch.bfloat16), ("graph-inductor", None)]
+    ("way", "dtype"),
+    [
+        ("graph", None),
+        ("graph", torch.bfloat16),
+        ("graph", torch.float16),
+        ("graph-inductor", None),
+    ],
 )
 def test_fewer_launches_same_results(ranks: RankPool, way: str, dtype: torch.dtype | None) -> None:
     for equal, off, on in ranks.run(_on_and_off, 2, way, dtype):
