@@ -2,13 +2,13 @@
 
 One link stands for this rank's way to the network. Collectives pass through it one after the other:
 each starts when it has been issued and the one before it is done, and takes the seconds that the
-model says. Data is moved locally when a collective is issued, for all the link is said to be busy
-until later: only *when* it may be read is simulated.
+model says. The local memory traffic is real; *when* its result may be read is simulated.
 
-On CPU tensors nothing runs meanwhile: a deadline is a number, and whoever waits sleeps until then.
-A sleep overshoots, by some 10 us within ``fine_sleep`` (Linux) and some 60 us elsewhere; on a busy
-machine by more. On CUDA tensors the delay is a kernel on a side stream and the host never blocks,
-as with NCCL.
+On CPU tensors one thread moves the data, in order of issue, while the issuing thread computes, as
+a backend's own threads (gloo) or copy engines do; the deadline is a number, and whoever waits waits
+for the mover and then sleeps until then. A sleep overshoots, by some 10 us within ``fine_sleep``
+(Linux) and some 60 us elsewhere; on a busy machine by more. On CUDA tensors the delay is a kernel
+on a side stream and the host never blocks, as with NCCL.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -171,16 +172,19 @@ class HostTiming:
 
 
 class HostWork(SimulatedWork):
-    """A collective of CPU tensors: done when the clock has reached its deadline."""
+    """A collective of CPU tensors: done when its data has moved and its deadline is reached."""
 
-    def __init__(self, request: Request, timing: HostTiming) -> None:
+    def __init__(self, request: Request, timing: HostTiming, moved: Future[object]) -> None:
         super().__init__(request)
         self._timing = timing
+        self._moved = moved
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Sleep until the deadline; timeouts are ignored, since nothing can fail."""
+        """Wait for the data, then until the deadline; timeouts are ignored."""
         done_s = self._timing.done_s
-        began_s = now_s = time.perf_counter()
+        began_s = time.perf_counter()
+        self._moved.result()
+        now_s = time.perf_counter()
         while now_s < done_s:
             time.sleep(done_s - now_s)
             now_s = time.perf_counter()
@@ -189,8 +193,8 @@ class HostWork(SimulatedWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the clock has reached the deadline."""
-        return time.perf_counter() >= self._timing.done_s
+        """Whether the data has moved and the clock has reached the deadline."""
+        return self._moved.done() and time.perf_counter() >= self._timing.done_s
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs.
@@ -241,9 +245,11 @@ class HostLink:
         self._burst_s = self._saved_s = burst_s
         self._free_from_s = 0.0
         self._lock = threading.Lock()  # autograd may run hooks in a thread of its own
+        # One thread: who waits for the last of several collectives has waited for all.
+        self._mover = ThreadPoolExecutor(1, "simulated-link", initializer=_as_mover)
 
     def issue(self, request: Request) -> HostWork:
-        """Queue a collective and move its data."""
+        """Queue a collective and begin to move its data."""
         op, payload_bytes, wire_bytes, seconds, *_ = request
         with self._lock:
             issued_s = time.perf_counter()
@@ -253,8 +259,13 @@ class HostLink:
             done_s = self._free_from_s = starts_s + max(seconds - saved_s, 0.0)
             timing = HostTiming(op, payload_bytes, wire_bytes, issued_s, starts_s, done_s)
             self._log.append(timing)
-        request.move()
-        return HostWork(request, timing)
+            moved = self._mover.submit(request.move)
+        return HostWork(request, timing, moved)
+
+
+def _as_mover() -> None:
+    """What a computing thread may have set, and a new thread has not."""
+    torch.set_grad_enabled(False)
 
 
 # -- CUDA ------------------------------------------------------------------------------------------

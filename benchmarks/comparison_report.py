@@ -83,6 +83,11 @@ def _compare_times(ran: dict[str, Row]) -> None:
             for measure in ("forward_backward_ms", "step_ms"):
                 pair = (row[measure]["samples"], ran[reference][measure]["samples"])
                 row.setdefault(f"{measure}_ratio", {})[reference] = round_ratios(*pair)
+    for key, row in ran.items():
+        unscheduled = ran.get(f"{key}_unscheduled")
+        if unscheduled is not None:
+            pair = tuple(r["forward_backward_ms"]["samples"] for r in (row, unscheduled))
+            row["of_unscheduled"] = round_ratios(*pair)
 
 
 def _compare_losses(ran: dict[str, Row], low_precision: bool) -> None:
@@ -106,7 +111,7 @@ def _compare_losses(ran: dict[str, Row], low_precision: bool) -> None:
 
 def _bound(ran: dict[str, Row], comparison: Comparison, cluster: ClusterModel | None) -> None:
     """Bytes by count, and the least time where rates and a compute floor are known."""
-    floors = [r["forward_backward_ms"]["median"] for r in ran.values() if not r["communicates"]]
+    floors = [r["forward_backward_ms"] for r in ran.values() if not r["communicates"]]
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rate = wire.link_bytes_per_s()
     timed = cluster is not None or rate is not None
@@ -119,8 +124,13 @@ def _bound(ran: dict[str, Row], comparison: Comparison, cluster: ClusterModel | 
             continue
         row["counted_bytes"] = wire_bytes(profile.collectives, cluster)
         if floors and timed and row["communicates"]:
-            bound = lower_bound(profile.collectives, min(floors), cluster)
+            least = min(floor["median"] for floor in floors)
+            bound = lower_bound(profile.collectives, least, cluster)
             row["bound_ms"] = bound._asdict() | {"total_ms": bound.total_ms}
+            # By the compute of the same round: the machine's speed drifts.
+            by_round = [min(at) for at in zip(*(f["samples"] for f in floors), strict=True)]
+            totals = [bound._replace(compute_ms=ms).total_ms for ms in by_round]
+            row["of_bound"] = round_ratios(row["forward_backward_ms"]["samples"], totals)
 
 
 def comparison_table(made: list[Row]) -> str:

@@ -168,6 +168,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
                 point["step_ms"] = row["forward_backward_ms"]
                 point["bound_ms"] = row.get("bound_ms", {}).get("total_ms")
                 point["exposed_ms"] = row["exposed_ms"]
+                point |= {name: row[name] for name in ("of_bound", "of_unscheduled") if name in row}
                 point["batch_a_rank"] = specs[size]["batch_size"]
             points.append(point)
         lines.append({k: first[k] for k in ("key", "title", "ours")} | {"points": points})
@@ -187,7 +188,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_scaling(data: dict[str, Any]) -> None:
-    """Medians by size, the bound below each peer's own."""
+    """Medians by size; below each its bound, and the medians of the rounds' ratios."""
     body = []
     for row in data["rows"]:
         cells = [
@@ -197,6 +198,10 @@ def print_scaling(data: dict[str, Any]) -> None:
         if any(p.get("bound_ms") for p in row["points"]):
             bounds = [f"{p['bound_ms']:.0f}" if p.get("bound_ms") else "-" for p in row["points"]]
             body.append(("  its lower bound", *bounds))
+        for name in ("of_bound", "of_unscheduled"):
+            if any(name in p for p in row["points"]):
+                ratios = [f"{p[name]['median']:.2f}" if name in p else "-" for p in row["points"]]
+                body.append((f"  {name.replace('_', ' ')}", *ratios))
     print(f"{data['workload']}, {data['scaling']} scaling, cluster: {data['cluster']}")
     print(table(("fwd+bwd ms, by ranks", *map(str, data["sizes"])), body))
 

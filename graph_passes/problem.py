@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from torch import fx
 
@@ -90,6 +92,11 @@ class Problem:
     units: tuple[str, ...]
     base_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
+
+    @cached_property
+    def step_starts_ms(self) -> tuple[float, ...]:
+        """When each step would start if nothing had to be waited for; last, when all end."""
+        return tuple(accumulate(self.compute_ms, initial=0.0))
 
     @property
     def num_steps(self) -> int:

@@ -7,12 +7,12 @@ better order. It is bounded, deterministic, and never returns anything worse tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from graph_passes.limits import Limits, is_within
 from graph_passes.problem import Problem, Transfer
-from graph_passes.simulate import Placement, Schedule, total_ms
+from graph_passes.simulate import Placement, Schedule, lower_bound_ms, total_ms
 from graph_passes.sink_waits import place_waits
 
 _MAX_SWEEPS = 4
@@ -21,18 +21,30 @@ _REACH = 8
 """A transfer is tried in the gaps up to so far from where it is, and where the unit changes."""
 _GAIN = 1e-3
 """A change must save this part of the time: ties go to what was there before."""
+_NEAR = 1.005
+"""So near to the lower bound there is nothing to look for: the cost model errs by more."""
+
+
+def nothing_to_gain(problem: Problem, schedules: Iterable[Schedule]) -> bool:
+    """Whether one of the schedules takes hardly longer than the lower bound."""
+    return any(total_ms(problem, schedule) <= _good_ms(problem) for schedule in schedules)
+
+
+def _good_ms(problem: Problem) -> float:
+    return lower_bound_ms(problem) * _NEAR
 
 
 def refine(problem: Problem, schedule: Schedule, limits: Limits) -> Schedule:
     """A schedule within the limits that is at least as fast as the one given."""
     best, best_ms = schedule, total_ms(problem, schedule)
+    good_ms = _good_ms(problem)
     trials = 0
     for _ in range(_MAX_SWEEPS):
         before_ms = best_ms
         for index in range(len(problem.transfers)):
             for other in _neighbours(problem, best, index, limits):
                 trials += 1
-                if trials > _MAX_TRIALS:
+                if trials > _MAX_TRIALS or best_ms <= good_ms:
                     return best
                 ms = total_ms(problem, other)
                 if ms < best_ms * (1 - _GAIN) and is_within(problem, other, limits):

@@ -20,7 +20,7 @@ from graph_passes.cost_model import CostModel
 from graph_passes.limits import Limits, is_within
 from graph_passes.prefetch import place_as_early_as_possible, place_just_in_time
 from graph_passes.problem import Chain, Dissection, Problem, dissect, problem_of
-from graph_passes.refine import refine
+from graph_passes.refine import nothing_to_gain, refine
 from graph_passes.simulate import Placement, Schedule, total_ms, unscheduled
 from graph_passes.sink_waits import place_waits
 
@@ -106,7 +106,7 @@ def _best(problem: Problem, options: Options, limits: Limits) -> Schedule:
 
 
 def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> Schedule:
-    """The best candidate, refined where that is allowed to move everything."""
+    """The best candidate, refined where that may move everything and can gain something."""
     plain = _with_waits(problem, {}, options, limits)
     if not options.prefetch:
         return plain
@@ -117,7 +117,7 @@ def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> S
         for candidate in dict.fromkeys((just_in_time, early, plain, unscheduled(problem)))
         if is_within(problem, candidate, limits)
     ]
-    if options.sink_waits:
+    if options.sink_waits and not nothing_to_gain(problem, candidates):
         promising = sorted(candidates, key=partial(total_ms, problem))[:_REFINED]
         candidates = [refine(problem, c, limits) for c in candidates if c in promising]
     best, best_ms = unscheduled(problem), float("inf")

@@ -104,7 +104,7 @@ def total_ms(problem: Problem, schedule: Schedule) -> float:
         [(p.issue, 0, i, p.transfer) for i, p in enumerate(schedule)]
         + [(p.wait, 1, i, p.transfer) for i, p in enumerate(schedule)]
     )
-    starts = list(accumulate(problem.compute_ms, initial=0.0))
+    starts = problem.step_starts_ms
     stalled = 0.0
     free: dict[str, float] = {}
     ends: dict[int, float] = {}
