@@ -12,7 +12,7 @@ for a notice while they wait, and raise the same error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -45,6 +45,9 @@ _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]
 )
 """Exchanges so far, by purpose and ranks; by the default group, with which its store ends."""
 
+_stores: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""Stores of the groups that tell each other, by their ranks; by the default group, too."""
+
 
 def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
     """Return if all ranks of a group are about to run this graph; compare if it is new here.
@@ -61,10 +64,8 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
         agreed = _agreed[group] = set()
     if fingerprint in agreed:
         return
-    store = shared_store(group)
-    if store is not None:
-        watch(group, partial(raise_if_noticed, store))
-        _compare_graphs(group, store, fingerprint)
+    if shared_store(group) is not None:
+        _require_same_graph(fingerprint)
     agreed.add(fingerprint)
 
 
@@ -157,8 +158,51 @@ def _fail(store: Any, message: str) -> None:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-def _compare_graphs(group: dist.ProcessGroup, store: Any, fingerprint: str) -> None:
-    own = _with_ranks(fingerprint)
+def _require_same_graph(fingerprint: str) -> None:
+    """Compare among the ranks of each of the graph's groups, one after the other."""
+    found = _groups_of(fingerprint)
+    for groups in found.values():
+        tell_each_other(groups)
+    known = _known()
+    try:
+        for ranks in [ranks for ranks in found if ranks in known]:
+            _compare_graphs(found[ranks][0], known[ranks], _as_seen_by(ranks, fingerprint))
+    except DivergenceError as error:
+        _tell_all(known, str(error))
+        raise
+
+
+def tell_each_other(groups: Iterable[dist.ProcessGroup]) -> None:
+    """From now on, what one of these groups' ranks finds out is told to those of the others."""
+    known = _known()
+    for group in groups:
+        store = shared_store(group)
+        if store is not None:  # else a group of one, or of ranks that share nothing
+            known.setdefault(_ranks(group), store)
+            watch(group, partial(_pass_notices_on, known))
+
+
+def _known() -> dict[tuple[int, ...], Any]:
+    return _stores.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+
+
+def _tell_all(stores: Mapping[tuple[int, ...], Any], message: str) -> None:
+    for store in stores.values():
+        leave_notice(store, message)
+
+
+def _pass_notices_on(stores: Mapping[tuple[int, ...], Any]) -> None:
+    """Raise what a rank of any group has left, and let the other groups know: a rank that is in
+    two of them may be the only one that connects theirs."""
+    try:
+        for store in stores.values():
+            raise_if_noticed(store)
+    except DivergenceError as error:
+        _tell_all(stores, str(error))
+        raise
+
+
+def _compare_graphs(group: dist.ProcessGroup, store: Any, own: str) -> None:
     begins = describe_entry(own.split(SEPARATOR)[0])
 
     def too_late(missing: Sequence[int]) -> str:
@@ -176,13 +220,37 @@ def _compare_graphs(group: dist.ProcessGroup, store: Any, fingerprint: str) -> N
             _fail(store, _difference_message(ranks[0], rank, texts[ranks[0]], texts[rank]))
 
 
-def _with_ranks(fingerprint: str) -> str:
-    """Entries with the global ranks of each group in place of its name, which is local."""
+def _resolved(entry: str) -> tuple[str, dist.ProcessGroup]:
+    """An entry without the name of its group, which is local to a rank, and the group."""
+    fields, _, name = entry.rpartition(" ")
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return fields, group
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _groups_of(fingerprint: str) -> dict[tuple[int, ...], list[dist.ProcessGroup]]:
+    """A graph's groups by their global ranks, in the order in which they come."""
+    found: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    for entry in fingerprint.split(SEPARATOR):
+        _, group = _resolved(entry)
+        found.setdefault(_ranks(group), []).append(group)
+    return {ranks: list(dict.fromkeys(groups)) for ranks, groups in found.items()}
+
+
+def _as_seen_by(ranks: tuple[int, ...], fingerprint: str) -> str:
+    """Entries with the global ranks of each group; of other groups only how many they are.
+
+    With replicas two ranks have groups in common and groups that differ, as they should.
+    """
     entries = []
     for entry in fingerprint.split(SEPARATOR):
-        fields, _, name = entry.rpartition(" ")
-        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-        entries.append(f"{fields} {','.join(map(str, dist.get_process_group_ranks(group)))}")
+        fields, group = _resolved(entry)
+        own = _ranks(group)
+        shown = ",".join(map(str, own)) if own == ranks else f"{len(own)} others"
+        entries.append(f"{fields} {shown}")
     return SEPARATOR.join(entries)
 
 

@@ -33,14 +33,28 @@ class ShardingStrategy(Enum):
       the backward. The root stays unsharded between the two.
     - ``SHARD_GRAD_OP``: unsharded from the forward to the end of the backward.
     - ``NO_SHARD``: never sharded; gradients are all-reduced.
-    - ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: known names, refused by this version.
+    - ``HYBRID_SHARD``: as ``FULL_SHARD`` inside a shard group; gradients are then averaged over
+      the groups, each of which holds a replica.
+    - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
+      ``SHARD_GRAD_OP`` inside.
     """
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()
     NO_SHARD = auto()
     HYBRID_SHARD = auto()
-    _HYBRID_SHARD_ZERO2 = auto()
+    HYBRID_SHARD_ZERO2 = auto()
+    _HYBRID_SHARD_ZERO2 = HYBRID_SHARD_ZERO2
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are replicas of what is sharded."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether units below the root are unsharded twice a step."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 class BackwardPrefetch(Enum):

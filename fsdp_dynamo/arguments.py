@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.api import (
     BackwardPrefetch,
@@ -24,6 +23,7 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
     explain,
 )
+from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.unit import Unit, UnitConfig
 
 
@@ -49,80 +49,33 @@ def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
         )
 
 
-def group_of(group: object, mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The ranks to shard over, from the two arguments that can name them."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise FSDPStateError(
-            explain(
-                expected="an initialised default process group",
-                got="none",
-                where="argument 'process_group'",
-                fix="Call torch.distributed.init_process_group(...) first, for example under "
-                "torchrun.",
-            )
-        )
-    if mesh is not None:
-        if group is not None:
-            raise FSDPValueError(
-                explain(
-                    expected="process_group or device_mesh",
-                    got="both",
-                    where="arguments",
-                    fix="Pass one of them.",
-                )
-            )
-        if mesh.ndim != 1:
-            raise UnsupportedError(
-                explain(
-                    expected="a 1-D device mesh",
-                    got=f"{mesh.ndim} dimensions",
-                    where="argument 'device_mesh'",
-                    fix="Pass one dimension of it, as mesh['name'].",
-                )
-            )
-        return mesh.get_group()
-    if group is None:
-        default = dist.group.WORLD
-        assert default is not None
-        return default
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, tuple):
-        raise UnsupportedError(
-            explain(
-                expected="one process group",
-                got="a tuple of groups, which is for HYBRID_SHARD",
-                where="argument 'process_group'",
-                fix="Use FULL_SHARD with one group; hybrid strategies are not supported yet.",
-            )
-        )
-    raise FSDPTypeError(
-        explain(
-            expected="a torch.distributed.ProcessGroup",
-            got=repr(group),
-            where="argument 'process_group'",
-            fix="Pass the result of torch.distributed.new_group(...).",
-        )
-    )
+def strategy_of(strategy: object | None) -> ShardingStrategy:
+    """The strategy that was asked for; FULL_SHARD by default."""
+    if strategy is None:
+        return ShardingStrategy.FULL_SHARD
+    return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
 
 
-def strategy_of(strategy: object | None, group: dist.ProcessGroup) -> ShardingStrategy:
-    """The strategy in force: FULL_SHARD by default, NO_SHARD on one rank."""
-    chosen = (
-        ShardingStrategy.FULL_SHARD
-        if strategy is None
-        else coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
-    )
-    if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        raise UnsupportedError(
+def clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
+    """The strategy in force: NO_SHARD where a rank has nobody to shard with."""
+    return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
+
+
+def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
+    """A strategy that a policy gives one module; replicas are a matter of the whole model."""
+    strategy = strategy_of(value)
+    if strategy.is_hybrid is not config.strategy.is_hybrid and (
+        strategy is not ShardingStrategy.NO_SHARD
+    ):
+        raise FSDPValueError(
             explain(
-                expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                got=chosen.name,
-                where="argument 'sharding_strategy'",
-                fix="Hybrid strategies are not supported yet; use FULL_SHARD.",
+                expected=f"a strategy that goes with the root's {config.strategy.name}",
+                got=strategy.name,
+                where="a policy's dict of constructor arguments",
+                fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
             )
         )
-    return ShardingStrategy.NO_SHARD if group.size() == 1 else chosen
+    return clamped(strategy, config.groups)
 
 
 def refuse_unsupported(
@@ -175,7 +128,7 @@ def warn_of_cpu_start(
 def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
     """A target's configuration: the root's, with what a policy's dict changes."""
     known: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "sharding_strategy": lambda v: {"strategy": strategy_of(v, config.group)},
+        "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
         "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
         "backward_prefetch": lambda v: {
             "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")

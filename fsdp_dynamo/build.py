@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter, join_fqn
+from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.hooks import keep_module_precision
 from fsdp_dynamo.unit import Unit, UnitConfig
 
@@ -246,7 +247,7 @@ def _build_unit(
     flats = [
         FlatParameter(
             members,
-            config.group,
+            config.groups,
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
             precision=None if own_precision else precision,
         )
@@ -298,17 +299,16 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
 
 @torch.no_grad()
 def broadcast_module_states(
-    root: nn.Module, ignored: Ignored, group: dist.ProcessGroup, is_unit: Callable[[object], bool]
+    root: nn.Module, ignored: Ignored, groups: Groups, is_unit: Callable[[object], bool]
 ) -> None:
     """Give all ranks rank 0's parameters and buffers, each once; nested units keep theirs."""
-    source = dist.get_global_rank(group, 0)
     seen: set[torch.Tensor] = set()
     for module in _modules_outside_units(root, ignored, is_unit):
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
             if tensor is None or tensor in seen or tensor in ignored.parameters:
                 continue
             seen.add(tensor)
-            if tensor.device.type == "cpu" and not _serves_cpu(group):
+            if tensor.device.type == "cpu" and not _serves_cpu(groups.shard):
                 raise FSDPValueError(
                     explain(
                         expected="parameters on the accelerator",
@@ -317,7 +317,8 @@ def broadcast_module_states(
                         fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
                     )
                 )
-            dist.broadcast(tensor.detach(), source, group=group)
+            for group in reversed(groups.all):  # across replicas, then inside each
+                dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def _serves_cpu(group: dist.ProcessGroup) -> bool:

@@ -108,7 +108,7 @@ def _explanation(
         path="graph" if target.is_graph_path else "hooks",
         backend=target.backend,
         device=str(first.device or "cpu"),
-        world_size=first.config.group.size(),
+        world_size=first.config.groups.shard.size(),
         units=tuple(_facts(unit) for unit in target.units),
         num_graphs=num_graphs,
         graph_breaks=breaks,

@@ -37,7 +37,7 @@ def simulated_bars(findings: Findings) -> list[Bar]:
         for one in graph.transfers:
             name = f"{one.kind} {one.unit}"
             begin, end = start + one.begin_ms, start + one.end_ms
-            lane = f"link {one.group}"
+            lane = f"link {one.link}"
             bars.append(Bar(lane, one.unit, name, begin, end, one.exposed_ms, one.wire_bytes))
         start += graph.simulated_ms
     return bars

@@ -30,6 +30,7 @@ from torch import nn
 
 from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
 
 
@@ -53,7 +54,7 @@ class FlatParameter:
 
     Args:
         originals: the parameters in traversal order, with their original shapes and values.
-        group: the ranks to shard over.
+        groups: the ranks to shard over, and those that reduce.
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
     """
@@ -61,14 +62,14 @@ class FlatParameter:
     def __init__(
         self,
         originals: Sequence[OriginalParameter],
-        group: dist.ProcessGroup,
+        groups: Groups,
         *,
         sharded_strategy: bool,
         precision: MixedPrecision | None,
     ) -> None:
         first = originals[0].param
         self.originals = tuple(originals)
-        self.group = group
+        self.groups = groups
         self.is_sharded = sharded_strategy
         self.requires_grad = first.requires_grad
         self.dtype = first.dtype
@@ -78,8 +79,8 @@ class FlatParameter:
         self.keep_low_precision_grads = False
         if precision is not None:
             self._set_precision(precision)
-        num_shards = group.size() if sharded_strategy else 1
-        self.rank = group.rank() if sharded_strategy else 0
+        num_shards = self.group.size() if sharded_strategy else 1
+        self.rank = self.group.rank() if sharded_strategy else 0
         align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
         self.layout: FlatLayout = make_layout(
             [o.fqn for o in originals],
@@ -148,6 +149,11 @@ class FlatParameter:
         return tuple(sizes), tuple(index)
 
     # -- sizes -------------------------------------------------------------------------
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks among which it is sharded."""
+        return self.groups.shard
 
     @property
     def unsharded_bytes(self) -> int:

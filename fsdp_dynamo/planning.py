@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from graph_passes.plan import Plan
 from graph_passes.planner import Planned, Planner
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-_measured: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[str, float]]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 class PlanLog(list[Planned]):
@@ -109,20 +110,29 @@ def planner_for(
         if text not in agreed:
             require_same(group, "options of torch.compile", text)
             agreed.add(text)
-        cost = _cost_model(group, options, _device_of(gm))
+        cost = _cost_model(names, options, _device_of(gm))
     observe = _observe if is_recording() else None
     return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, observe)
 
 
-def _cost_model(group: dist.ProcessGroup, options: GraphOptions, device: torch.device) -> CostModel:
-    if options.link is not None and options.device is not None:
-        return CostModel(options.device, options.link)
+def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.device) -> CostModel:
+    """Rates as given, or as measured for each group; groups of the same ranks share a link."""
+    links: dict[str, Link] = {}
+    first_of: dict[tuple[int, ...], str] = {}
+    for name in names:
+        group = _resolve(name)
+        first = first_of.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+        if first not in links:
+            links[first] = options.link or Link(**_measured_for(group, device)["link"])
+        links[name] = replace(links[first], name=first)
+    computes = options.device or Device(**_measured_for(_resolve(names[0]), device)["device"])
+    return CostModel(computes, links[names[0]], links)
+
+
+def _measured_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, Any]]:
     if group not in _measured:
-        _measured[group] = probe.measured(group, device)
-    found = _measured[group]
-    return CostModel(
-        options.device or Device(**found["device"]), options.link or Link(**found["link"])
-    )
+        _measured[group] = dict(probe.measured(group, device))
+    return _measured[group]
 
 
 def _group_names(gm: fx.GraphModule) -> list[str]:

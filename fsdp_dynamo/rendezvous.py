@@ -171,7 +171,7 @@ def raise_if_noticed(store: Any) -> None:
 # -- texts -----------------------------------------------------------------------------------------
 
 
-def _group_timeout_s(group: dist.ProcessGroup) -> float:
+def group_timeout_s(group: dist.ProcessGroup) -> float:
     """The timeout that a group was made with; no public reader."""
     backend = group._get_backend(group._device_types[0])
     seconds: float = backend.options._timeout.total_seconds()
@@ -203,7 +203,7 @@ def _wait_for_keys(
     group: dist.ProcessGroup, store: Any, keys: dict[int, str], too_late: TooLate
 ) -> None:
     began = heard = time.monotonic()
-    limit_s = max(_group_timeout_s(group), _timeout_s)
+    limit_s = max(group_timeout_s(group), _timeout_s)
     poll_s, max_poll_s = _POLL_S
     missing = list(keys)
     while missing := [rank for rank in missing if not store.check([keys[rank]])]:

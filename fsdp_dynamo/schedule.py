@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdp_dynamo import events
-from fsdp_dynamo.api import BackwardPrefetch, ShardingStrategy
+from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.unit import ForwardCall, PendingReduce, Unit
@@ -108,7 +108,7 @@ class Root:
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if not torch.is_grad_enabled():
             return True
-        return unit.config.strategy is ShardingStrategy.FULL_SHARD and not outermost
+        return unit.config.strategy.reshards_after_forward and not outermost
 
     def _prefetch_forward(self, unit: Unit) -> None:
         """Issue the all-gather of the unit that came after this one in the last forward."""
@@ -182,7 +182,7 @@ class Root:
         self.machine.advance(RootState.IDLE)
 
     def _reshards_after_backward(self, unit: Unit) -> bool:
-        return self.sync_gradients or unit.config.strategy is ShardingStrategy.FULL_SHARD
+        return self.sync_gradients or unit.config.strategy.reshards_after_forward
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gather of the unit whose forward ended before this call's."""
@@ -197,6 +197,8 @@ class Root:
 
     @torch.no_grad()
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        for pending in self._pending:
+            pending.advance()
         for flat, unsharded_grad in unit.unsharded_grads(grads):
             if not self.sync_gradients:
                 flat.unsharded_grad_sum = unsharded_grad

@@ -24,15 +24,16 @@ class TracedFlat(NamedTuple):
     """What the graph needs to know of one flat parameter: constants only, no guards.
 
     Attributes:
-        group_name: the process group's registered name (no rank number is baked in).
+        group_name: the shard group's registered name (no rank number is baked in).
         world_size: its size.
+        reductions: names of the groups over which gradients are averaged, in order.
         is_sharded: whether there is anything to gather.
         requires_grad: whether there is a gradient to reduce.
         param_dtype: name of the unsharded flat parameter's dtype.
         reduce_dtype: name of the reduction's dtype.
         grad_dtype: name of the dtype of the gradient that leaves the graph.
         gather_mark: mark of the all-gather.
-        reduce_mark: mark of the reduction.
+        reduce_marks: a mark for each of ``reductions``.
         split_sizes: how the unsharded flat parameter is cut.
         views: for each original parameter its piece, its shape, and where it is put: the names
             that lead from the unit's module to the holder, and the parameter's name.
@@ -40,13 +41,14 @@ class TracedFlat(NamedTuple):
 
     group_name: str
     world_size: int
+    reductions: tuple[str, ...]
     is_sharded: bool
     requires_grad: bool
     param_dtype: str
     reduce_dtype: str
     grad_dtype: str
     gather_mark: str
-    reduce_mark: str
+    reduce_marks: tuple[str, ...]
     split_sizes: tuple[int, ...]
     views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
 
@@ -90,7 +92,10 @@ def _describe_flat(
     reshards: bool,
     paths: dict[nn.Module, tuple[str, ...]],
 ) -> TracedFlat:
-    reduce_kind: CollectiveKind = "reduce_scatter" if flat.is_sharded else "all_reduce"
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_reduce")
+    if flat.is_sharded:
+        kinds = ("reduce_scatter", "all_reduce")
+    reductions = tuple(group.group_name for group in flat.groups.reductions)
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
@@ -99,13 +104,17 @@ def _describe_flat(
     return TracedFlat(
         group_name=flat.group.group_name,
         world_size=flat.group.size(),
+        reductions=reductions,
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
         param_dtype=_name(flat.param_dtype),
         reduce_dtype=_name(flat.reduce_dtype),
         grad_dtype=_name(flat.dtype),
         gather_mark=Mark(fqn, "all_gather", "forward", ordinal, reshards).encode(),
-        reduce_mark=Mark(fqn, reduce_kind, "backward", ordinal).encode(),
+        reduce_marks=tuple(
+            Mark(fqn, kind, "backward", ordinal).encode()
+            for kind, _ in zip(kinds, reductions, strict=False)
+        ),
         split_sizes=layout.split_sizes,
         views=tuple(views),
     )
@@ -154,15 +163,17 @@ def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
 
 def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
     grad = _cast(grad, spec.reduce_dtype)
-    if spec.world_size > 1:
-        with traceback.annotate({COLLECTIVE: spec.reduce_mark}):
-            if spec.is_sharded:
+    scatters = spec.is_sharded
+    for group, mark in zip(spec.reductions, spec.reduce_marks):  # noqa: B905  # traced by Dynamo
+        with traceback.annotate({COLLECTIVE: mark}):
+            if scatters:
                 reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
-                    grad, "avg", spec.world_size, spec.group_name
+                    grad, "avg", spec.world_size, group
                 )
             else:
-                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", spec.group_name)
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
+        scatters = False
     return _cast(grad, spec.grad_dtype)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from fsdp_dynamo import collectives, events
 from fsdp_dynamo.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter
+from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.training_state import StateMachine, UnitState
 
 
@@ -25,7 +27,7 @@ from fsdp_dynamo.training_state import StateMachine, UnitState
 class UnitConfig:
     """What a wrapper call asked for; the same object serves all units of an auto-wrap."""
 
-    group: dist.ProcessGroup
+    groups: Groups
     strategy: ShardingStrategy
     precision: MixedPrecision | None
     backward_prefetch: BackwardPrefetch | None
@@ -51,14 +53,29 @@ class ForwardCall:
 
 @dataclass
 class PendingReduce:
-    """A gradient reduction in flight: what to wait for and where the result goes."""
+    """A gradient reduction in flight: what to wait for and where the result goes.
+
+    Attributes:
+        flat: whose gradient it is.
+        in_flight: the collective that goes on now.
+        sharded_grad: where the result is.
+        follow: starts the reduction over replicas, once; ``None`` where there are none.
+    """
 
     flat: FlatParameter
     in_flight: collectives.InFlight
     sharded_grad: torch.Tensor
+    follow: Callable[[], collectives.InFlight] | None = None
+
+    def advance(self) -> None:
+        """Where a reduction over replicas follows, start it."""
+        if self.follow is not None:
+            self.in_flight.wait()
+            self.in_flight, self.follow = self.follow(), None
 
     def finish(self) -> None:
         """Wait, then add the result to the original parameters' gradients."""
+        self.advance()
         self.in_flight.wait()
         self.flat.accumulate_grad(self.sharded_grad)
 
@@ -230,18 +247,26 @@ class Unit:
 
     def issue_reduce(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
         """Start the mean over ranks of an unsharded gradient."""
-        log = events.recorder
-        event = None
-        if log is not None and flat.group.size() > 1:
-            kind: events.Kind = "reduce_scatter" if flat.is_sharded else "all_reduce"
-            event = log.issue(self.fqn, kind, "backward", flat.reduce_bytes)
-        if flat.group.size() == 1:
+        groups = flat.groups.reductions
+        if not groups:
             return PendingReduce(flat, collectives.InFlight([]), unsharded_grad)
         output = unsharded_grad
         if flat.is_sharded:
             output = unsharded_grad.new_empty(flat.layout.shard_numel)
-        in_flight = collectives.issue_reduce_mean(output, unsharded_grad, flat.group, event)
-        return PendingReduce(flat, in_flight, output)
+        event = self._note_reduction(unsharded_grad, output)
+        in_flight = collectives.issue_reduce_mean(output, unsharded_grad, groups[0], event)
+        follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
+        return PendingReduce(flat, in_flight, output, follow)
+
+    def _follow(self, group: dist.ProcessGroup, reduced: torch.Tensor) -> collectives.InFlight:
+        """Start the mean over replicas of a gradient that was reduced inside one, in place."""
+        event = self._note_reduction(reduced, reduced)
+        return collectives.issue_reduce_mean(reduced, reduced, group, event)
+
+    def _note_reduction(self, grad: torch.Tensor, output: torch.Tensor) -> events.Event | None:
+        kind: events.Kind = "all_reduce" if output is grad else "reduce_scatter"
+        log = events.recorder
+        return None if log is None else log.issue(self.fqn, kind, "backward", grad.nbytes)
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import build, hooks, hooks_path, state_dict
+from fsdp_dynamo.agreement import tell_each_other
 from fsdp_dynamo.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -23,7 +24,7 @@ from fsdp_dynamo.api import (
 )
 from fsdp_dynamo.arguments import (
     check_module,
-    group_of,
+    clamped,
     input_dtype_of,
     override,
     refuse_unsupported,
@@ -43,6 +44,7 @@ from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.grad_clip import clip_grad_norm
 from fsdp_dynamo.graph_entry import mark_shard
+from fsdp_dynamo.groups import groups_of
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
@@ -61,7 +63,8 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
             view of this rank's part (``NO_SHARD``: a view in its original shape).
-        process_group: ranks to shard over; the default group if not given.
+        process_group: ranks to shard over; the default group if not given. With a hybrid
+            strategy a pair (shard group, replicate group); not given, each node is a replica.
         sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
         cpu_offload: accepted on CPU, where it changes nothing; refused elsewhere.
         auto_wrap_policy: which submodules become units of their own.
@@ -76,7 +79,11 @@ class FullyShardedDataParallel(nn.Module):
             ``None`` (default): on CPU only, whose host does not run ahead of the device.
         limit_all_gathers: accepted; at most one unit is gathered ahead in any case.
         use_orig_params: ``False`` is accepted in eager and refused under compile.
-        device_mesh: a 1-D mesh in place of ``process_group``.
+        device_mesh: a mesh in place of ``process_group``: 1-D, or with a hybrid strategy 2-D
+            (replicas, shards).
+        reduction_group: another process group of the ranks that shard, for the gradients: its
+            reduce-scatters do not queue behind all-gathers in one communicator. By default the
+            two share a group.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -101,18 +108,23 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = True,
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_module(module, _is_unit)
         compile_context = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compile_context, module = module.dynamo_ctx, module._orig_mod
             check_module(module, _is_unit)
-        group = group_of(process_group, device_mesh)
+        strategy = strategy_of(sharding_strategy)
+        groups = groups_of(
+            process_group, device_mesh, reduction_group, is_hybrid=strategy.is_hybrid
+        )
         refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
-        warn_of_cpu_start(module, group, device_id)
+        warn_of_cpu_start(module, groups.shard, device_id)
+        tell_each_other(groups.all)
         config = UnitConfig(
-            group=group,
-            strategy=strategy_of(sharding_strategy, group),
+            groups=groups,
+            strategy=clamped(strategy, groups),
             precision=coerce_mixed_precision(mixed_precision),
             backward_prefetch=None
             if backward_prefetch is None
@@ -132,7 +144,7 @@ class FullyShardedDataParallel(nn.Module):
             )
             module.to(device)
         if sync_module_states:
-            build.broadcast_module_states(module, ignored, group, _is_unit)
+            build.broadcast_module_states(module, ignored, groups, _is_unit)
         configs = {m: override(config, overrides) for m, overrides in targets.items()}
         units = build.build_units(
             module, list(targets), ignored, lambda m: configs.get(m, config), _is_unit
@@ -226,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
     def describe_for_trace(self) -> TracedUnit:
         """What the graph path's trace needs to know of this unit, as it is now."""
         unit = self._unit
-        reshards = unit.config.strategy is ShardingStrategy.FULL_SHARD and not self._is_outermost()
+        reshards = unit.config.strategy.reshards_after_forward and not self._is_outermost()
         return describe(unit, self._input_dtype, reshards)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -278,7 +290,9 @@ class FullyShardedDataParallel(nn.Module):
         managed = {id(o.param) for unit in self._root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
         flats = [flat for unit in self._root.units for flat in unit.flats]
-        return clip_grad_norm(flats, others, self._unit.config.group, float(max_norm), norm_type)
+        return clip_grad_norm(
+            flats, others, self._unit.config.groups.shard, float(max_norm), norm_type
+        )
 
     def flat_parameter_of(self, fqn: str) -> FlatParameter:
         """The flat parameter that holds the parameter with this plain FQN.

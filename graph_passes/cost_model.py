@@ -34,6 +34,7 @@ class Link:
     Attributes:
         latency_ms: what a collective needs besides its bytes, 0 or more.
         bytes_per_ms: in each direction, more than 0.
+        name: groups whose links have one name share it; "": the group has a link of its own.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -41,6 +42,7 @@ class Link:
 
     latency_ms: float = 0.05
     bytes_per_ms: float = 1e6
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):

@@ -45,9 +45,9 @@ def place_just_in_time(problem: Problem, limits: Limits) -> dict[int, int]:
     wanted: dict[int, int] = {}
     for index in reversed(gathers_by_need(problem)):
         transfer = problem.transfers[index]
-        latest = min(clock[transfer.need], begin_by.get(transfer.group, clock[transfer.need]))
+        latest = min(clock[transfer.need], begin_by.get(transfer.link, clock[transfer.need]))
         latest -= transfer.ms * limits.margin
-        begin_by[transfer.group] = latest
+        begin_by[transfer.link] = latest
         in_time = starts[max(0, bisect_right(times, latest) - 1)] if starts else 0
         wanted[index] = max(transfer.ready, min(in_time, _one_unit_ahead(starts, transfer)))
     return _in_order(problem, _fitted(problem, limits, wanted))
@@ -83,6 +83,6 @@ def _in_order(problem: Problem, gaps: dict[int, int]) -> dict[int, int]:
     last: dict[str, int] = {}
     for index in gathers_by_need(problem):
         transfer = problem.transfers[index]
-        gaps[index] = min(max(gaps[index], last.get(transfer.group, 0)), transfer.need)
-        last[transfer.group] = gaps[index]
+        gaps[index] = min(max(gaps[index], last.get(transfer.link, 0)), transfer.need)
+        last[transfer.link] = gaps[index]
     return gaps

@@ -13,6 +13,7 @@ all-gather the question is how early to issue it, for a reduction how late to wa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ from graph_passes.graph_utils import (
 )
 from graph_passes.markers import Mark, mark_of, unit_of
 
+_MARGIN = 1.5
+"""How much longer than modelled a reduction is taken to last where another one waits for it."""
+
 _CASTS = frozenset({"aten::_to_copy", "aten::clone", "prims::convert_element_type"})
 
 
@@ -46,7 +50,7 @@ class Transfer:
     Attributes:
         mark: who it is.
         group: registered name of its process group; transfers of one group are issued in one
-            order by all ranks and follow one another on the link.
+            order by all ranks.
         ms: duration when it has the link to itself.
         latency_ms: the part of ``ms`` that does not depend on the bytes.
         wire_bytes: what this rank sends.
@@ -57,6 +61,7 @@ class Transfer:
             wait on top of the graph in which it is waited for at once.
         dtype: of what is sent.
         is_dependent: whether it sends what another transfer brings.
+        link_name: of the link that it shares with other groups; "": its group has one of its own.
     """
 
     mark: Mark
@@ -69,6 +74,12 @@ class Transfer:
     held_bytes: int
     dtype: str = ""
     is_dependent: bool = False
+    link_name: str = ""
+
+    @property
+    def link(self) -> str:
+        """Name of the link, on which transfers follow one another."""
+        return self.link_name or self.group
 
     @property
     def is_gather(self) -> bool:
@@ -201,12 +212,12 @@ def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None
     gap_behind = {node: gap + 1 for gap, node in enumerate(parts.steps)}
     gap_before = {node: gap for gap, node in enumerate(parts.steps)}
     position = {node: i for i, node in enumerate(graph.nodes)}
-    pinned = _pinned_gaps(parts, gap_behind, position)
+    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
+    pinned = _pinned_gaps(parts, gap_behind, position, cost, compute_ms)
     transfers = tuple(
         _transfer(chain, cost, gap_behind, gap_before, len(parts.steps), position, pinned)
         for chain in parts.chains
     )
-    compute_ms = tuple(cost.compute_ms(node) for node in parts.steps)
     return Problem(compute_ms, _units(parts.steps), (0,) * len(parts.steps), transfers)
 
 
@@ -220,16 +231,33 @@ def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
 
 
 def _pinned_gaps(
-    parts: Dissection, gap_behind: dict[fx.Node, int], position: dict[fx.Node, int]
+    parts: Dissection,
+    gap_behind: dict[fx.Node, int],
+    position: dict[fx.Node, int],
+    cost: CostModel,
+    compute_ms: tuple[float, ...],
 ) -> dict[fx.Node, int]:
-    """Collectives that depend on another's result stay in the gap where they are."""
-    results = {n for chain in parts.chains for n in (chain.wait, *chain.after)}
-    pinned = {}
+    """Collectives that depend on another's result keep one gap.
+
+    A gather stays where it is. A reduction (over replicas, of what another one brings) goes where
+    the other will be done: until then there is nothing to send, and to wait for it holds up both.
+    """
+    bringers = {n: chain for chain in parts.chains for n in (chain.wait, *chain.after)}
+    starts_ms = tuple(accumulate(compute_ms, initial=0.0))
+    pinned: dict[fx.Node, int] = {}
     for chain in parts.chains:
-        if any(n in results for n in (chain.before or (chain.collective,))[0].all_input_nodes):
-            here = position[chain.collective]
-            earlier = [gap for node, gap in gap_behind.items() if position[node] < here]
-            pinned[chain.collective] = max(earlier, default=0)
+        sources = (chain.before or (chain.collective,))[0].all_input_nodes
+        other = next((bringers[n] for n in sources if n in bringers), None)
+        if other is None:
+            continue
+        here = position[chain.collective]
+        gap = max((gap for node, gap in gap_behind.items() if position[node] < here), default=0)
+        mark = mark_of(chain.collective)
+        if mark is not None and mark.kind != "all_gather":
+            gap = max(gap, pinned.get(other.collective, 0))
+            done_ms = starts_ms[gap] + _MARGIN * cost.collective_ms(other.collective)
+            gap = min(bisect_left(starts_ms, done_ms), len(compute_ms))
+        pinned[chain.collective] = gap
     return pinned
 
 
@@ -274,6 +302,7 @@ def _transfer(
         held,
         str(dtype).removeprefix("torch."),
         node in pinned,
+        cost.link_of(node).name,
     )
 
 

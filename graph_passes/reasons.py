@@ -148,8 +148,8 @@ class Reasons:
 
     def _ahead(self, placement: Placement) -> Placement | None:
         """What goes over the same link right before a launch."""
-        group = self._transfer(placement.transfer).group
-        on_link = [p for p in self.schedule if self._transfer(p.transfer).group == group]
+        link = self._transfer(placement.transfer).link
+        on_link = [p for p in self.schedule if self._transfer(p.transfer).link == link]
         on_link.sort(key=lambda p: p.issue)  # stable: within a gap, the schedule's order
         position = on_link.index(placement)
         return on_link[position - 1] if position else None

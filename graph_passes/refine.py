@@ -65,7 +65,7 @@ def _neighbours(
         same_gap = [
             i
             for i, p in enumerate(rest)
-            if p.issue == moved.issue and problem.transfers[p.transfer].group == transfer.group
+            if p.issue == moved.issue and problem.transfers[p.transfer].link == transfer.link
         ]
         for slot in {same_gap[0], same_gap[-1] + 1} if same_gap else {position}:
             other = (*rest[:slot], moved, *rest[slot:])

@@ -22,7 +22,8 @@ class TransferReport:
 
     Attributes:
         unit, kind, ordinal: from its mark.
-        group: name of its process group, whose collectives share a link.
+        group: name of its process group.
+        link: name of the link, on which its collectives follow one another.
         launch: collectives with the same number are launched together.
         wire_bytes: what this rank sends.
         ms: duration when it has the link to itself.
@@ -38,6 +39,7 @@ class TransferReport:
     kind: str
     ordinal: int
     group: str
+    link: str
     launch: int
     wire_bytes: int
     ms: float
@@ -172,6 +174,7 @@ def _transfer(reasons: Reasons, placement: Placement) -> TransferReport:
         kind=transfer.mark.kind,
         ordinal=transfer.mark.ordinal,
         group=transfer.group,
+        link=transfer.link,
         launch=reasons.launches[placement.transfer],
         wire_bytes=transfer.wire_bytes,
         ms=transfer.ms,

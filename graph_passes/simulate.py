@@ -1,6 +1,6 @@
 """What a schedule costs: one pass over its steps on a clock.
 
-Each group's link carries one transfer after the other, in order of issue (which is how NCCL's
+A link carries one transfer after the other, in order of issue (which is how NCCL's
 streams and a pair of sockets behave, and what sharing the bandwidth comes to for the last of them).
 Issues cost nothing, a wait blocks until its transfer has arrived.
 """
@@ -84,8 +84,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     for gap in range(problem.num_steps + 1):
         for placement in issues[gap]:
             transfer = problem.transfers[placement.transfer]
-            begin = max(now, free.get(transfer.group, 0.0))
-            free[transfer.group] = begin + transfer.ms
+            begin = max(now, free.get(transfer.link, 0.0))
+            free[transfer.link] = begin + transfer.ms
             spans[placement.transfer] = (now, begin, begin + transfer.ms)
         for placement in waits[gap]:
             issued, begin, end = spans[placement.transfer]
@@ -114,8 +114,8 @@ def total_ms(problem: Problem, schedule: Schedule) -> float:
             stalled += max(0.0, ends[index] - now)
         else:
             transfer = problem.transfers[index]
-            ends[index] = max(now, free.get(transfer.group, 0.0)) + transfer.ms
-            free[transfer.group] = ends[index]
+            ends[index] = max(now, free.get(transfer.link, 0.0)) + transfer.ms
+            free[transfer.link] = ends[index]
     return starts[-1] + stalled
 
 
@@ -158,5 +158,5 @@ def lower_bound_ms(problem: Problem) -> float:
     )
     busy: dict[str, float] = {}
     for transfer in problem.transfers:
-        busy[transfer.group] = busy.get(transfer.group, 0.0) + transfer.ms
+        busy[transfer.link] = busy.get(transfer.link, 0.0) + transfer.ms
     return max(compute + first + last, max(busy.values(), default=0.0))

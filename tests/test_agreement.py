@@ -14,6 +14,7 @@ from pool import RankPool
 from test_passes import Builder
 from torch import nn
 from torch._dynamo.callback import callback_handler
+from torch.distributed.device_mesh import init_device_mesh
 from ways import in_way
 
 from fsdp_dynamo import (
@@ -21,6 +22,7 @@ from fsdp_dynamo import (
     DivergenceError,
     FSDPValueError,
     MixedPrecision,
+    ShardingStrategy,
     collectives,
     rendezvous,
     set_agreement_timeout,
@@ -63,11 +65,16 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
     differs = rank == world_size - 1
     torch.manual_seed(5)
     plain = Branching(24 if differs and how == "other shape" else 16)
+    replicas: dict[str, Any] = {}
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        replicas = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     low = MixedPrecision(param_dtype=torch.bfloat16)
     wrapped = FSDP(
         plain,
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         mixed_precision=low if differs and how == "other dtype" else None,
+        **replicas,
     )
     if differs and how == "other branch":
         plain.order = [1, 0, 2]
@@ -128,6 +135,17 @@ def test_three_ranks_name_the_one_that_differs(ranks: RankPool) -> None:
     messages = {message for message, _ in ranks.run(run_differently, 3, "a unit skipped", "graph")}
     assert len(messages) == 1
     assert "expected rank 2 to issue what rank 0 does" in messages.pop()
+
+
+@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
+def test_every_rank_of_every_replica_gets_the_error(ranks: RankPool, how: str) -> None:
+    """Rank 3 differs; ranks 0 and 3 have no group in common."""
+    answers = ranks.run(run_differently, 4, how, "graph")
+    messages = [message for message, _ in answers]
+    wanted = ["rank 3"] if how == "other branch" else ["nothing from rank(s) 2 within 3 s"]
+    assert all(words in messages[0] for words in wanted)
+    assert messages == messages[:1] * 4
+    assert max(seconds for _, seconds in answers) < BOUND_S
 
 
 @pytest.mark.parametrize("how", ["late", "a recompile for a shape", "nothing"])

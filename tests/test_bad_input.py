@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from ways import WAYS, in_way
 
 import fsdp_dynamo
@@ -74,7 +75,51 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "strategy": (lambda: FSDP(nn.Linear(2, 2), sharding_strategy="FULL"), "one of FULL_SHARD"),
     "hybrid": (
         lambda: FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "UnsupportedError: argument 'sharding_strategy'",
+        "expected to know how many ranks a node has",
+    ),
+    "hybrid group": (
+        lambda: FSDP(
+            nn.Linear(2, 2),
+            process_group=dist.group.WORLD,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        "expected a pair of process groups (shard, replicate)",
+    ),
+    "hybrid pair": (
+        lambda: FSDP(
+            nn.Linear(2, 2),
+            process_group=(dist.group.WORLD, dist.group.WORLD),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        "that share this rank only",
+    ),
+    "hybrid mesh": (
+        lambda: FSDP(
+            nn.Linear(2, 2),
+            device_mesh=init_device_mesh("cpu", (2,)),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        "expected a 2-D device mesh (replicas, shards)",
+    ),
+    "pair of groups": (
+        lambda: FSDP(nn.Linear(2, 2), process_group=(dist.group.WORLD, dist.group.WORLD)),
+        "a tuple of groups, which is for HYBRID_SHARD",
+    ),
+    "hybrid unit": (
+        lambda: FSDP(
+            nn.Sequential(nn.Linear(2, 2)),
+            auto_wrap_policy=CustomPolicy(
+                lambda m: {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+            ),
+        ),
+        "expected a strategy that goes with the root's FULL_SHARD",
+    ),
+    "reduction group": (
+        lambda: FSDP(
+            nn.Linear(2, 2),
+            reduction_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        ),
+        "expected a group of the ranks that shard, [0, 1], in that order",
     ),
     "group": (lambda: FSDP(nn.Linear(2, 2), process_group="x"), "a torch.distributed.ProcessGroup"),
     "mixed precision": (
