@@ -19,6 +19,7 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.explain import Explanation, explain
+from fsdp_dynamo.original_shards import ParameterShard
 from fsdp_dynamo.planning import record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
@@ -40,6 +41,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "MixedPrecision",
+    "ParameterShard",
     "ShardingStrategy",
     "StateDictType",
     "UnsupportedError",

@@ -80,20 +80,10 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
 
 def refuse_unsupported(
     module: nn.Module,
-    param_init_fn: object | None,
     cpu_offload: object | None,
     device_id: int | torch.device | None,
 ) -> None:
     """Raise for arguments that upstream knows and this version does not support."""
-    if param_init_fn is not None:
-        raise UnsupportedError(
-            explain(
-                expected="a module with initialised parameters",
-                got="a param_init_fn",
-                where="argument 'param_init_fn'",
-                fix="Initialise the module before wrapping; deferred init is not supported yet.",
-            )
-        )
     wants_offload = bool(getattr(cpu_offload, "offload_params", False))
     first = next(module.parameters(), None)
     on_cpu = (first is None or first.device.type == "cpu") and (

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter, join_fqn
-from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.hooks import keep_module_precision
+from fsdp_dynamo.starting_values import Values
 from fsdp_dynamo.unit import Unit, UnitConfig
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -92,6 +91,7 @@ def build_units(
     ignored: Ignored,
     config_of: Callable[[nn.Module], UnitConfig],
     is_unit: Callable[[object], bool],
+    values: Values,
 ) -> dict[nn.Module, Unit]:
     """Make one unit for ``root`` and one for each target, with all parameters below them.
 
@@ -105,6 +105,7 @@ def build_units(
         ignored: what stays as it is.
         config_of: the configuration of each unit.
         is_unit: whether a module is a wrapper already.
+        values: where parameters get their values from, before they are sharded.
     """
     owners = set(targets)
     places: dict[nn.Parameter, list[_Occurrence]] = {}
@@ -113,22 +114,28 @@ def build_units(
     for occurrence, param in walk.below(root, "", (root,)):
         places.setdefault(param, []).append(occurrence)
     owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
-    late: set[nn.Parameter] = set()
+    late: set[int] = set()
     for param, occurrences in places.items():
         owner = _innermost_common([o.chain for o in occurrences])
         prefix = paths[owner]
         sites = [(o.module, o.name, o.fqn[len(prefix) + 1 if prefix else 0 :]) for o in occurrences]
-        owned[owner].append(OriginalParameter(param, sites[0][2], sites))
+        original = OriginalParameter(param, sites[0][2], sites)
+        owned[owner].append(original)
         if occurrences[0].fqn in walk.late:
-            late.add(param)
+            late.add(id(original))
     for owner, originals in owned.items():
         _check_devices(paths[owner], originals)
         for original in originals:
             _check_parameter(original.param, join_fqn(paths[owner], original.fqn))
-    return {
-        owner: _build_unit(owner, paths[owner], originals, config_of(owner), late)
-        for owner, originals in owned.items()
+    values.check([original for originals in owned.values() for original in originals])
+    built = {
+        owner: _build_unit(owner, owned[owner], config_of(owner), late)
+        for owner in values.in_order_of_completion(owned)
     }
+    for owner, originals in owned.items():
+        _mark_managed(paths[owner], originals)
+        _keep_own_precision(originals, config_of(owner).precision)
+    return {owner: built[owner] for owner in owned}
 
 
 class _Walk:
@@ -201,21 +208,13 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
                 "the parameter), or wrap only the module that holds both.",
             )
         )
-    if param.device.type == "meta":
-        raise UnsupportedError(
-            explain(
-                expected="a parameter with values",
-                got="one on the meta device",
-                where=f"parameter '{fqn}'",
-                fix="Call module.to_empty(device=...) and initialise it before wrapping.",
-            )
-        )
 
 
 def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
     devices: dict[torch.device, str] = {}
     for original in originals:
-        devices.setdefault(original.param.device, original.fqn)
+        if not original.param.is_meta:
+            devices.setdefault(original.param.device, original.fqn)
     if len(devices) > 1:
         listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
         raise FSDPValueError(
@@ -230,19 +229,18 @@ def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> Non
 
 def _build_unit(
     module: nn.Module,
-    fqn: str,
     originals: Sequence[OriginalParameter],
     config: UnitConfig,
-    late: set[nn.Parameter],
+    late: set[int],
 ) -> Unit:
     precision = config.precision
-    kept = _modules_in_own_precision(module, originals, precision)
+    kept = _modules_in_own_precision(originals, precision)
     late = late if _is_worth_splitting(originals, late) else set()
     groups: dict[tuple[torch.dtype, bool, bool, bool], list[OriginalParameter]] = {}
     for original in originals:
         own_precision = original.sites[0][0] in kept
         param = original.param
-        key = (param.dtype, param.requires_grad, own_precision, param in late)
+        key = (param.dtype, param.requires_grad, own_precision, id(original) in late)
         groups.setdefault(key, []).append(original)
     flats = [
         FlatParameter(
@@ -253,13 +251,16 @@ def _build_unit(
         )
         for (_, _, own_precision, _), members in groups.items()
     ]
-    for original in originals:
-        setattr(original.param, _MANAGED, join_fqn(fqn, original.fqn))
-        original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
     return Unit(module, flats, config)
 
 
-def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[nn.Parameter]) -> bool:
+def _mark_managed(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
+    for original in originals:
+        setattr(original.param, _MANAGED, join_fqn(unit_fqn, original.fqn))
+        original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
+
+
+def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:
     """Whether parameters before and behind nested units get flat parameters of their own.
 
     Then the embedding's all-gather alone precedes the forward, and the head's gradient is reduced
@@ -268,23 +269,32 @@ def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[nn.Par
     numbers = [0, 0]
     for original in originals:
         param = original.param
-        numbers[param in late] += param.numel() * param.element_size()
+        numbers[id(original) in late] += param.numel() * param.element_size()
     return min(numbers) >= _SPLIT_BYTES
 
 
 def _modules_in_own_precision(
-    module: nn.Module, originals: Sequence[OriginalParameter], precision: MixedPrecision | None
-) -> set[nn.Module]:
-    """Modules that mixed precision leaves alone; they cast their inputs and outputs."""
+    originals: Sequence[OriginalParameter], precision: MixedPrecision | None
+) -> dict[nn.Module, torch.dtype]:
+    """Modules that mixed precision leaves alone, and the dtype that they compute in."""
     if precision is None or precision.param_dtype is None:
-        return set()
-    kept: set[nn.Module] = set()
+        return {}
+    kept: dict[nn.Module, torch.dtype] = {}
     for original in originals:
         holder = original.sites[0][0]
-        if isinstance(holder, tuple(precision._module_classes_to_ignore)) and holder not in kept:
-            kept.add(holder)
-            keep_module_precision(holder, original.param.dtype, precision.param_dtype)
+        if isinstance(holder, tuple(precision._module_classes_to_ignore)):
+            kept.setdefault(holder, original.param.dtype)
     return kept
+
+
+def _keep_own_precision(
+    originals: Sequence[OriginalParameter], precision: MixedPrecision | None
+) -> None:
+    """Let modules that mixed precision leaves alone cast their inputs and outputs."""
+    for module, dtype in _modules_in_own_precision(originals, precision).items():
+        assert precision is not None
+        assert precision.param_dtype is not None
+        keep_module_precision(module, dtype, precision.param_dtype)
 
 
 def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
@@ -297,38 +307,20 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def broadcast_module_states(
-    root: nn.Module, ignored: Ignored, groups: Groups, is_unit: Callable[[object], bool]
-) -> None:
-    """Give all ranks rank 0's parameters and buffers, each once; nested units keep theirs."""
-    seen: set[torch.Tensor] = set()
-    for module in _modules_outside_units(root, ignored, is_unit):
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is None or tensor in seen or tensor in ignored.parameters:
-                continue
-            seen.add(tensor)
-            if tensor.device.type == "cpu" and not _serves_cpu(groups.shard):
-                raise FSDPValueError(
-                    explain(
-                        expected="parameters on the accelerator",
-                        got="a CPU tensor with an NCCL group",
-                        where="argument 'sync_module_states'",
-                        fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
-                    )
-                )
-            for group in reversed(groups.all):  # across replicas, then inside each
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
-
-
-def _serves_cpu(group: dist.ProcessGroup) -> bool:
-    return any(device.type == "cpu" for device in group._device_types)
-
-
-def _modules_outside_units(
+def managed_modules(
     root: nn.Module, ignored: Ignored, is_unit: Callable[[object], bool]
-) -> Iterator[nn.Module]:
-    yield root
-    for child in root._modules.values():
-        if child is not None and child not in ignored.modules and not is_unit(child):
-            yield from _modules_outside_units(child, ignored, is_unit)
+) -> Iterator[tuple[str, nn.Module]]:
+    """``root`` and all modules below it that are neither ignored nor in a nested unit, each once,
+    with plain FQNs, in the order of ``modules()``."""
+    seen: set[nn.Module] = set()
+    pending: list[tuple[str, nn.Module]] = [("", root)]
+    while pending:
+        name, module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield plain_fqn(name), module
+        children = [(join_fqn(name, n), c) for n, c in module._modules.items() if c is not None]
+        pending.extend(
+            (n, c) for n, c in reversed(children) if c not in ignored.modules and not is_unit(c)
+        )

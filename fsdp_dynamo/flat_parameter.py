@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.api import MixedPrecision
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
 
@@ -98,8 +98,9 @@ class FlatParameter:
         self._sharded_sizes, self._sharded_index = self._shard_pieces()
         self._all_held = -1 not in self._sharded_index
         self._views_set = False
+        self.is_summoned = False
         self.unit_fqn = ""
-        self._point_originals_to_shard()
+        self.point_originals_to_shard()
 
     # -- construction ------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class FlatParameter:
         self._views_set = False
 
     @torch.no_grad()
-    def _point_originals_to_shard(self) -> None:
+    def point_originals_to_shard(self) -> None:
         """Let each original parameter be this rank's part of ``sharded``."""
         for original, local in zip(self.originals, self.local_parts(self.sharded), strict=True):
             original.param.data = local
@@ -262,6 +263,15 @@ class FlatParameter:
 
     def check_originals(self) -> None:
         """Raise if a parameter was replaced, moved or frozen behind the wrapper's back."""
+        if self.is_summoned:
+            raise FSDPStateError(
+                explain(
+                    expected="to run with sharded parameters",
+                    got="a forward inside summon_full_params()",
+                    where=unit_name(self.unit_fqn),
+                    fix="Leave the context first.",
+                )
+            )
         if self._views_set:
             return
         base = self.sharded.data_ptr()
@@ -349,7 +359,7 @@ class FlatParameter:
         self.device = shard.device
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.unsharded = self._make_unsharded()
-        self._point_originals_to_shard()
+        self.point_originals_to_shard()
 
     def sites(self) -> Iterator[tuple[OriginalParameter, nn.Module, str, str]]:
         """Every place that holds an original parameter: it, module, name, FQN in the unit."""

@@ -48,8 +48,6 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Route the shards among a compiled graph's inputs through ``_ShardsIn``."""
 
     def run(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return compiled(*inputs)
         where: list[int] = []
         flats: list[FlatParameter] = []
         for position, value in enumerate(inputs):
@@ -57,7 +55,7 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
             if flat is None:
                 continue
             flat.check_originals()
-            if flat.requires_grad:
+            if flat.requires_grad and torch.is_grad_enabled():
                 where.append(position)
                 flats.append(flat)
         if not where:

@@ -54,7 +54,7 @@ def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, is_root: bool
 
     The root also takes out of ``prefix`` what ``torch.compile`` has put in.
     """
-    if unit.machine.state is not UnitState.IDLE:
+    if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
             explain(
                 expected="state_dict() between two steps",
@@ -65,6 +65,8 @@ def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, is_root: bool
         )
     base = _plain_prefix(prefix) if is_root else prefix
     plain_names_after_save(state_dict, prefix, base)
+    if unit.is_summoned:  # what the default code has written is whole (perhaps on rank 0 alone)
+        return
     for flat in unit.flats:
         for original, whole in zip(flat.originals, gather_originals(flat), strict=True):
             for _, _, fqn in original.sites:

@@ -154,6 +154,11 @@ class Unit:
         """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
         return any(flat.needs_storage for flat in self.flats)
 
+    @property
+    def is_summoned(self) -> bool:
+        """Whether its original parameters are whole on the user's request."""
+        return any(flat.is_summoned for flat in self.flats)
+
     # -- unshard and reshard -----------------------------------------------------------------
 
     def issue_unshard(self, phase: events.Phase) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -42,11 +42,14 @@ from fsdp_dynamo.dynamo_glue import (
 )
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.full_params import Summon, summoned
 from fsdp_dynamo.grad_clip import clip_grad_norm
 from fsdp_dynamo.graph_entry import mark_shard
 from fsdp_dynamo.groups import groups_of
+from fsdp_dynamo.original_shards import ParameterShard, WholeUpdate, shards_of, update_whole
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
+from fsdp_dynamo.starting_values import Values, device_for
 from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
 from fsdp_dynamo.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap_policy import run_policy
@@ -72,7 +75,9 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: see ``MixedPrecision``.
         ignored_modules: modules that stay as they are.
         ignored_states: modules or parameters that stay as they are.
-        param_init_fn: not supported yet; raises.
+        param_init_fn: initialises modules that are on the meta device; called with each module
+            that holds such tensors itself, in the order of ``modules()``, when they have storage.
+            By default the modules' own ``reset_parameters()``.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: broadcast rank 0's parameters and buffers first.
         forward_prefetch: issue the next unit's all-gather before the current unit's forward.
@@ -119,7 +124,7 @@ class FullyShardedDataParallel(nn.Module):
         groups = groups_of(
             process_group, device_mesh, reduction_group, is_hybrid=strategy.is_hybrid
         )
-        refuse_unsupported(module, param_init_fn, cpu_offload, device_id)
+        refuse_unsupported(module, cpu_offload, device_id)
         warn_of_cpu_start(module, groups.shard, device_id)
         tell_each_other(groups.all)
         config = UnitConfig(
@@ -136,18 +141,18 @@ class FullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             found = run_policy(auto_wrap_policy, module, ignored.modules)
             targets = {m: kw for m, kw in found.items() if not _is_unit(m)}
-        if device_id is not None:
-            device = (
-                torch.device(device_id)
-                if isinstance(device_id, torch.device)
-                else (torch.device("cuda", device_id))
-            )
-            module.to(device)
-        if sync_module_states:
-            build.broadcast_module_states(module, ignored, groups, _is_unit)
+        device = device_for(module, groups.shard, device_id)
         configs = {m: override(config, overrides) for m, overrides in targets.items()}
+        if device_id is not None:
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        values = Values(
+            build.managed_modules(module, ignored, _is_unit),
+            param_init_fn,
+            device,
+            groups if sync_module_states else None,
+        )
         units = build.build_units(
-            module, list(targets), ignored, lambda m: configs.get(m, config), _is_unit
+            module, list(targets), ignored, lambda m: configs.get(m, config), _is_unit, values
         )
         _wrap_children(module, units, ignored, use_orig_params)
         self._setup(module, units[module], ignored, use_orig_params)
@@ -294,6 +299,69 @@ class FullyShardedDataParallel(nn.Module):
             flats, others, self._unit.config.groups.shard, float(max_norm), norm_type
         )
 
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Original parameters with their whole values and shapes while open; between steps only.
+
+        Parameters stay the same objects. Every rank must open and leave the context. Units that
+        are summoned already (nested calls) stay as they are until the outer context ends. The
+        model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
+        communication, so rank 0 alone may call it.
+
+        Args:
+            module: a wrapper, or a module with wrappers below.
+            recurse: all units in ``module``; else only its own, if it is a wrapper.
+            writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
+            rank0_only: whole values on rank 0 only; with ``writeback`` its changes go to all.
+            offload_to_cpu: whole values in host memory.
+            with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
+                ``None`` inside.
+
+        Raises:
+            FSDPStateError: a unit is in its forward or backward.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        chosen = [w for w in wrappers if recurse or w is module]
+        for wrapper in chosen:
+            wrapper._root.recover()
+        how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summoned([wrapper._unit for wrapper in chosen], how):
+            yield
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """By plain FQN, the global shape of each original parameter and the range of it, flattened,
+        that this rank holds; tied parameters once."""
+        return shards_of(self._root.units)
+
+    def update_whole(
+        self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
+    ) -> dict[str, torch.Tensor]:
+        """Let one rank each update whole tensors of which every rank has its part.
+
+        What optimizers on matrices need: each matrix is gathered on one rank, updated there, and
+        every rank gets its part of the result. All ranks must call it with the same names.
+
+        Args:
+            parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
+                a momentum, or the parameter itself.
+            update: called as ``update(fqn, whole)``; returns a tensor of the same shape.
+
+        Returns:
+            This rank's part of what ``update`` returned, by FQN.
+
+        Raises:
+            FSDPValueError: an unknown name, a part or a result of another size.
+        """
+        return update_whole(self._root.units, parts, update)
+
     def flat_parameter_of(self, fqn: str) -> FlatParameter:
         """The flat parameter that holds the parameter with this plain FQN.
 
@@ -336,12 +404,11 @@ class FullyShardedDataParallel(nn.Module):
             yield build.plain_fqn(name), module
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, or only the outermost ones."""
-        found = [m for _, m in _raw_named_modules(module) if _is_unit(m)]
-        if not root_only:
-            return found
-        return [m for m in found if isinstance(m, FullyShardedDataParallel) and m._is_outermost()]
+        modules = [m for _, m in _raw_named_modules(module)]
+        found = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m._is_outermost()] if root_only else found
 
     def _is_outermost(self) -> bool:
         return self._root.units[0] is self._unit

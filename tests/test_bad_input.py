@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ways import WAYS, in_way
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy
+from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, build
 from fsdp_dynamo.arguments import warn_of_cpu_start
+from fsdp_dynamo.flat_parameter import OriginalParameter
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 
@@ -29,10 +31,18 @@ def _message(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def _two_devices() -> nn.Module:
+def _without_values() -> nn.Module:
+    """A model whose class has no ``reset_parameters`` for the one parameter on the meta device."""
     model = make_transformer(num_blocks=1)
-    model.head.to("meta")
+    model.scale = nn.Parameter(torch.empty(1, device="meta"))
     return model
+
+
+def _two_devices() -> None:
+    """What ``FSDP`` checks of parameters, without a second device at hand."""
+    on = [types.SimpleNamespace(device=torch.device(d), is_meta=False) for d in ("cpu", "cuda:0")]
+    originals = [OriginalParameter(p, f"{p.device.type}.weight") for p in on]  # type: ignore[arg-type]
+    build._check_devices("block", originals)
 
 
 def _wrap_in_compiled_way(backend: str, fullgraph: bool, **kwargs: Any) -> None:
@@ -50,8 +60,8 @@ def _tied_to_a_nested_unit() -> None:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "not a module": (lambda: FSDP(torch.zeros(2)), "argument 'module': expected a torch.nn.Module"),
     "wrapped twice": (lambda: FSDP(FSDP(nn.Linear(2, 2))), "expected a module that is not wrapped"),
-    "two devices": (lambda: FSDP(_two_devices()), "'head.weight' on meta"),
-    "meta": (lambda: FSDP(nn.Linear(2, 2, device="meta")), "parameter 'weight': expected a parame"),
+    "two devices": (_two_devices, "'block.cuda.weight' on cuda:0"),
+    "meta": (lambda: FSDP(_without_values()), "reset_parameters() method, got none for 'scale'"),
     "policy matches nothing": (
         lambda: FSDP(nn.Linear(2, 2), auto_wrap_policy=ModuleWrapPolicy({Block})),
         "expected modules of class Block in the module tree, got a policy that matches nothing",
@@ -127,8 +137,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "expected a MixedPrecision or None",
     ),
     "param_init_fn": (
-        lambda: FSDP(nn.Linear(2, 2), param_init_fn=lambda m: None),
-        "argument 'param_init_fn'",
+        lambda: FSDP(nn.Linear(2, 2, device="meta"), param_init_fn=lambda m: None),
+        "to be initialised, got no values for 'weight', 'bias'",
     ),
     "ignored unit": (
         lambda: FSDP(nn.Linear(2, 2), ignored_modules=[FSDP(nn.Linear(2, 2))]),
@@ -173,7 +183,7 @@ def test_wrong_arguments(ranks: RankPool, name: str) -> None:
 
 
 def _nothing_changed(rank: int, world_size: int) -> bool:
-    model = _two_devices()
+    model = _without_values()
     modules = [id(m) for m in model.modules()]
     shapes = [p.shape for p in model.parameters()]
     message = _message(lambda: wrap(model))

@@ -1,0 +1,150 @@
+"""Models that are built on the meta device and get their values while they are wrapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Transformer, batch, loss_of, wrap
+from pool import RankPool
+from torch import nn
+from ways import in_way
+
+from fsdp_dynamo import FSDP, FSDPValueError, ShardingStrategy
+
+
+class Resettable(Transformer):
+    """The transformer, whose own parameter can be initialised again."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def _on_meta(**kwargs: Any) -> Resettable:
+    with torch.device("meta"):
+        return Resettable(**kwargs)
+
+
+def _same_seed(rank: int, world_size: int, tied: bool, strategy: ShardingStrategy) -> list[bool]:
+    torch.manual_seed(3)
+    eager = Resettable(num_blocks=2, tied=tied)
+    torch.manual_seed(3)
+    model = wrap(_on_meta(num_blocks=2, tied=tied), sharding_strategy=strategy)
+    assert model.head.weight is model.embed.weight or not tied
+    expected = eager.state_dict()
+    got = model.state_dict()
+    assert list(got) == list(expected)
+    return [bool(torch.equal(got[name], expected[name])) for name in expected]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_equals_eager_init(ranks: RankPool, tied: bool, strategy: ShardingStrategy) -> None:
+    for same in ranks.run(_same_seed, 2, tied, strategy):
+        assert all(same)
+
+
+def _unit_by_unit(rank: int, world_size: int) -> list[list[int]]:
+    """Elements of each block's parameters on this rank at the time when each block's last module
+    is initialised."""
+    model = _on_meta(num_blocks=3)
+    seen: list[list[int]] = []
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+        if any(module is block.down for block in model.blocks):
+            held = [[p for p in block.parameters() if not p.is_meta] for block in blocks]
+            seen.append([sum(p.numel() for p in params) for params in held])
+
+    blocks = list(model.blocks)
+    wrap(model, param_init_fn=init)
+    return seen
+
+
+def test_units_are_sharded_as_soon_as_they_have_values(ranks: RankPool) -> None:
+    whole = sum(p.numel() for p in Block(16).parameters())
+    for seen in ranks.run(_unit_by_unit, 2):
+        (a, b, c), (a2, b2, c2), (a3, b3, c3) = seen
+        assert (a, b, c) == (whole, 0, 0)
+        assert a2 < whole
+        assert (b2, c2) == (whole, 0)
+        assert a3 == a2
+        assert b3 < whole
+        assert c3 == whole
+
+
+class WithTable(nn.Module):
+    """Holds a buffer that only its constructor computes, and counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.linear(x)) * self.table
+        return out
+
+
+class Mended(WithTable):
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+
+
+def _lists_what_is_missing(rank: int, world_size: int) -> tuple[str, bool, bool, list[float]]:
+    with torch.device("meta"):
+        model = Mended()
+    before = [*model.parameters(), *model.buffers()]
+
+    def forgetful(module: nn.Module) -> None:
+        if not isinstance(module, Mended | nn.BatchNorm1d):
+            module.reset_parameters()  # type: ignore[operator]
+        elif isinstance(module, nn.BatchNorm1d):
+            nn.init.ones_(module.weight)
+
+    message = ""
+    try:
+        FSDP(model, param_init_fn=forgetful)
+    except FSDPValueError as error:
+        message = str(error)
+    after = [*model.parameters(), *model.buffers()]
+    restored = len(after) == len(before) and all(a is b for a, b in zip(before, after, strict=True))
+    wrapped = FSDP(model)
+    wrapped(torch.ones(3, 4)).sum().backward()
+    return message, restored, bool(wrapped.module.norm.num_batches_tracked), model.table.tolist()
+
+
+def test_lists_what_nobody_initialised(ranks: RankPool) -> None:
+    for message, restored, counted, table in ranks.run(_lists_what_is_missing, 2):
+        for name in ("norm.bias", "norm.running_mean", "norm.num_batches_tracked", "table"):
+            assert repr(name) in message
+        assert "linear" not in message
+        assert "'norm.weight'" not in message
+        assert restored
+        assert counted
+        assert table == [0, 1, 2, 3]
+
+
+def _from_rank_0(rank: int, world_size: int, way: str) -> tuple[float, float]:
+    """Rank 0 has a model, the others have none."""
+    torch.manual_seed(11)
+    expected = float(loss_of(Resettable(num_blocks=1), batch(0, 0)))
+    torch.manual_seed(11)
+    model = _on_meta(num_blocks=1) if rank else Resettable(num_blocks=1)
+    wrapped = wrap(
+        model,
+        sync_module_states=True,
+        param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False),
+    )
+    loss = loss_of(in_way(wrapped, way), batch(0, 0))
+    loss.backward()
+    return expected, float(loss)
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+def test_only_rank_0_has_values(ranks: RankPool, way: str) -> None:
+    for expected, got in ranks.run(_from_rank_0, 3, way):
+        assert got == pytest.approx(expected, rel=1e-6)
