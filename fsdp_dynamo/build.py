@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -133,7 +134,7 @@ def build_units(
         for owner in values.in_order_of_completion(owned)
     }
     for owner, originals in owned.items():
-        _mark_managed(paths[owner], originals)
+        mark_managed(paths[owner], originals)
         _keep_own_precision(originals, config_of(owner).precision)
     return {owner: built[owner] for owner in owned}
 
@@ -254,7 +255,8 @@ def _build_unit(
     return Unit(module, flats, config)
 
 
-def _mark_managed(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
+def mark_managed(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
+    """Let parameters say that a unit holds them, and under which name."""
     for original in originals:
         setattr(original.param, _MANAGED, join_fqn(unit_fqn, original.fqn))
         original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
@@ -305,6 +307,20 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+
+
+def raw_named_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``named_modules`` with the wrappers' own names left in."""
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    seen: set[nn.Module] = set()
+    while stack:
+        name, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield name, current
+        children = [(n, c) for n, c in current._modules.items() if c is not None]
+        stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
 
 
 def managed_modules(

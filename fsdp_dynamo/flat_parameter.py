@@ -21,7 +21,7 @@ the forward reads the values that were gathered again for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.api import MixedPrecision
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
 
@@ -99,6 +99,7 @@ class FlatParameter:
         self._all_held = -1 not in self._sharded_index
         self._views_set = False
         self.is_summoned = False
+        self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
         self.point_originals_to_shard()
 
@@ -298,6 +299,19 @@ class FlatParameter:
                     where=f"parameter '{join_fqn(self.unit_fqn, fqn)}'",
                     fix="Change values in place under torch.no_grad(), load a state dict, or "
                     "replace and freeze parameters before wrapping.",
+                )
+            )
+
+    def refuse_comm_hook(self) -> None:
+        """Raise if a hook is to reduce what a graph's own collectives would."""
+        if self.comm_hook is not None:
+            raise UnsupportedError(
+                explain(
+                    expected="no communication hook on the graph path",
+                    got="one that register_comm_hook() has set",
+                    where=unit_name(self.unit_fqn),
+                    fix="Run eagerly or with torch.compile(model), or leave the hook out: "
+                    "MixedPrecision(reduce_dtype=...) compresses on all paths.",
                 )
             )
 

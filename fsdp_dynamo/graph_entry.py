@@ -55,6 +55,7 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
             if flat is None:
                 continue
             flat.check_originals()
+            flat.refuse_comm_hook()
             if flat.requires_grad and torch.is_grad_enabled():
                 where.append(position)
                 flats.append(flat)

@@ -20,6 +20,7 @@ import torch
 from fsdp_dynamo import events
 from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.execution_order import ExecutionOrder
 from fsdp_dynamo.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.unit import ForwardCall, PendingReduce, Unit
 
@@ -45,6 +46,7 @@ class Root:
         self._pending: deque[PendingReduce] = deque()
         self._recorded: list[Unit] = []  # units in the order of the last complete forward
         self._order: list[Unit] = []  # the same of the forward that runs now
+        self.execution_order = ExecutionOrder()
         self._ended: list[ForwardCall] = []  # calls in the order in which their forwards ended
         for fqn, unit in units:
             unit.rename(fqn)
@@ -67,8 +69,8 @@ class Root:
         self._depth += 1
         unit.issue_unshard("forward")
         unit.wait_unshard()
-        self._order.append(unit)
         if not self.in_backward:
+            self._order.append(unit)
             self._prefetch_forward(unit)
         call = unit.use_unsharded_views()
         log = events.recorder
@@ -84,8 +86,9 @@ class Root:
         self._depth -= 1
         outermost = self._depth == 0
         if not self.in_backward:
-            call.order = len(self._ended)
-            self._ended.append(call)
+            if torch.is_grad_enabled():
+                call.order = len(self._ended)
+                self._ended.append(call)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
         unit.machine.advance(UnitState.IDLE)
@@ -102,8 +105,9 @@ class Root:
     def _end_forward(self) -> None:
         self._recorded = self._order
         self.machine.advance(RootState.IDLE)
-        if not torch.is_grad_enabled():
-            self._ended = []
+        if torch.is_grad_enabled():
+            order = tuple(unit.fqn for unit in self._order)
+            self.execution_order.check(order, self.units[0].config.groups.shard)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if not torch.is_grad_enabled():

@@ -6,6 +6,7 @@ precision. It knows how to do things; when they are done is the schedule's decis
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -259,6 +260,12 @@ class Unit:
         if flat.is_sharded:
             output = unsharded_grad.new_empty(flat.layout.shard_numel)
         event = self._note_reduction(unsharded_grad, output)
+        if flat.comm_hook is not None:
+            began_ns = time.perf_counter_ns()
+            flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
+            if event is not None:
+                events.complete(event, began_ns)
+            return PendingReduce(flat, collectives.InFlight([]), output)
         in_flight = collectives.issue_reduce_mean(output, unsharded_grad, groups[0], event)
         follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
         return PendingReduce(flat, in_flight, output, follow)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -31,6 +30,7 @@ from fsdp_dynamo.arguments import (
     strategy_of,
     warn_of_cpu_start,
 )
+from fsdp_dynamo.copying import deep_copy
 from fsdp_dynamo.dynamo_glue import (
     GRAPH_WAY,
     LEAF_WAY,
@@ -40,22 +40,19 @@ from fsdp_dynamo.dynamo_glue import (
     which_way,
     with_own_code,
 )
-from fsdp_dynamo.errors import FSDPValueError, explain
-from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
-from fsdp_dynamo.full_params import Summon, summoned
-from fsdp_dynamo.grad_clip import clip_grad_norm
+from fsdp_dynamo.flat_parameter import join_fqn
 from fsdp_dynamo.graph_entry import mark_shard
 from fsdp_dynamo.groups import groups_of
-from fsdp_dynamo.original_shards import ParameterShard, WholeUpdate, shards_of, update_whole
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.starting_values import Values, device_for
 from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
 from fsdp_dynamo.unit import Unit, UnitConfig
+from fsdp_dynamo.user_methods import UserMethods
 from fsdp_dynamo.wrap_policy import run_policy
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(UserMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
     ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
@@ -184,14 +181,16 @@ class FullyShardedDataParallel(nn.Module):
 
     def _become_root(self) -> None:
         """Take over the units of all wrappers below; the outermost wrapper is built last."""
-        wrappers = [(build.plain_fqn(n), m) for n, m in _raw_named_modules(self) if _is_unit(m)]
+        wrappers = [
+            (build.plain_fqn(n), m) for n, m in build.raw_named_modules(self) if _is_unit(m)
+        ]
         root = Root([(fqn, wrapper._unit) for fqn, wrapper in wrappers])
         for _, wrapper in wrappers:
             unit = wrapper._unit
             wrapper._root = root
             wrapper._input_dtype = input_dtype_of(unit, is_root=wrapper is self)
             wrapper.__dict__.pop("forward", None)
-            wrapper._has_nested = sum(_is_unit(m) for _, m in _raw_named_modules(wrapper)) > 1
+            wrapper._has_nested = sum(_is_unit(m) for _, m in build.raw_named_modules(wrapper)) > 1
 
         forward = with_own_code(type(self).forward)
         self.__dict__["forward"] = MethodType(forward, self)
@@ -206,7 +205,7 @@ class FullyShardedDataParallel(nn.Module):
         precision = self._unit.config.precision
         if precision is None or precision.buffer_dtype is None:
             return
-        for name, module in _raw_named_modules(self):
+        for name, module in build.raw_named_modules(self):
             if module in self._ignored.modules:
                 continue
             for buffer_name, buffer in module._buffers.items():
@@ -274,113 +273,7 @@ class FullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    # -- training ------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients without communication while open.
-
-        Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
-        sharded form at the cost of one reduction a backward.
-        """
-        with self._root.no_sync():
-            yield
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients by their global norm; every rank must call it.
-
-        Returns:
-            The norm before clipping, a scalar equal on all ranks.
-        """
-        managed = {id(o.param) for unit in self._root.units for o in unit.originals()}
-        others = [p for p in self.parameters() if id(p) not in managed]
-        flats = [flat for unit in self._root.units for flat in unit.flats]
-        return clip_grad_norm(
-            flats, others, self._unit.config.groups.shard, float(max_norm), norm_type
-        )
-
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """Original parameters with their whole values and shapes while open; between steps only.
-
-        Parameters stay the same objects. Every rank must open and leave the context. Units that
-        are summoned already (nested calls) stay as they are until the outer context ends. The
-        model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
-        communication, so rank 0 alone may call it.
-
-        Args:
-            module: a wrapper, or a module with wrappers below.
-            recurse: all units in ``module``; else only its own, if it is a wrapper.
-            writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
-            rank0_only: whole values on rank 0 only; with ``writeback`` its changes go to all.
-            offload_to_cpu: whole values in host memory.
-            with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
-                ``None`` inside.
-
-        Raises:
-            FSDPStateError: a unit is in its forward or backward.
-        """
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        chosen = [w for w in wrappers if recurse or w is module]
-        for wrapper in chosen:
-            wrapper._root.recover()
-        how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summoned([wrapper._unit for wrapper in chosen], how):
-            yield
-
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """By plain FQN, the global shape of each original parameter and the range of it, flattened,
-        that this rank holds; tied parameters once."""
-        return shards_of(self._root.units)
-
-    def update_whole(
-        self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
-    ) -> dict[str, torch.Tensor]:
-        """Let one rank each update whole tensors of which every rank has its part.
-
-        What optimizers on matrices need: each matrix is gathered on one rank, updated there, and
-        every rank gets its part of the result. All ranks must call it with the same names.
-
-        Args:
-            parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
-                a momentum, or the parameter itself.
-            update: called as ``update(fqn, whole)``; returns a tensor of the same shape.
-
-        Returns:
-            This rank's part of what ``update`` returned, by FQN.
-
-        Raises:
-            FSDPValueError: an unknown name, a part or a result of another size.
-        """
-        return update_whole(self._root.units, parts, update)
-
-    def flat_parameter_of(self, fqn: str) -> FlatParameter:
-        """The flat parameter that holds the parameter with this plain FQN.
-
-        Raises:
-            FSDPValueError: if no unit holds a parameter of that name.
-        """
-        for unit in self._root.units:
-            for flat in unit.flats:
-                for _, _, _, site in flat.sites():
-                    if join_fqn(unit.fqn, site) == fqn:
-                        return flat
-        raise FSDPValueError(
-            explain(
-                expected="the FQN of a parameter that a unit manages",
-                got=f"'{fqn}'",
-                where="flat_parameter_of",
-                fix="See named_parameters() for the names.",
-            )
-        )
+    # -- conversions and copies ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
@@ -392,6 +285,20 @@ class FullyShardedDataParallel(nn.Module):
             flat.convert(converted)
         self._share_shards()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own in the same process groups; compiled code is not copied."""
+        self._root.recover()
+        new = deep_copy(self, self._unit, memo, is_outermost=self._is_outermost())
+        for flat in new._unit.flats:
+            flat.point_originals_to_shard()
+        build.mark_managed(new._unit.fqn, new._unit.originals())
+        new._bodies = {}
+        new._leaf_id = register(new)
+        new._share_shards()
+        if self._is_outermost():
+            new.__dict__["forward"] = MethodType(with_own_code(type(new).forward), new)
+        return new
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -406,7 +313,7 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, or only the outermost ones."""
-        modules = [m for _, m in _raw_named_modules(module)]
+        modules = [m for _, m in build.raw_named_modules(module)]
         found = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._is_outermost()] if root_only else found
 
@@ -416,20 +323,6 @@ class FullyShardedDataParallel(nn.Module):
 
 def _is_unit(module: object) -> bool:
     return isinstance(module, FullyShardedDataParallel)
-
-
-def _raw_named_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """``named_modules`` with the wrappers' own names left in."""
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    seen: set[nn.Module] = set()
-    while stack:
-        name, current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        yield name, current
-        children = [(n, c) for n, c in current._modules.items() if c is not None]
-        stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
 
 
 def _managed_modules(module: nn.Module, ignored: build.Ignored) -> Iterator[nn.Module]:

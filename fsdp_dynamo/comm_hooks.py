@@ -1,0 +1,75 @@
+"""Communication hooks: a user's own reduction in place of ours, and reductions in low precision.
+
+A hook is called as ``hook(state, grad)`` where parameters are not sharded, and averages ``grad``
+over ranks in place; else as ``hook(state, grad, output)``, and writes this rank's part of the mean
+of ``grad`` ``(padded_numel,)`` to ``output`` ``(padded_numel / N,)``. It returns when that is done:
+communication in a hook does not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp_dynamo import collectives
+from fsdp_dynamo.groups import Groups
+
+CommHook = Callable[..., Any]
+
+
+class HookState:
+    """What the hooks of this file need: the process groups. Made for hooks registered without one.
+
+    Args:
+        groups: of the units whose gradients are reduced.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that reduce, under the name that upstream's hook states use."""
+        return self.groups.reduce
+
+    def mean(self, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+        """What is done without a hook, and waited for."""
+        target = grad if output is None else output
+        collectives.issue_reduce_mean(target, grad, self.groups.reduce).wait()
+
+
+def default_hook(state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """The mean over ranks, in the gradient's dtype."""
+    state.mean(grad, output)
+
+
+def fp16_compress_hook(
+    state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """The mean over ranks in float16: half the bytes of float32."""
+    _compressed(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """The mean over ranks in bfloat16: half the bytes of float32, and its range."""
+    _compressed(torch.bfloat16, state, grad, output)
+
+
+def _compressed(
+    dtype: torch.dtype, state: HookState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    low = grad.to(dtype)
+    if output is None:
+        state.mean(low, None)
+        grad.copy_(low)
+        return
+    part = torch.empty_like(output, dtype=dtype)
+    state.mean(low, part)
+    output.copy_(part)
+
+
+__all__ = ["CommHook", "HookState", "bf16_compress_hook", "default_hook", "fp16_compress_hook"]

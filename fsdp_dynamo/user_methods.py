@@ -1,0 +1,219 @@
+"""What users call on a wrapper besides its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo import build, hooks
+from fsdp_dynamo.comm_hooks import CommHook, HookState
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    explain,
+)
+from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.full_params import Summon, summoned
+from fsdp_dynamo.grad_clip import clip_grad_norm
+from fsdp_dynamo.original_shards import ParameterShard, WholeUpdate, shards_of, update_whole
+from fsdp_dynamo.schedule import Root
+from fsdp_dynamo.unit import Unit
+
+
+class UserMethods(nn.Module):
+    """Methods of a wrapper that work on units; ``FullyShardedDataParallel`` adds the rest."""
+
+    _root: Root
+    _unit: Unit
+    _input_dtype: torch.dtype | None
+
+    # -- training ------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate unsharded gradients without communication while open.
+
+        Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
+        sharded form at the cost of one reduction a backward.
+        """
+        with self._root.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients by their global norm; every rank must call it.
+
+        Returns:
+            The norm before clipping, a scalar equal on all ranks.
+        """
+        managed = {id(o.param) for unit in self._root.units for o in unit.originals()}
+        others = [p for p in self.parameters() if id(p) not in managed]
+        flats = [flat for unit in self._root.units for flat in unit.flats]
+        group = self._unit.config.groups.shard
+        return clip_grad_norm(flats, others, group, float(max_norm), norm_type)
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Reduce gradients with a hook of the user's in eager and on the hooks path.
+
+        Args:
+            state: the hook's first argument; ``None``: a ``comm_hooks.HookState``.
+            hook: see ``fsdp_dynamo.comm_hooks``, which has hooks in low precision.
+
+        Raises:
+            FSDPStateError: on a wrapper that is not the outermost one, or the second time.
+            FSDPTypeError: not callable.
+            UnsupportedError: with a hybrid strategy.
+        """
+        where = "register_comm_hook()"
+        if not callable(hook):
+            raise FSDPTypeError(
+                explain(expected="a callable", got=repr(hook), where=where, fix="Pass a function.")
+            )
+        flats = [flat for unit in self._root.units for flat in unit.flats]
+        has_one = any(flat.comm_hook for flat in flats)
+        if has_one or self._root.units[0] is not self._unit:
+            raise FSDPStateError(
+                explain(
+                    expected="one call for the whole model",
+                    got="the second one" if has_one else "a nested unit",
+                    where=where,
+                    fix="Call it once, on the outermost wrapper.",
+                )
+            )
+        if self._unit.config.strategy.is_hybrid:
+            raise UnsupportedError(
+                explain(
+                    expected="a strategy without replicas",
+                    got=self._unit.config.strategy.name,
+                    where=where,
+                    fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
+                )
+            )
+        for flat in flats:
+            flat.comm_hook = partial(hook, HookState(flat.groups) if state is None else state)
+
+    def register_forward_method(self, name: str) -> None:
+        """Let a method of the module run with this unit's parameters unsharded, like its forward.
+
+        For methods that call the module's own ``forward``, such as ``generate()``. Nested units
+        are unsharded when they are called. The method runs eagerly.
+
+        Raises:
+            FSDPValueError: the module has no such method.
+        """
+        inner = self._modules[build.WRAPPED]
+        if not callable(getattr(inner, name, None)):
+            raise FSDPValueError(
+                explain(
+                    expected=f"the name of a method of {type(inner).__name__}",
+                    got=repr(name),
+                    where="register_forward_method()",
+                    fix="Register what the module has.",
+                )
+            )
+        self.__dict__[name] = partial(self._run_method, name)
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a unit's hooks run eagerly"
+    )
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(self._modules[build.WRAPPED], name)
+        root, unit = self._root, self._unit
+        with root.execution_order.paused():
+            return hooks.run_unit(root, unit, method, args, kwargs, self._input_dtype)
+
+    # -- original parameters ---------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Original parameters with their whole values and shapes while open; between steps only.
+
+        Parameters stay the same objects. Every rank must open and leave the context. Units that
+        are summoned already (nested calls) stay as they are until the outer context ends. The
+        model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
+        communication, so rank 0 alone may call it.
+
+        Args:
+            module: a wrapper, or a module with wrappers below.
+            recurse: all units in ``module``; else only its own, if it is a wrapper.
+            writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
+            rank0_only: whole values on rank 0 only; with ``writeback`` its changes go to all.
+            offload_to_cpu: whole values in host memory.
+            with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
+                ``None`` inside.
+
+        Raises:
+            FSDPStateError: a unit is in its forward or backward.
+        """
+        wrappers = [m for _, m in build.raw_named_modules(module) if isinstance(m, UserMethods)]
+        chosen = [w for w in wrappers if recurse or w is module]
+        for wrapper in chosen:
+            wrapper._root.recover()
+        how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summoned([wrapper._unit for wrapper in chosen], how):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As in ``nn.Module``, on whole parameters: for initialisation. Ranks must do the same."""
+        with UserMethods.summon_full_params(self):
+            return super().apply(fn)
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """By plain FQN, the global shape of each original parameter and the range of it, flattened,
+        that this rank holds; tied parameters once."""
+        return shards_of(self._root.units)
+
+    def update_whole(
+        self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
+    ) -> dict[str, torch.Tensor]:
+        """Let one rank each update whole tensors of which every rank has its part.
+
+        What optimizers on matrices need: each matrix is gathered on one rank, updated there, and
+        every rank gets its part of the result. All ranks must call it with the same names.
+
+        Args:
+            parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
+                a momentum, or the parameter itself.
+            update: called as ``update(fqn, whole)``; returns a tensor of the same shape.
+
+        Returns:
+            This rank's part of what ``update`` returned, by FQN.
+
+        Raises:
+            FSDPValueError: an unknown name, a part or a result of another size.
+        """
+        return update_whole(self._root.units, parts, update)
+
+    def flat_parameter_of(self, fqn: str) -> FlatParameter:
+        """The flat parameter that holds the parameter with this plain FQN.
+
+        Raises:
+            FSDPValueError: if no unit holds a parameter of that name.
+        """
+        for unit in self._root.units:
+            for flat in unit.flats:
+                for _, _, _, site in flat.sites():
+                    if join_fqn(unit.fqn, site) == fqn:
+                        return flat
+        raise FSDPValueError(
+            explain(
+                expected="the FQN of a parameter that a unit manages",
+                got=f"'{fqn}'",
+                where="flat_parameter_of",
+                fix="See named_parameters() for the names.",
+            )
+        )

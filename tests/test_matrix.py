@@ -1,0 +1,171 @@
+"""Every combination of strategy, way, precision, checkpointing and frozen parameters, against one
+process that sees all ranks' batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+from ways import in_way
+
+from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+STEPS = 2
+LEARNING_RATE = 0.1
+NUM_BLOCKS = 2
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(NUM_BLOCKS)])
+        self.outer = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.blocks(self.inner(x)))
+        return out
+
+
+class Case(NamedTuple):
+    strategy: ShardingStrategy
+    low_precision: bool
+    checkpointed: bool
+    frozen: bool
+
+    def __str__(self) -> str:
+        flags = [name for name in self._fields[1:] if getattr(self, name)]
+        return " ".join([self.strategy.name, *flags])
+
+
+def cases(hybrid: bool) -> Iterator[Case]:
+    for strategy, *flags in itertools.product(ShardingStrategy, *[(False, True)] * 3):
+        if strategy.is_hybrid is hybrid:
+            yield Case(strategy, *flags)
+
+
+def make_model(case: Case) -> Model:
+    torch.manual_seed(1)
+    model = Model()
+    if case.frozen:
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+    return model
+
+
+def batch_of(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 3, generator=generator)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def reference(case: Case, world_size: int) -> dict[str, torch.Tensor]:
+    """Parameters after some steps of SGD on the mean of all ranks' gradients, in fp32."""
+    model = make_model(case)
+    dtype = torch.bfloat16 if case.low_precision else torch.float32
+    params = dict(model.named_parameters())
+    trained = {name: p for name, p in params.items() if p.requires_grad}
+    for step in range(STEPS):
+        sums = {name: torch.zeros_like(p) for name, p in trained.items()}
+        for rank in range(world_size):
+            low = {name: p.detach().to(dtype).requires_grad_() for name, p in params.items()}
+            loss = loss_of(functional_call(model, low, batch_of(rank, step).to(dtype)))
+            grads = torch.autograd.grad(loss, [low[name] for name in trained])
+            for name, grad in zip(trained, grads, strict=True):
+                sums[name] += grad.float()
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.sub_(sums[name] / world_size, alpha=LEARNING_RATE)
+    return {name: p.detach() for name, p in params.items()}
+
+
+def run_case(case: Case, rank: int, world_size: int, way: str) -> str:
+    """What was wrong, or nothing."""
+    model = make_model(case)
+    if case.checkpointed:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+    mesh = init_device_mesh("cpu", (2, world_size // 2)) if case.strategy.is_hybrid else None
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped = FSDP(
+        model,
+        sharding_strategy=case.strategy,
+        device_mesh=mesh,
+        mixed_precision=low if case.low_precision else None,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+    run = in_way(wrapped, way)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with record_events() as log:
+            loss_of(run(batch_of(rank, step))).backward()
+        optimizer.step()
+    expected = reference(case, world_size)
+    got = wrapped.state_dict()
+    rtol, atol = (2e-2, 2e-3) if case.low_precision else (1e-5, 1e-6)
+    wrong = [n for n in expected if not torch.allclose(got[n], expected[n], rtol, atol)]
+    gathers = len(log.keys("all_gather"))
+    # A unit with a frozen part has two flat parameters.
+    flats = NUM_BLOCKS * (1 + case.frozen)
+    wanted = 1 + flats * (1 + case.strategy.reshards_after_forward)
+    if case.strategy is ShardingStrategy.NO_SHARD:
+        wanted = 0
+    if gathers > wanted:
+        wrong.append(f"{gathers} all-gathers for {wanted}")
+    return f"{way} {case}: {', '.join(wrong)}" if wrong else ""
+
+
+def _all_cases(rank: int, world_size: int, way: str, hybrid: bool) -> list[str]:
+    wrong = []
+    for case in cases(hybrid):
+        wrong.append(run_case(case, rank, world_size, way))
+        torch._dynamo.reset()
+        dist.barrier()
+    return [text for text in wrong if text]
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+def test_on_two_ranks(ranks: RankPool, way: str) -> None:
+    for wrong in ranks.run(_all_cases, 2, way, False):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(
+    "way", ["eager", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hooks", "graph"))]
+)
+def test_on_four_ranks(ranks: RankPool, way: str, hybrid: bool) -> None:
+    """Compiled, these 40 cases take minutes on 2 cores: ``pytest -m slow``."""
+    for wrong in ranks.run(_all_cases, 4, way, hybrid):
+        assert wrong == []
+
+
+def test_how_many_combinations() -> None:
+    assert len(list(cases(hybrid=False))) == 24
+    assert len(list(cases(hybrid=True))) == 16

@@ -1,0 +1,91 @@
+"""The order in which a symbolic trace finds modules and parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Transformer
+from pool import RankPool
+from torch import nn
+
+from fsdp_dynamo import FSDP, FSDPValueError
+from fsdp_dynamo.trace_order import trace_execution
+from fsdp_dynamo.wrap_policy import CustomPolicy
+
+
+class Backwards(nn.Module):
+    """Uses its children in another order than it holds them, one twice and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.first = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: torch.Tensor, twice: bool = True) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        if twice:
+            x = self.first(x)
+        out: torch.Tensor = self.tied(self.last(x))
+        return out
+
+
+def test_order_of_use() -> None:
+    trace = trace_execution(Backwards(), {"twice": True})
+    assert list(trace.modules) == ["first", "first.0", "first.1", "last", "tied"]
+    assert list(trace.parameters) == [
+        "first.0.weight",
+        "first.0.bias",
+        "first.1.weight",
+        "first.1.bias",
+        "scale",
+        "last.weight",
+        "last.bias",
+        "tied.bias",
+    ]
+
+
+def test_every_module_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block called 200 times costs 200 calls, not 200 walks over its parameters."""
+    walks = 0
+    original = nn.Module.named_parameters
+
+    def counting(self: nn.Module, *args: object, **kwargs: object) -> object:
+        nonlocal walks
+        walks += 1
+        return original(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(*[shared] * 200)
+    monkeypatch.setattr(nn.Module, "named_parameters", counting)
+    trace = trace_execution(model)
+    assert list(trace.parameters) == ["0.weight", "0.bias"]
+    assert walks < 10
+
+
+def test_a_forward_that_branches_on_values_is_refused() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(FSDPValueError, match="does not depend on its inputs' values"):
+        trace_execution(Branching())
+    assert "blocks.0.qkv" in trace_execution(Transformer(num_blocks=1)).modules
+
+
+def _wrapped_by_use(rank: int, world_size: int) -> list[str]:
+    model = Backwards()
+    trace = trace_execution(model, {"twice": True})
+    policy = CustomPolicy(lambda m: trace.uses(m) and isinstance(m, nn.Linear | nn.Sequential))
+    wrapped = FSDP(model, auto_wrap_policy=policy)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    return [unit.fqn for unit in wrapped._root.units]
+
+
+def test_as_input_of_a_policy(ranks: RankPool) -> None:
+    for units in ranks.run(_wrapped_by_use, 2):
+        assert "unused" not in units
+        assert {"last", "first", "tied"} <= set(units)
