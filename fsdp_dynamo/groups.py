@@ -39,7 +39,7 @@ class Groups:
     Attributes:
         shard: the ranks among which a flat parameter is sharded.
         reduce: the same ranks in the same order, for the gradients. A group of its own has a
-            communicator of its own: a reduce-scatter does not queue before an all-gather.
+            communicator of its own: all-gathers do not queue behind reduce-scatters in it.
         replicate: the ranks that hold the same shard, or ``None`` where there is but one replica.
     """
 

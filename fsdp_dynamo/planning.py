@@ -7,9 +7,11 @@ nothing is decided at all; that all ranks run the same graph is checked before i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_dynamo import probe
-from fsdp_dynamo.agreement import require_same
+from fsdp_dynamo.agreement import require_same, share_from_first
 from fsdp_dynamo.graph_options import GraphOptions
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.graph_utils import collectives, group_of
@@ -28,7 +30,9 @@ from graph_passes.plan import Plan
 from graph_passes.planner import Planned, Planner
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-_measured: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[str, Any]]] = WeakKeyDictionary()
+_Rates = dict[str, dict[str, Any]]
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
+"""Of a group and those that a graph has besides it: by the ranks of all of them."""
 
 
 class PlanLog(list[Planned]):
@@ -117,22 +121,36 @@ def planner_for(
 
 def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.device) -> CostModel:
     """Rates as given, or as measured for each group; groups of the same ranks share a link."""
-    links: dict[str, Link] = {}
-    first_of: dict[tuple[int, ...], str] = {}
+    distinct: dict[tuple[int, ...], str] = {}
     for name in names:
-        group = _resolve(name)
-        first = first_of.setdefault(tuple(dist.get_process_group_ranks(group)), name)
-        if first not in links:
-            links[first] = options.link or Link(**_measured_for(group, device)["link"])
-        links[name] = replace(links[first], name=first)
-    computes = options.device or Device(**_measured_for(_resolve(names[0]), device)["device"])
+        distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
+    firsts = list(distinct.values())
+    given = options.link is not None and options.device is not None
+    rates = None if given else _measured_for([_resolve(name) for name in firsts], device)
+    links: dict[str, Link] = {}
+    for name in names:
+        first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
+        link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
+        links[name] = replace(link, name=first)
+    computes = options.device or Device(**rates[0]["device"])  # type: ignore[index]
     return CostModel(computes, links[names[0]], links)
 
 
-def _measured_for(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, Any]]:
-    if group not in _measured:
-        _measured[group] = dict(probe.measured(group, device))
-    return _measured[group]
+def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
+    """Rates of each group, the same on all ranks of all of them.
+
+    Each replica measures its own; what the first rank of the first one has goes to all: across
+    replicas, then inside each.
+    """
+    known = _measured.setdefault(groups[0], {})
+    key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    if key not in known:
+        rates = [probe.measured(group, device) for group in groups]
+        text = json.dumps(rates)
+        for group in reversed(groups if len(groups) > 1 else ()):
+            text = share_from_first(group, "measured rates", partial(str, text))
+        known[key] = json.loads(text)
+    return known[key]
 
 
 def _group_names(gm: fx.GraphModule) -> list[str]:

@@ -75,7 +75,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
     what = [
         platform.node(),
         torch.__version__,
-        str(group.size()),
+        ",".join(map(str, dist.get_process_group_ranks(group))),
         group._get_backend(device).name(),
         str(torch.get_num_threads()),
         *(os.environ.get(name, "") for name in _PLACES),

@@ -79,7 +79,8 @@ def describe(unit: Unit, input_dtype: torch.dtype | None, reshards: bool) -> Tra
     """
     paths = _paths(unit.module)
     flats = tuple(
-        _describe_flat(flat, unit.fqn, i, reshards, paths) for i, flat in enumerate(unit.flats)
+        _describe_flat(flat, unit.fqn, i, len(unit.flats), reshards, paths)
+        for i, flat in enumerate(unit.flats)
     )
     device = "" if unit.device is None else str(unit.device)
     return TracedUnit(unit.fqn, _name(input_dtype), device, flats)
@@ -89,6 +90,7 @@ def _describe_flat(
     flat: FlatParameter,
     fqn: str,
     ordinal: int,
+    num_flats: int,
     reshards: bool,
     paths: dict[nn.Module, tuple[str, ...]],
 ) -> TracedFlat:
@@ -96,6 +98,8 @@ def _describe_flat(
     if flat.is_sharded:
         kinds = ("reduce_scatter", "all_reduce")
     reductions = tuple(group.group_name for group in flat.groups.reductions)
+    # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
+    second = ordinal if flat.is_sharded else ordinal + num_flats
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
@@ -112,8 +116,8 @@ def _describe_flat(
         grad_dtype=_name(flat.dtype),
         gather_mark=Mark(fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_marks=tuple(
-            Mark(fqn, kind, "backward", ordinal).encode()
-            for kind, _ in zip(kinds, reductions, strict=False)
+            Mark(fqn, kind, "backward", ordinal if i == 0 else second).encode()
+            for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
         ),
         split_sizes=layout.split_sizes,
         views=tuple(views),

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, ddp_losses, loss_of, make_transformer, train, wrap
+from models import Block, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from ways import in_way
 
 from fsdp_dynamo import FSDP, Event, MixedPrecision, ShardingStrategy, record_events
+from fsdp_dynamo.wrap_policy import CustomPolicy
 from graph_passes.cost_model import Device, Link
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -149,6 +150,59 @@ def _inherited_timeout(rank: int, world_size: int) -> list[float]:
 def test_groups_made_here_inherit_the_timeout(ranks: RankPool) -> None:
     for seconds in ranks.run(_inherited_timeout, 2):
         assert seconds == [60.0, 60.0]  # as the pool says
+
+
+def _whole_units_in_replicas(rank: int, world_size: int, way: str) -> tuple[Any, Any]:
+    """Blocks that are not sharded below a hybrid root: two means of the same gradient."""
+    expected = ddp_losses(rank, num_blocks=2)
+    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    policy = CustomPolicy(lambda m: whole if isinstance(m, Block) else False)
+    model = wrap(
+        make_transformer(num_blocks=2),
+        sharding_strategy=HYBRID,
+        auto_wrap_policy=policy,
+        **_named_by("mesh"),
+    )
+    return expected, train(in_way(model, way), rank)
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+def test_whole_units_in_replicas(ranks: RankPool, way: str) -> None:
+    for (losses, _), (got, _) in ranks.run(_whole_units_in_replicas, 4, way):
+        assert got == pytest.approx(losses, rel=1e-6)
+
+
+def _planned_rates(rank: int, world_size: int) -> list[Any]:
+    """What each rank decides from, where each group has measured other rates."""
+    from fsdp_dynamo import planning, probe
+    from fsdp_dynamo.planning import record_plans
+
+    def measured(group: dist.ProcessGroup, device: torch.device) -> Any:
+        rate = 1e5 * (1 + rank)
+        return {
+            "link": {"latency_ms": 0.1 * (1 + group.rank()), "bytes_per_ms": rate},
+            "device": {"flops_per_ms": rate, "bytes_per_ms": rate},
+        }
+
+    original, probe.measured = probe.measured, measured
+    try:
+        model = wrap(make_transformer(num_blocks=2), sharding_strategy=HYBRID, **_named_by("pair"))
+        with record_plans() as plans:
+            train(in_way(model, "graph"), rank, steps=1)
+    finally:
+        probe.measured = original
+        planning._measured.clear()
+    return [planned.plan.transfers for planned in plans] + [
+        (planned.options.cost.device, sorted({t.ms for t in planned.problem.transfers}))
+        for planned in plans
+    ]
+
+
+def test_replicas_decide_from_the_same_rates(ranks: RankPool) -> None:
+    """Each rank would decide otherwise; the first one's rates are everybody's."""
+    first, *others = ranks.run(_planned_rates, 4)
+    assert first
+    assert all(other == first for other in others)
 
 
 # -- a group for reductions ------------------------------------------------------------------------
