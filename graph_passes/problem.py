@@ -239,8 +239,9 @@ def _pinned_gaps(
 ) -> dict[fx.Node, int]:
     """Collectives that depend on another's result keep one gap.
 
-    A gather stays where it is. A reduction (over replicas, of what another one brings) goes where
-    the other will be done: until then there is nothing to send, and to wait for it holds up both.
+    It is the one where they are. A reduction that nothing in the graph waits for (over replicas,
+    of what another one brings) goes where the other will be done: until then there is nothing to
+    send, and to wait for it holds up both.
     """
     bringers = {n: chain for chain in parts.chains for n in (chain.wait, *chain.after)}
     starts_ms = tuple(accumulate(compute_ms, initial=0.0))
@@ -252,13 +253,18 @@ def _pinned_gaps(
             continue
         here = position[chain.collective]
         gap = max((gap for node, gap in gap_behind.items() if position[node] < here), default=0)
-        mark = mark_of(chain.collective)
-        if mark is not None and mark.kind != "all_gather":
+        if _only_leaves(chain):
             gap = max(gap, pinned.get(other.collective, 0))
             done_ms = starts_ms[gap] + _MARGIN * cost.collective_ms(other.collective)
             gap = min(bisect_left(starts_ms, done_ms), len(compute_ms))
         pinned[chain.collective] = gap
     return pinned
+
+
+def _only_leaves(chain: Chain) -> bool:
+    """Whether nothing in the graph uses what a chain brings: it is an output."""
+    own = {chain.wait, *chain.after}
+    return all(user in own or user.op == "output" for node in own for user in node.users)
 
 
 def _transfer(

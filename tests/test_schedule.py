@@ -147,7 +147,8 @@ def test_random_graphs(data: st.DataObject) -> None:
                 shard = builder.graph.call_function(torch.ops.aten._to_copy.default, (shard,))
             values.append(builder.gather(unit, shard))
         elif kind == "reduce":
-            results.append(builder.reduce(unit, source))
+            again = data.draw(st.sampled_from([source, *results]))  # as over replicas
+            results.append(builder.reduce(unit, again))
             if data.draw(st.booleans()):
                 args = (results.pop(), 2)
                 results.append(builder.graph.call_function(torch.ops.aten.div.Tensor, args))
