@@ -309,8 +309,11 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
 
 
-def raw_named_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """``named_modules`` with the wrappers' own names left in."""
+def raw_named_modules(
+    module: nn.Module, enters: Callable[[nn.Module], bool] = lambda _: True
+) -> Iterator[tuple[str, Any]]:
+    """``named_modules`` with the wrappers' own names left in, below modules that ``enters`` takes;
+    the first one is always taken."""
     stack: list[tuple[str, nn.Module]] = [("", module)]
     seen: set[nn.Module] = set()
     while stack:
@@ -319,7 +322,7 @@ def raw_named_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(current)
         yield name, current
-        children = [(n, c) for n, c in current._modules.items() if c is not None]
+        children = [(n, c) for n, c in current._modules.items() if c is not None and enters(c)]
         stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
 
 
@@ -328,15 +331,9 @@ def managed_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """``root`` and all modules below it that are neither ignored nor in a nested unit, each once,
     with plain FQNs, in the order of ``modules()``."""
-    seen: set[nn.Module] = set()
-    pending: list[tuple[str, nn.Module]] = [("", root)]
-    while pending:
-        name, module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+
+    def enters(module: nn.Module) -> bool:
+        return module not in ignored.modules and not is_unit(module)
+
+    for name, module in raw_named_modules(root, enters):
         yield plain_fqn(name), module
-        children = [(join_fqn(name, n), c) for n, c in module._modules.items() if c is not None]
-        pending.extend(
-            (n, c) for n, c in reversed(children) if c not in ignored.modules and not is_unit(c)
-        )

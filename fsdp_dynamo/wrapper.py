@@ -175,7 +175,8 @@ class FullyShardedDataParallel(UserMethods):
         self._modules[build.WRAPPED] = module
         self._use_orig_params = use_orig_params
         build.tag_for_dynamo([self], True)  # its forward is traced up to the refusal
-        build.tag_for_dynamo(_managed_modules(module, ignored), use_orig_params)
+        managed = build.managed_modules(module, ignored, _is_unit)
+        build.tag_for_dynamo((m for _, m in managed), use_orig_params)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
@@ -323,13 +324,6 @@ class FullyShardedDataParallel(UserMethods):
 
 def _is_unit(module: object) -> bool:
     return isinstance(module, FullyShardedDataParallel)
-
-
-def _managed_modules(module: nn.Module, ignored: build.Ignored) -> Iterator[nn.Module]:
-    yield module
-    for child in module._modules.values():
-        if child is not None and child not in ignored.modules and not _is_unit(child):
-            yield from _managed_modules(child, ignored)
 
 
 def _wrap_children(
