@@ -21,6 +21,12 @@ from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 4
+RATES = {
+    "link": {"latency_ms": 0.1, "bytes_per_ms": 1e6},
+    "device": {"flops_per_ms": 3e7, "bytes_per_ms": 5e6},
+}
+"""In place of what is measured: where collectives go must not depend on the machine."""
+
 _jobs = itertools.count()
 
 
@@ -43,7 +49,10 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from fsdp_dynamo import probe
+
     torch.set_num_threads(1)
+    probe.measured = lambda group, device: RATES  # type: ignore[assignment]
     while True:
         try:
             job = pipe.recv()
