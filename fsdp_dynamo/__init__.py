@@ -9,6 +9,7 @@ from fsdp_dynamo.api import (
     ShardingStrategy,
     StateDictType,
 )
+from fsdp_dynamo.composable import FSDPModule, fully_shard, replicate
 from fsdp_dynamo.errors import (
     DivergenceError,
     FSDPError,
@@ -35,6 +36,7 @@ __all__ = [
     "EventLog",
     "Explanation",
     "FSDPError",
+    "FSDPModule",
     "FSDPStateError",
     "FSDPTypeError",
     "FSDPValueError",
@@ -46,7 +48,9 @@ __all__ = [
     "StateDictType",
     "UnsupportedError",
     "explain",
+    "fully_shard",
     "record_events",
     "record_plans",
+    "replicate",
     "set_agreement_timeout",
 ]

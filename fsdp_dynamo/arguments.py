@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.api import (
     BackwardPrefetch,
+    MixedPrecision,
     ShardingStrategy,
     coerce_enum,
     coerce_mixed_precision,
@@ -32,10 +34,19 @@ def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
     if is_unit(module):
         raise FSDPStateError(
             explain(
-                expected="a module that is not wrapped yet",
-                got="a FullyShardedDataParallel",
+                expected="a module that is no unit yet",
+                got=f"a unit ({type(module).__name__})",
                 where="argument 'module'",
-                fix="Wrap each module once; wrap its parent to make one more unit.",
+                fix="Wrap or shard each module once; do so with its parent to make one more unit.",
+            )
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        raise FSDPTypeError(
+            explain(
+                expected="a module with a forward",
+                got=type(module).__name__,
+                where="argument 'module'",
+                fix="Wrap or shard the modules in it, one by one.",
             )
         )
     if not isinstance(module, nn.Module):
@@ -54,6 +65,67 @@ def strategy_of(strategy: object | None) -> ShardingStrategy:
     if strategy is None:
         return ShardingStrategy.FULL_SHARD
     return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
+
+
+def strategy_for(
+    strategy: ShardingStrategy | None, reshard_after_forward: bool | None, mesh: DeviceMesh | None
+) -> object | None:
+    """The strategy that ``fully_shard`` was asked for by any of its arguments."""
+    if reshard_after_forward is None:
+        if strategy is None and mesh is not None and mesh.ndim == 2:
+            return ShardingStrategy.HYBRID_SHARD
+        return strategy
+    if strategy is not None or not isinstance(reshard_after_forward, bool):
+        raise FSDPValueError(
+            explain(
+                expected="True, False or None, and no strategy beside it",
+                got=f"{reshard_after_forward!r} with strategy {strategy}",
+                where="argument 'reshard_after_forward'",
+                fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not; resharding to "
+                "fewer ranks is not supported.",
+            )
+        )
+    if mesh is not None and mesh.ndim == 2:
+        hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
+        return hybrid[reshard_after_forward]
+    return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
+
+
+def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
+    """The precision that ``fully_shard`` was asked for, in our words or in upstream's.
+
+    ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
+    precision, and all units treat their inputs alike.
+    """
+    if mp_policy is None:
+        return mixed_precision
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
+        raise FSDPTypeError(
+            explain(
+                expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
+                got=repr(mp_policy),
+                where="argument 'mp_policy'",
+                fix="Pass one of the two.",
+            )
+        )
+    param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
+    if output_dtype is not None:
+        raise UnsupportedError(
+            explain(
+                expected="output_dtype=None",
+                got=str(output_dtype),
+                where="argument 'mp_policy'",
+                fix="Cast the output in the module's forward.",
+            )
+        )
+    return MixedPrecision(
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=casts,
+        cast_root_forward_inputs=casts,
+        _module_classes_to_ignore=(),
+    )
 
 
 def clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry  # no public way to ask
 
 from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter, join_fqn
 from fsdp_dynamo.hooks import keep_module_precision
 from fsdp_dynamo.starting_values import Values
+from fsdp_dynamo.tensor_parallel import check_parallel
 from fsdp_dynamo.unit import Unit, UnitConfig
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -54,7 +56,8 @@ def collect_ignored(
 ) -> Ignored:
     """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
 
-    What units that are nested already have ignored stays ignored.
+    What units that are nested already have ignored stays ignored; so does what torch's own
+    ``replicate`` takes care of.
     """
     result = Ignored()
     for item in [*(ignored_modules or ()), *(ignored_states or ())]:
@@ -76,14 +79,22 @@ def collect_ignored(
                     stacklevel=3,
                 )
             result.modules.update(item.modules())
+    for module in root.modules():
+        if module is not root and _is_replicated_by_torch(module):
+            result.modules.update(module.modules())
     for module in result.modules:
         result.parameters.update(p for p in module._parameters.values() if p is not None)
     for module in root.modules():
-        nested: Ignored | None = module.__dict__.get("_ignored")
+        nested: Ignored | None = module.__dict__.get("_fsdp_ignored")
         if nested is not None:
             result.modules |= nested.modules
             result.parameters |= nested.parameters
     return result
+
+
+def _is_replicated_by_torch(module: nn.Module) -> bool:
+    """Whether torch's own composable ``replicate`` averages the gradients of a subtree."""
+    return "replicate" in (_get_registry(module) or ())
 
 
 def build_units(
@@ -127,8 +138,13 @@ def build_units(
     for owner, originals in owned.items():
         _check_devices(paths[owner], originals)
         for original in originals:
-            _check_parameter(original.param, join_fqn(paths[owner], original.fqn))
-    values.check([original for originals in owned.values() for original in originals])
+            fqn = join_fqn(paths[owner], original.fqn)
+            _check_parameter(original.param, fqn)
+            check_parallel(original.param, fqn, config_of(owner).groups.all)
+    every = [original for originals in owned.values() for original in originals]
+    values.check(every)
+    for original in every:
+        original.take_local()
     built = {
         owner: _build_unit(owner, owned[owner], config_of(owner), late)
         for owner in values.in_order_of_completion(owned)
@@ -297,6 +313,29 @@ def _keep_own_precision(
         assert precision is not None
         assert precision.param_dtype is not None
         keep_module_precision(module, dtype, precision.param_dtype)
+
+
+def cast_buffers(
+    modules: Iterable[tuple[str, nn.Module]], precision: MixedPrecision | None
+) -> dict[str, torch.dtype]:
+    """Cast the floating-point buffers of a unit's modules, but of those in their own precision.
+
+    Returns:
+        By FQN the dtypes that they had.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    if precision is None or precision.buffer_dtype is None:
+        return dtypes
+    for name, module in modules:
+        if isinstance(module, tuple(precision._module_classes_to_ignore)):
+            continue
+        for buffer_name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if buffer.dtype != precision.buffer_dtype:
+                dtypes[join_fqn(name, buffer_name)] = buffer.dtype
+                module._buffers[buffer_name] = buffer.to(precision.buffer_dtype)
+    return dtypes
 
 
 def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:

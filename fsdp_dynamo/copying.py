@@ -23,7 +23,7 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outerm
     if is_alone and not is_outermost:
         raise FSDPStateError(
             explain(
-                expected="a copy of the outermost wrapper",
+                expected="a copy of the outermost unit's module",
                 got="a nested one by itself",
                 where=unit_name(unit.fqn),
                 fix="Copy the whole model, or the module before it is wrapped.",
@@ -31,7 +31,7 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outerm
         )
     for group in (*unit.config.groups.all, unit.config.groups.reduce):
         memo[id(group)] = group
-    new = type(wrapper).__new__(type(wrapper))
+    new = object.__new__(type(wrapper))
     memo[id(wrapper)] = new
     for name, value in wrapper.__dict__.items():
         new.__dict__[name] = copy.deepcopy(value, memo)

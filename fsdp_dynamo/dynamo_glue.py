@@ -94,8 +94,8 @@ def which_way() -> tuple[str, int]:
                 expected="activation checkpointing inside a unit",
                 got="a unit called inside a checkpointed region (or another operator with a body)",
                 where="torch.compile",
-                fix="Use FSDP(checkpoint_wrapper(block)) in place of "
-                "checkpoint_wrapper(FSDP(block)), or an auto_wrap_policy, which does so itself.",
+                fix="Checkpoint first, then FSDP(checkpoint_wrapper(block)), or fully_shard() of "
+                "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
             )
         )
     return way, key_of(backend)
@@ -176,22 +176,24 @@ def with_own_code(fn: Any) -> Any:
     return copy
 
 
-def entry_of(module: torch.nn.Module, own_code: bool) -> Callable[..., Any]:
+def entry_of(body: Callable[..., Any], own_code: bool) -> Callable[..., Any]:
     """What to compile of a module so that Dynamo sees a frame that it may compile.
 
     Args:
-        module: the module.
+        body: the module, or its bound ``_call_impl``.
         own_code: give it compiled code of its own; otherwise modules of a class share theirs.
             (Dynamo never compiles the frames of ``torch.nn`` itself; such a module gets a frame
             in between in any case.)
     """
     from torch._dynamo import trace_rules
 
+    is_module = isinstance(body, torch.nn.Module)
+    module: Any = body if is_module else body.__self__  # type: ignore[attr-defined]
     if not own_code and not trace_rules.check(module.forward):
-        return module.__call__
+        return module.__call__ if is_module else body
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)
+        return body(*args, **kwargs)
 
     own: Callable[..., Any] = with_own_code(call)
     return own if own_code else call

@@ -60,7 +60,10 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
     units = _units_of(module)
     if not units:
         raise _wrong(
-            FSDPValueError, "a model with a unit", "none", "Wrap it: FullyShardedDataParallel(...)."
+            FSDPValueError,
+            "a model with a unit",
+            "none",
+            "Shard it: FullyShardedDataParallel(...) or fully_shard(...).",
         )
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise _wrong(
@@ -92,7 +95,7 @@ def _name_of(backend: Any) -> str:
 
 
 def _units_of(module: nn.Module) -> tuple[Unit, ...]:
-    found = [getattr(m, "_unit", None) for m in module.modules()]
+    found = [getattr(m, "_fsdp_unit", None) for m in module.modules()]
     return tuple(dict.fromkeys(unit for unit in found if isinstance(unit, Unit)))
 
 

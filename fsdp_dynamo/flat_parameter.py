@@ -32,6 +32,7 @@ from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
+from fsdp_dynamo.tensor_parallel import TensorParallel, as_local_parameter
 
 
 @dataclass
@@ -42,11 +43,20 @@ class OriginalParameter:
         param: the object that optimizers hold; its identity never changes.
         fqn: FQN relative to the unit.
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
+        parallel: how tensor parallelism has split it, if it has.
     """
 
     param: nn.Parameter
     fqn: str
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    parallel: TensorParallel | None = None
+
+    def take_local(self) -> None:
+        """Put a plain parameter in the place of a DTensor: its local tensor."""
+        self.param, self.parallel = as_local_parameter(self.param)
+        if self.parallel is not None:
+            for module, name, _ in self.sites:
+                module._parameters[name] = self.param
 
 
 class FlatParameter:
@@ -223,6 +233,8 @@ class FlatParameter:
         would not see it. So it goes into ``_parameters`` directly.
         """
         for original, view in zip(self.originals, views, strict=True):
+            if original.parallel is not None:
+                view = original.parallel.as_dtensor(view)
             for module, name, _ in original.sites:
                 module._parameters[name] = view  # type: ignore[assignment]
         self._views_set = True

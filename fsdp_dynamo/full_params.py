@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.collectives import all_gather
-from fsdp_dynamo.flat_parameter import FlatParameter
+from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.tensor_parallel import refuse_parallel
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.unit import Unit
 
@@ -43,8 +44,12 @@ def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.
+        UnsupportedError: tensor parallelism has split a parameter too.
     """
     units = [unit for unit in units if not unit.is_summoned]
+    for unit in units:
+        known = {join_fqn(unit.fqn, o.fqn): o.parallel for o in unit.originals()}
+        refuse_parallel(known, "summon_full_params()")
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_summoned_unit(unit, how))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,25 +33,60 @@ def clip_grad_norm(
     Returns:
         The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all ranks.
     """
-    sharded: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = [p.grad for p in others if p.grad is not None]
+    parts = [_Part(())]
+    parts[0].whole = [p.grad for p in others if p.grad is not None]
     device = torch.device("cpu")
     for flat in flats:
         device = flat.device
-        grads = [o.param.grad for o in flat.originals if o.param.grad is not None]
-        (sharded if flat.is_sharded else whole).extend(grads)
-    grads = sharded + whole
+        for original in flat.originals:
+            splits = () if original.parallel is None else original.parallel.splitting_groups
+            part = next((part for part in parts if part.splits == splits), None)
+            if part is None:
+                parts.append(part := _Part(splits))
+            if original.param.grad is not None:
+                (part.sharded if flat.is_sharded else part.whole).append(original.param.grad)
+    grads = [grad for part in parts for grad in part.sharded + part.whole]
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     norm_type = float(norm_type)
-    total = _power_sum(sharded, norm_type, dtype, device)
-    infinite = math.isinf(norm_type)
-    dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-    local = _power_sum(whole, norm_type, dtype, device)
-    norm = torch.maximum(total, local) if infinite else (total + local) ** (1.0 / norm_type)
+    totals = torch.stack([part.total(group, norm_type, dtype, device) for part in parts])
+    norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.dtype))
     return norm
+
+
+@dataclass
+class _Part:
+    """Gradients whose elements tensor parallelism has spread over the same groups, if over any.
+
+    Attributes:
+        splits: these groups; the same on every rank, in the same order of parts.
+        sharded: gradients of which this rank has its shard.
+        whole: gradients that are the same on every rank that shards.
+    """
+
+    splits: tuple[dist.ProcessGroup, ...]
+    sharded: list[torch.Tensor] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(default_factory=list)
+
+    def total(
+        self,
+        group: dist.ProcessGroup,
+        norm_type: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Sum of |g|^p over all elements on all ranks (largest |g| for inf)."""
+        infinite = math.isinf(norm_type)
+        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        total = _power_sum(self.sharded, norm_type, dtype, device)
+        dist.all_reduce(total, operation, group=group)
+        local = _power_sum(self.whole, norm_type, dtype, device)
+        total = torch.maximum(total, local) if infinite else total + local
+        for split in self.splits:
+            dist.all_reduce(total, operation, group=split)
+        return total
 
 
 def _power_sum(

@@ -58,7 +58,7 @@ def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
     if key == NO_BACKEND:
         key = _active_key.get()
     if key == NO_BACKEND:
-        yield wrapper.module
+        yield wrapper._fsdp_body()
         return
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
@@ -71,13 +71,12 @@ def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
 
 
 def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
-    body: Callable[..., Any] | None = wrapper._bodies.get(key)
+    body: Callable[..., Any] | None = wrapper._fsdp_bodies.get(key)
     if body is None:
-        backend = backend_of(key)
-        if wrapper._has_nested:
-            backend = _segment_backend(key)
-        body = compile_with(backend, entry_of(wrapper.module, own_code=wrapper._has_nested))
-        wrapper._bodies[key] = body
+        nested = wrapper._fsdp_has_nested
+        backend = _segment_backend(key) if nested else backend_of(key)
+        body = compile_with(backend, entry_of(wrapper._fsdp_body(), own_code=nested))
+        wrapper._fsdp_bodies[key] = body
     return body
 
 
@@ -179,9 +178,9 @@ def is_faking() -> bool:
 
 def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed."""
-    unit = wrapper._unit
-    args, kwargs = hooks.prepare_inputs(unit.device, wrapper._input_dtype, args, kwargs)
-    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in wrapper.module.modules()]
+    unit = wrapper._fsdp_unit
+    args, kwargs = hooks.prepare_inputs(unit.device, wrapper._fsdp_input_dtype, args, kwargs)
+    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()]
     for module, _, _ in kept:
         _make_fake(module._parameters)
         _make_fake(module._buffers)
@@ -198,7 +197,7 @@ def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             ]
         )
     try:
-        return wrapper.module(*args, **kwargs)
+        return wrapper._fsdp_body()(*args, **kwargs)
     finally:
         unit.use_sharded_views()
         for module, parameters, buffers in kept:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.tensor_parallel import refuse_parallel
 from fsdp_dynamo.unit import Unit
 
 WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
@@ -44,6 +45,8 @@ class ParameterShard:
 
 def shards_of(units: Sequence[Unit]) -> dict[str, ParameterShard]:
     """By plain FQN, what this rank holds of each original parameter; tied ones once."""
+    known = {fqn: flat.originals[index].parallel for fqn, flat, index in _all_originals(units)}
+    refuse_parallel(known, "parameter_shards()")
     return {
         fqn: ParameterShard(
             flat.originals[index].param,
@@ -88,6 +91,8 @@ def update_whole(
     known = {fqn: (flat, index) for fqn, flat, index in _all_originals(units)}
     for fqn, part in parts.items():
         _check(known, fqn, part)
+    parallel = {fqn: flat.originals[index].parallel for fqn, (flat, index) in known.items()}
+    refuse_parallel({fqn: parallel[fqn] for fqn in parts}, "update_whole()")
     jobs = [_Job(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
     _assign(jobs)
     _exchange([transfer for job in jobs for transfer in job.bring()])

@@ -11,9 +11,11 @@ of the one that computes, and at most ``MAX_REDUCES`` gradients are being reduce
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -53,6 +55,14 @@ class Root:
             unit.on_gradients = self.post_backward
             self.units.append(unit)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        """The same, without forwards whose backward may still come: they are the original's."""
+        new = object.__new__(Root)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = [] if name == "_ended" else copy.deepcopy(value, memo)
+        return new
+
     @property
     def is_outside(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
@@ -69,6 +79,7 @@ class Root:
         self._depth += 1
         unit.issue_unshard("forward")
         unit.wait_unshard()
+        unit.is_ahead = False
         if not self.in_backward:
             self._order.append(unit)
             self._prefetch_forward(unit)
@@ -100,7 +111,8 @@ class Root:
         self._order = []
         self._ended = []
         for unit in self.units:  # left over from a forward that no backward followed
-            unit.reshard("forward")
+            if not unit.is_ahead:
+                unit.reshard("forward")
 
     def _end_forward(self) -> None:
         self._recorded = self._order
@@ -247,21 +259,26 @@ class Root:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Sum unsharded gradients locally, without communication, while open."""
-        if self.machine.state is not RootState.IDLE:
-            raise FSDPStateError(
-                explain(
-                    expected="no_sync() around whole steps",
-                    got=f"a call in state {self.machine.state.name}",
-                    where=unit_name(""),
-                    fix="Enter it before the forward and leave it after the backward.",
-                )
-            )
         before = self.sync_gradients
-        self.sync_gradients = False
+        self.set_sync_gradients(False)
         try:
             yield
         finally:
             self.sync_gradients = before
+
+    def set_sync_gradients(self, wanted: bool) -> None:
+        """Reduce the gradients of the steps to come, or sum them unsharded."""
+        if self.machine.state is not RootState.IDLE:
+            raise FSDPStateError(
+                explain(
+                    expected="gradients to be reduced or not for whole steps",
+                    got=f"a change in state {self.machine.state.name}",
+                    where=unit_name(""),
+                    fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
+                    "the forward or after the backward.",
+                )
+            )
+        self.sync_gradients = wanted
 
 
 def _prefetches_forward(unit: Unit) -> bool:

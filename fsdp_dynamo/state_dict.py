@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp_dynamo.build import WRAPPED, plain_fqn
+from fsdp_dynamo.build import plain_fqn
 from fsdp_dynamo.collectives import all_gather
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
@@ -27,12 +27,14 @@ def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
 
     At most this one flat parameter is unsharded at a time.
     """
-    shard = flat.sharded.detach()
-    if not flat.is_sharded:
-        return [view.clone() for view in flat.cut(shard)]
-    unsharded = shard.new_empty(flat.layout.padded_numel)
-    all_gather(unsharded, shard, flat.group)
-    return [view.clone() for view in flat.cut(unsharded)]
+    unsharded = shard = flat.sharded.detach()
+    if flat.is_sharded:
+        unsharded = shard.new_empty(flat.layout.padded_numel)
+        all_gather(unsharded, shard, flat.group)
+    return [
+        view.clone() if original.parallel is None else original.parallel.whole(view)
+        for original, view in zip(flat.originals, flat.cut(unsharded), strict=True)
+    ]
 
 
 def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: str) -> None:
@@ -49,8 +51,15 @@ def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: 
         state_dict[new_prefix + plain_fqn(key[len(prefix) :])] = state_dict.pop(key)
 
 
-def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, is_root: bool) -> None:
-    """Replace this rank's parts by whole tensors, under plain names.
+def save_unit(
+    unit: Unit,
+    state_dict: dict[str, Any],
+    prefix: str,
+    is_root: bool,
+    buffer_dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Replace this rank's parts by whole tensors, under plain names; buffers by those of the dtypes
+    given, which they had before mixed precision.
 
     The root also takes out of ``prefix`` what ``torch.compile`` has put in.
     """
@@ -65,6 +74,9 @@ def save_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, is_root: bool
         )
     base = _plain_prefix(prefix) if is_root else prefix
     plain_names_after_save(state_dict, prefix, base)
+    for fqn, dtype in buffer_dtypes.items():
+        if base + fqn in state_dict:
+            state_dict[base + fqn] = state_dict[base + fqn].to(dtype)
     if unit.is_summoned:  # what the default code has written is whole (perhaps on rank 0 alone)
         return
     for flat in unit.flats:
@@ -81,7 +93,7 @@ def _plain_prefix(prefix: str) -> str:
 
 
 def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-    """Cut this rank's parts out of whole tensors, and put the wrapper's name into the keys."""
+    """Cut this rank's parts out of whole tensors."""
     if assign:
         raise UnsupportedError(
             explain(
@@ -91,27 +103,30 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
                 fix="Sharded parameters are loaded in place: leave assign out.",
             )
         )
+    keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
     for flat in unit.flats:
         for index, original in enumerate(flat.originals):
             for _, _, fqn in original.sites:
-                key = prefix + fqn
-                if key in state_dict:
+                key = keys.get(fqn)
+                if key is not None:
                     state_dict[key] = _local_part(flat, index, state_dict[key], key)
-    plain_names_before_load(state_dict, prefix, WRAPPED)
 
 
 def _local_part(flat: FlatParameter, index: int, whole: torch.Tensor, key: str) -> torch.Tensor:
-    slot, part = flat.layout.slots[index], flat.ranges[index]
+    part, parallel = flat.ranges[index], flat.originals[index].parallel
+    expected = flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
     shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__
-    if shape != slot.shape:
+    if shape != expected:
         raise FSDPValueError(
             explain(
-                expected=f"a tensor of shape {slot.shape}",
+                expected=f"a tensor of shape {expected}",
                 got=str(shape),
                 where=f"key '{key}'",
                 fix="Load a full state dict of the same model.",
             )
         )
+    if parallel is not None:
+        whole = parallel.local(whole)
     if not flat.is_sharded:
         return whole
     flattened = whole.detach().reshape(-1)
@@ -124,13 +139,3 @@ def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: s
         rest = key[len(prefix) :]
         if not rest.startswith(f"{inserted}."):
             state_dict[f"{prefix}{inserted}.{rest}"] = state_dict.pop(key)
-
-
-def restore_buffer_dtypes(
-    state_dict: dict[str, Any], prefix: str, dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Cast buffers back to the dtypes they had before mixed precision, for a checkpoint."""
-    for fqn, dtype in dtypes.items():
-        key = _plain_prefix(prefix) + plain_fqn(fqn)
-        if key in state_dict:
-            state_dict[key] = state_dict[key].to(dtype)

@@ -16,6 +16,7 @@ from torch.fx import traceback
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.hooks import prepare_inputs
 from fsdp_dynamo.registry import lookup
+from fsdp_dynamo.tensor_parallel import TensorParallel
 from fsdp_dynamo.unit import Unit
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 
@@ -197,7 +198,9 @@ class TracedUnshard(torch.autograd.Function):
 def traced_forward(
     name: str,
     shards: tuple[torch.Tensor, ...],
+    parallels: tuple[tuple[TensorParallel | None, ...], ...],
     module: Any,
+    body: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -210,7 +213,9 @@ def traced_forward(
     Args:
         name: the wrapper's registered name.
         shards: one a flat parameter, inputs of the graph.
+        parallels: for each flat parameter's originals, how tensor parallelism has split them.
         module: the unit's module.
+        body: calls it.
         args: positional inputs.
         kwargs: keyword inputs.
     """
@@ -229,19 +234,21 @@ def traced_forward(
             else:
                 unsharded.append(_unshard(shard, spec))
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
-        for flat, fields in zip(unsharded, flats):  # noqa: B905  # traced by Dynamo
+        for flat, fields, splits in zip(unsharded, flats, parallels):  # noqa: B905  # traced
             spec = TracedFlat(*fields)
             with traceback.annotate({VIEWS: fqn}):
                 pieces = torch.split(flat, spec.split_sizes)  # type: ignore[arg-type]
                 views = [pieces[index].view(shape) for index, shape, _ in spec.views]
-            for view, (_, _, places) in zip(views, spec.views):  # noqa: B905
+            for view, (_, _, places), split in zip(views, spec.views, splits):  # noqa: B905
+                if split is not None:
+                    view = split.as_dtensor(view)
                 for path, parameter in places:
                     holder = module
                     for part in path:
                         holder = holder._modules[part]
                     kept.append((holder, parameter, holder._parameters[parameter]))
                     holder._parameters[parameter] = view
-        output = module(*args, **kwargs)
+        output = body(*args, **kwargs)
         for holder, parameter, original in kept:
             holder._parameters[parameter] = original
     return output

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp_dynamo import collectives, events
 from fsdp_dynamo.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.training_state import StateMachine, UnitState
@@ -127,6 +128,7 @@ class Unit:
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
         self.pending_calls = 0
         self.is_unsharded = False
+        self.is_ahead = False
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
         self.on_gradients: Callable[[ForwardCall, Sequence[torch.Tensor | None]], None] = _no_owner
@@ -183,6 +185,11 @@ class Unit:
                 event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
             self._gathers.append(collectives.issue_all_gather(output, shard, flat.group, event))
 
+    def unshard_ahead(self) -> None:
+        """Start to gather for a forward that is still to begin, on the user's request."""
+        self.issue_unshard("forward")
+        self.is_ahead = True
+
     def wait_unshard(self) -> None:
         """Wait for what ``issue_unshard`` started."""
         if self._gathers:
@@ -195,7 +202,7 @@ class Unit:
         if not self.is_unsharded:
             return
         self.wait_unshard()
-        self.is_unsharded = False
+        self.is_unsharded = self.is_ahead = False
         freed = [flat.free() for flat in self.flats]
         log = events.recorder
         if log is not None and any(freed):
@@ -231,6 +238,18 @@ class Unit:
         """Put the original parameters back."""
         for flat in self.flats:
             flat.unset_views()
+
+    def require_idle(self, what: str) -> None:
+        """Raise if the unit is in its forward, its backward or a summon."""
+        if self.machine.state is not UnitState.IDLE:
+            raise FSDPStateError(
+                explain(
+                    expected=f"{what} between two steps, or between a forward and its backward",
+                    got=f"a call in state {self.machine.state.name}",
+                    where=unit_name(self.fqn),
+                    fix="Call it outside of the unit's own forward and backward.",
+                )
+            )
 
     def check_originals(self) -> None:
         """Raise if a parameter was changed behind the wrapper's back."""

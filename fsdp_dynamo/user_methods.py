@@ -28,11 +28,16 @@ from fsdp_dynamo.unit import Unit
 
 
 class UserMethods(nn.Module):
-    """Methods of a wrapper that work on units; ``FullyShardedDataParallel`` adds the rest."""
+    """Methods that work on units; ``UnitModule`` adds the rest."""
 
-    _root: Root
-    _unit: Unit
-    _input_dtype: torch.dtype | None
+    _fsdp_root: Root
+    _fsdp_unit: Unit
+    _fsdp_input_dtype: torch.dtype | None
+    _fsdp_runs_method: bool
+
+    def _fsdp_inner(self) -> nn.Module:
+        """The user's module."""
+        raise NotImplementedError
 
     # -- training ------------------------------------------------------------------------------
 
@@ -43,7 +48,7 @@ class UserMethods(nn.Module):
         Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
         sharded form at the cost of one reduction a backward.
         """
-        with self._root.no_sync():
+        with self._fsdp_root.no_sync():
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -52,10 +57,10 @@ class UserMethods(nn.Module):
         Returns:
             The norm before clipping, a scalar equal on all ranks.
         """
-        managed = {id(o.param) for unit in self._root.units for o in unit.originals()}
+        managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
-        flats = [flat for unit in self._root.units for flat in unit.flats]
-        group = self._unit.config.groups.shard
+        flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
+        group = self._fsdp_unit.config.groups.shard
         return clip_grad_norm(flats, others, group, float(max_norm), norm_type)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -75,9 +80,9 @@ class UserMethods(nn.Module):
             raise FSDPTypeError(
                 explain(expected="a callable", got=repr(hook), where=where, fix="Pass a function.")
             )
-        flats = [flat for unit in self._root.units for flat in unit.flats]
+        flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
         has_one = any(flat.comm_hook for flat in flats)
-        if has_one or self._root.units[0] is not self._unit:
+        if has_one or self._fsdp_root.units[0] is not self._fsdp_unit:
             raise FSDPStateError(
                 explain(
                     expected="one call for the whole model",
@@ -86,11 +91,11 @@ class UserMethods(nn.Module):
                     fix="Call it once, on the outermost wrapper.",
                 )
             )
-        if self._unit.config.strategy.is_hybrid:
+        if self._fsdp_unit.config.strategy.is_hybrid:
             raise UnsupportedError(
                 explain(
                     expected="a strategy without replicas",
-                    got=self._unit.config.strategy.name,
+                    got=self._fsdp_unit.config.strategy.name,
                     where=where,
                     fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
                 )
@@ -107,7 +112,7 @@ class UserMethods(nn.Module):
         Raises:
             FSDPValueError: the module has no such method.
         """
-        inner = self._modules[build.WRAPPED]
+        inner = self._fsdp_inner()
         if not callable(getattr(inner, name, None)):
             raise FSDPValueError(
                 explain(
@@ -117,16 +122,19 @@ class UserMethods(nn.Module):
                     fix="Register what the module has.",
                 )
             )
-        self.__dict__[name] = partial(self._run_method, name)
+        self.__dict__[name] = partial(self._fsdp_run_method, getattr(inner, name))
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly"
     )
-    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(self._modules[build.WRAPPED], name)
-        root, unit = self._root, self._unit
-        with root.execution_order.paused():
-            return hooks.run_unit(root, unit, method, args, kwargs, self._input_dtype)
+    def _fsdp_run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        root, unit = self._fsdp_root, self._fsdp_unit
+        self._fsdp_runs_method = True
+        try:
+            with root.execution_order.paused():
+                return hooks.run_unit(root, unit, method, args, kwargs, self._fsdp_input_dtype)
+        finally:
+            self._fsdp_runs_method = False
 
     # -- original parameters ---------------------------------------------------------------------
 
@@ -162,9 +170,9 @@ class UserMethods(nn.Module):
         wrappers = [m for _, m in build.raw_named_modules(module) if isinstance(m, UserMethods)]
         chosen = [w for w in wrappers if recurse or w is module]
         for wrapper in chosen:
-            wrapper._root.recover()
+            wrapper._fsdp_root.recover()
         how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summoned([wrapper._unit for wrapper in chosen], how):
+        with summoned([wrapper._fsdp_unit for wrapper in chosen], how):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -175,7 +183,7 @@ class UserMethods(nn.Module):
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """By plain FQN, the global shape of each original parameter and the range of it, flattened,
         that this rank holds; tied parameters once."""
-        return shards_of(self._root.units)
+        return shards_of(self._fsdp_root.units)
 
     def update_whole(
         self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
@@ -196,7 +204,7 @@ class UserMethods(nn.Module):
         Raises:
             FSDPValueError: an unknown name, a part or a result of another size.
         """
-        return update_whole(self._root.units, parts, update)
+        return update_whole(self._fsdp_root.units, parts, update)
 
     def flat_parameter_of(self, fqn: str) -> FlatParameter:
         """The flat parameter that holds the parameter with this plain FQN.
@@ -204,7 +212,7 @@ class UserMethods(nn.Module):
         Raises:
             FSDPValueError: if no unit holds a parameter of that name.
         """
-        for unit in self._root.units:
+        for unit in self._fsdp_root.units:
             for flat in unit.flats:
                 for _, _, _, site in flat.sites():
                     if join_fqn(unit.fqn, site) == fqn:

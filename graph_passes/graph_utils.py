@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graph_passes.markers import COLLECTIVE
+
 _C10D = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
 
@@ -26,14 +28,23 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """A wait for a functional collective."""
-    return op_name(node) == _WAIT
+    """A wait for one of our functional collectives."""
+    return op_name(node) == _WAIT and is_marked(node.all_input_nodes[0])
 
 
 def is_collective(node: fx.Node) -> bool:
-    """A functional collective (not its wait)."""
+    """One of our functional collectives (not its wait).
+
+    Those without a mark are somebody else's (tensor parallelism's): like all that is computed they
+    keep their order.
+    """
     name = op_name(node)
-    return name.startswith(_C10D) and name != _WAIT
+    return name.startswith(_C10D) and name != _WAIT and is_marked(node)
+
+
+def is_marked(node: fx.Node) -> bool:
+    """Whether a node carries the mark of a collective."""
+    return COLLECTIVE in (node.meta.get("custom") or {})
 
 
 def is_region(node: fx.Node) -> bool:
@@ -145,4 +156,6 @@ def is_compute(node: fx.Node) -> bool:
     if is_region(node):
         return True
     name = op_name(node)
-    return bool(name) and not name.startswith(_C10D) and name not in _NO_COMPUTE
+    if name.startswith(_C10D):
+        return not is_collective(node) and not is_wait(node)
+    return bool(name) and name not in _NO_COMPUTE

@@ -38,7 +38,7 @@ def inventory(graph: fx.Graph) -> Counter[str]:
 def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None) -> None:
     """Check a graph of collectives.
 
-    - every collective has a mark, exactly one wait, and no user but it;
+    - every marked collective has exactly one wait, and no user but it;
     - every wait follows its collective, every use follows the wait (``lint`` checks that);
     - those of one launch are alike, and between them is nothing but what they send;
     - every element of a flat gradient that is written in slices is written once, then added to;
@@ -56,8 +56,6 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
     index = order_index(graph)
     for node in graph.nodes:
         if is_collective(node):
-            if mark_of(node) is None:
-                _fail(stage, node, "a mark", "none")
             users = list(node.users)
             if len(users) != 1 or not is_wait(users[0]):
                 _fail(stage, node, "one wait as its only user", str(users))

@@ -59,7 +59,7 @@ def _tied_to_a_nested_unit() -> None:
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "not a module": (lambda: FSDP(torch.zeros(2)), "argument 'module': expected a torch.nn.Module"),
-    "wrapped twice": (lambda: FSDP(FSDP(nn.Linear(2, 2))), "expected a module that is not wrapped"),
+    "wrapped twice": (lambda: FSDP(FSDP(nn.Linear(2, 2))), "expected a module that is no unit yet"),
     "two devices": (_two_devices, "'block.cuda.weight' on cuda:0"),
     "meta": (lambda: FSDP(_without_values()), "reset_parameters() method, got none for 'scale'"),
     "policy matches nothing": (
@@ -284,7 +284,7 @@ def _failing(rank: int, world_size: int, way: str) -> tuple[Any, Any, int]:
     wrapped.module.fail_at = 1
     with pytest.raises(Exception, match="as asked"):
         model(batch(rank, 0))
-    alive = sum(f.is_allocated for u in wrapped._root.units for f in u.flats)
+    alive = sum(f.is_allocated for u in wrapped._fsdp_root.units for f in u.flats)
     wrapped.module.fail_at = -1
     got, _ = train(model, rank, steps=2)
     return expected, got, alive

@@ -504,7 +504,7 @@ def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
     wrapped = wrap(make_transformer(num_blocks=1))
     with wrapped.no_sync():
         loss_of(wrapped, batch(rank, 0)).backward()
-    flats = [flat for unit in wrapped._root.units for flat in unit.flats]
+    flats = [flat for unit in wrapped._fsdp_root.units for flat in unit.flats]
     sums = [flat.unsharded_grad_sum for flat in flats]
     assert all(one is not None for one in sums)
     before = [one.clone() for one in sums if one is not None]

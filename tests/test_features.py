@@ -48,7 +48,7 @@ def _mixed(rank: int, world_size: int, way: str) -> tuple[list[float], list[floa
         out.float().sum().backward()
     gathered = {e.num_bytes for e in log if e.kind == "all_gather" and e.unit == "blocks.0"}
     reduced = {e.num_bytes for e in log if e.kind == "reduce_scatter" and e.unit == "blocks.0"}
-    flats = next(u for u in wrapped._root.units if u.fqn == "blocks.0").flats
+    flats = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0").flats
     numels = [flat.layout.padded_numel for flat in flats]
     return full, low, (dtypes, out.dtype, gathered, reduced, numels)
 
@@ -101,7 +101,7 @@ def _accumulate(rank: int, world_size: int, sync_first: bool) -> tuple[Any, Any,
                     loss_of(model, batch(rank, step)).backward()
         reduced_before = len(log.keys("reduce_scatter"))
         loss_of(model, batch(rank, 2)).backward()
-    kept = [f.unsharded_grad_sum for u in model._root.units for f in u.flats]
+    kept = [f.unsharded_grad_sum for u in model._fsdp_root.units for f in u.flats]
     assert kept == [None] * len(kept)
     return expected, float(model.clip_grad_norm_(1e9)), reduced_before
 
@@ -116,7 +116,7 @@ def test_accumulation(ranks: RankPool, sync_first: bool) -> None:
 def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:
     """Gradient bytes kept by two steps in ``no_sync()``, and by two steps outside it."""
     model = wrap(make_transformer(num_blocks=2))
-    flats = [flat for unit in model._root.units for flat in unit.flats]
+    flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
 
     def kept() -> int:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -209,7 +209,7 @@ def _frozen(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
     got, _ = train(model, rank)
     with record_events() as log:
         loss_of(model, batch(rank, 0)).backward()
-    unit = next(u for u in wrapped._root.units if u.fqn == "blocks.0")
+    unit = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0")
     reduced = sum(e.num_bytes for e in log if e.key == ("reduce_scatter", "blocks.0", "backward"))
     frozen_grads = [p.grad for p in wrapped.parameters() if not p.requires_grad]
     assert frozen_grads == [None] * 5
@@ -347,13 +347,13 @@ def _no_grad_and_eval(rank: int, world_size: int, way: str) -> tuple[Any, Any, l
     for net in (plain, model):
         with torch.no_grad():
             outputs.append(net(batch(0, 0)))
-        alive.append(sum(f.is_allocated for u in wrapped._root.units for f in u.flats))
+        alive.append(sum(f.is_allocated for u in wrapped._fsdp_root.units for f in u.flats))
     loss_of(model, batch(rank, 0))  # a forward that no backward follows
     net = model.eval()
     outputs.append(net(batch(0, 0)).detach())
     model.train()
     loss_of(model, batch(rank, 0)).backward()
-    alive.append(sum(f.is_allocated for u in wrapped._root.units for f in u.flats))
+    alive.append(sum(f.is_allocated for u in wrapped._fsdp_root.units for f in u.flats))
     return outputs[0], outputs[1:], alive
 
 
@@ -387,7 +387,7 @@ def test_two_forwards_one_backward(ranks: RankPool, way: str) -> None:
 
 def _policies(rank: int, world_size: int) -> list[list[str]]:
     def units(**kwargs: Any) -> list[str]:
-        return [u.fqn for u in FSDP(make_transformer(num_blocks=2), **kwargs)._root.units]
+        return [u.fqn for u in FSDP(make_transformer(num_blocks=2), **kwargs)._fsdp_root.units]
 
     def by_lambda(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return lambda_auto_wrap_policy(
@@ -405,7 +405,7 @@ def _policies(rank: int, world_size: int) -> list[list[str]]:
         )
     )
     wrapped = FSDP(make_transformer(num_blocks=2), auto_wrap_policy=custom)
-    strategies = [u.config.strategy.name for u in wrapped._root.units]
+    strategies = [u.config.strategy.name for u in wrapped._fsdp_root.units]
     return [
         units(),
         units(auto_wrap_policy=ModuleWrapPolicy({Block})),
@@ -437,7 +437,7 @@ def _ignored(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
     assert wrapped.head.weight.shape == (31, 16)
     assert wrapped.blocks[0].up.weight.shape == (32, 16)
     got, _ = train(in_way(wrapped, way), 0)
-    names = {o.fqn for u in wrapped._root.units for o in u.originals()}
+    names = {o.fqn for u in wrapped._fsdp_root.units for o in u.originals()}
     return expected, got, names & {"head.weight", "scale", "up.weight"}
 
 

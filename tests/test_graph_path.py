@@ -43,7 +43,7 @@ def _inspect(rank: int, world_size: int, backend: str, strategy: ShardingStrateg
             train(model, rank, steps=3)
     finally:
         Pipeline.run = run  # type: ignore[method-assign]
-    block = next(u for u in wrapped._root.units if u.fqn == "blocks.0")
+    block = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0")
     return seen, first, counters["stats"]["unique_graphs"], block.flats[0].layout.padded_numel
 
 
@@ -78,13 +78,15 @@ def _gradients(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     loss_of(compiled, batch(rank, 0)).backward()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     close = all(torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7) for a, b in pairs)
-    unit = models[1]._root.units[1]
+    unit = models[1]._fsdp_root.units[1]
     storages = {
         o.param.grad.untyped_storage().data_ptr()
         for o in unit.originals()
         if o.param.grad is not None and o.param.numel()
     }
-    leaf_untouched = all(f.sharded.grad is None for u in models[1]._root.units for f in u.flats)
+    leaf_untouched = all(
+        f.sharded.grad is None for u in models[1]._fsdp_root.units for f in u.flats
+    )
     return close, len(storages) == 1, leaf_untouched
 
 

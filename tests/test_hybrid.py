@@ -101,7 +101,7 @@ def _one_replica_or_one_shard(rank: int, world_size: int, shape: tuple[int, int]
     mesh = init_device_mesh("cpu", shape)
     model = wrap(make_transformer(num_blocks=1), device_mesh=mesh, sharding_strategy=HYBRID)
     got, _ = train(in_way(model, "graph"), rank)
-    return expected, got, model._unit.config.strategy.name
+    return expected, got, model._fsdp_unit.config.strategy.name
 
 
 @pytest.mark.parametrize(("shape", "strategy"), [((1, 2), "HYBRID_SHARD"), ((2, 1), "NO_SHARD")])
@@ -141,9 +141,9 @@ def _inherited_timeout(rank: int, world_size: int) -> list[float]:
         again = FSDP(torch.nn.Linear(2, 2), sharding_strategy=HYBRID)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-    assert model._unit.config.groups == again._unit.config.groups  # made once
+    assert model._fsdp_unit.config.groups == again._fsdp_unit.config.groups  # made once
     device = torch.device("cpu")
-    options = [g._get_backend(device).options for g in model._unit.config.groups.all]
+    options = [g._get_backend(device).options for g in model._fsdp_unit.config.groups.all]
     return [option._timeout / timedelta(seconds=1) for option in options]
 
 

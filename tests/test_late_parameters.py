@@ -62,7 +62,7 @@ def _run(rank: int, world_size: int, backend: str | None, tied: bool, nested: bo
     with record_events() as log:
         _step(model, rank)
     keys = list(wrapped.state_dict())
-    root = next(unit for unit in wrapped._root.units if unit.fqn == "")
+    root = next(unit for unit in wrapped._fsdp_root.units if unit.fqn == "")
     names = [[o.fqn for o in flat.originals] for flat in root.flats]
     return (
         losses,

@@ -67,10 +67,11 @@ def test_reshard_tags() -> None:
 
 
 def test_spec_refuses() -> None:
-    unmarked = forward_graph(1)
-    next(collectives(unmarked)).meta.clear()
-    with pytest.raises(SpecError, match="expected a mark, got none"):
-        Pipeline().run(unmarked)
+    def forget(graph: fx.Graph) -> None:
+        next(collectives(graph)).meta["custom"] = {}
+
+    with pytest.raises(SpecError, match=r"lost \{.all_gather"):
+        Pipeline(passes=(forget,)).run(forward_graph(1))
     waitless = forward_graph(1)
     node = next(collectives(waitless))
     wait = wait_of(node)

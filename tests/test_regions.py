@@ -57,7 +57,7 @@ def _run(
             loss_of(model, batch(rank, 9)).backward()
     finally:
         Pipeline.run = run  # type: ignore[method-assign]
-    numel = wrapped._root.units[1].flats[0].layout.padded_numel
+    numel = wrapped._fsdp_root.units[1].flats[0].layout.padded_numel
     collectives = log.keys("all_gather", "reduce_scatter", "all_reduce")
     return losses, collectives, log.peak_unsharded_bytes(), seen, numel
 

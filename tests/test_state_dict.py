@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fsdp_dynamo import FSDP, MixedPrecision
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 ORDERS = [
     order
@@ -120,16 +120,34 @@ def test_wrong_shape_names_the_key(ranks: RankPool) -> None:
         ranks.run(_wrong_shape, 2)
 
 
-def _buffers(rank: int, world_size: int) -> tuple[torch.dtype, torch.dtype]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    wrapped = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    return wrapped.state_dict()["1.running_mean"].dtype, model[1].running_mean.dtype
+class _Scaled(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4, dtype=dtype))
+
+
+def _buffers(rank: int, world_size: int) -> tuple[list[torch.dtype], list[torch.dtype]]:
+    """Dtypes while it runs, and in a checkpoint."""
+    own = {"mixed_precision": MixedPrecision(buffer_dtype=torch.float16)}
+    model = nn.Sequential(_Scaled(torch.float32), _Scaled(torch.float64), nn.BatchNorm1d(4))
+    first = model[0]
+    wrapped = FSDP(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: own if module is first else False),
+        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
+    )
+    state = wrapped.state_dict()
+    names = ["0.scale", "1.scale", "2.running_mean"]
+    live = dict(wrapped.named_buffers())
+    return [live[name].dtype for name in names], [state[name].dtype for name in names]
 
 
 def test_buffers_keep_their_dtype_in_checkpoints(ranks: RankPool) -> None:
-    for saved, live in ranks.run(_buffers, 2):
-        assert saved == torch.float32
-        assert live == torch.bfloat16
+    """Each module's are cast as its unit says; norms in their own precision keep theirs."""
+    for live, saved in ranks.run(_buffers, 2):
+        assert live == [torch.float16, torch.bfloat16, torch.float32]
+        assert saved == [torch.float32, torch.float64, torch.float32]
 
 
 def _nested_prefix(rank: int, world_size: int) -> list[str]:

@@ -82,7 +82,7 @@ def _wrapped_by_use(rank: int, world_size: int) -> list[str]:
     policy = CustomPolicy(lambda m: trace.uses(m) and isinstance(m, nn.Linear | nn.Sequential))
     wrapped = FSDP(model, auto_wrap_policy=policy)
     wrapped(torch.ones(1, 2)).sum().backward()
-    return [unit.fqn for unit in wrapped._root.units]
+    return [unit.fqn for unit in wrapped._fsdp_root.units]
 
 
 def test_as_input_of_a_policy(ranks: RankPool) -> None:

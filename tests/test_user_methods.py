@@ -218,7 +218,7 @@ def _copies(rank: int, world_size: int, way: str) -> tuple[Any, Any, str]:
 def test_a_copy_trains_alike_and_alone(ranks: RankPool, way: str) -> None:
     for rest, again, nested in ranks.run(_copies, 2, way):
         assert again == rest
-        assert "expected a copy of the outermost wrapper" in nested
+        assert "expected a copy of the outermost unit's module" in nested
 
 
 def _averaged(rank: int, world_size: int) -> list[bool]:
@@ -321,7 +321,7 @@ def _swapped(rank: int, world_size: int) -> tuple[Any, list[str]]:
             with torch.no_grad():
                 model(torch.ones(2, 4))
         messages.append(" ".join(str(w.message) for w in caught))
-    return model._root.execution_order.fqns, messages
+    return model._fsdp_root.execution_order.fqns, messages
 
 
 def test_another_order_warns_once(ranks: RankPool) -> None:

@@ -1,0 +1,136 @@
+"""Parameters that tensor parallelism has split already: DTensors inside units.
+
+``parallelize_module`` on one dimension of a mesh leaves DTensors; a unit shards their local tensors
+over another dimension::
+
+                 tp 0        tp 1
+    dp 0     W[:4] [0:8]   W[4:] [0:8]      a row of the mesh holds all of W,
+    dp 1     W[:4] [8:16]  W[4:] [8:16]     a column shards one local tensor
+
+The parameter that optimizers see is this rank's part of the local tensor, a plain one. While the
+unit is unsharded, its modules see a DTensor over the whole local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError, explain
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """How one parameter is split over the ranks of another mesh than the unit's.
+
+    Attributes:
+        mesh: those ranks.
+        placements: one a dimension of the mesh.
+        shape: of the whole parameter.
+        stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        """Groups of ranks are shared between copies."""
+        return self
+
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor over a whole local tensor; differentiable."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, a plain tensor; every rank of the mesh must call it."""
+        copy = local.detach().clone()  # what is not split would come back as it is
+        whole: torch.Tensor = self.as_dtensor(copy).full_tensor()  # type: ignore[attr-defined]
+        return whole
+
+    def local(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's local tensor of a whole parameter; no communication."""
+        split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
+        return split.to_local()
+
+    @property
+    def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which its elements are spread: those of a sum over all of them."""
+        split = [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
+        return tuple(self.mesh.get_group(i) for i in split)
+
+
+def check_parallel(param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise if a parameter is a DTensor that a unit of these groups cannot shard."""
+    if not isinstance(param, DTensor):
+        return
+    where = f"parameter '{fqn}'"
+    if param.is_meta:
+        raise UnsupportedError(
+            explain(
+                expected="a DTensor with storage",
+                got="one on the meta device",
+                where=where,
+                fix="Give it values before it is sharded.",
+            )
+        )
+    if any(placement.is_partial() for placement in param.placements):
+        raise UnsupportedError(
+            explain(
+                expected="a DTensor that is split or replicated",
+                got=str(param.placements),
+                where=where,
+                fix="Redistribute it first.",
+            )
+        )
+    own = set(map(int, param.device_mesh.mesh.flatten()))
+    for group in groups:
+        shared = own & set(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise FSDPValueError(
+                explain(
+                    expected="a DTensor whose mesh shares one rank with the unit's groups",
+                    got=f"ranks {sorted(shared)} in both",
+                    where=where,
+                    fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
+                    "...), then FSDP(model, device_mesh=mesh['dp']).",
+                )
+            )
+
+
+def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) -> None:
+    """Raise if one of the parameters, by FQN, is split by tensor parallelism too."""
+    for fqn, parallel in parameters.items():
+        if parallel is not None:
+            raise UnsupportedError(
+                explain(
+                    expected="parameters that no tensor parallelism has split",
+                    got=f"one of placements {parallel.placements}",
+                    where=f"{what}, parameter '{fqn}'",
+                    fix="Use state_dict(), which gives whole tensors, and load_state_dict().",
+                )
+            )
+
+
+def as_local_parameter(param: nn.Parameter) -> tuple[nn.Parameter, TensorParallel | None]:
+    """A plain parameter for a DTensor's local tensor, and how the whole is split."""
+    if not isinstance(param, DTensor):
+        return param, None
+    spec = TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
+    local = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+    return local, spec

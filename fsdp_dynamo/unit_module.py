@@ -1,0 +1,203 @@
+"""A module that is a unit, whichever way it became one: its state, and the ways it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo import build, hooks, hooks_path, state_dict
+from fsdp_dynamo.arguments import input_dtype_of
+from fsdp_dynamo.copying import deep_copy
+from fsdp_dynamo.dynamo_glue import (
+    GRAPH_WAY,
+    LEAF_WAY,
+    NO_BACKEND,
+    active_backend_key,
+    refuse_without_orig_params,
+    which_way,
+    with_own_code,
+)
+from fsdp_dynamo.graph_entry import mark_shard
+from fsdp_dynamo.registry import register
+from fsdp_dynamo.schedule import Root
+from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
+from fsdp_dynamo.unit import Unit
+from fsdp_dynamo.user_methods import UserMethods
+
+
+class UnitModule(UserMethods):
+    """What the wrapper and a module of ``fully_shard`` share.
+
+    All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is
+    the user's own.
+    """
+
+    _fsdp_entry: str
+    """Name of the method that is ``_fsdp_run``."""
+
+    def _fsdp_body(self) -> Callable[..., Any]:
+        """What runs between the unit's hooks."""
+        raise NotImplementedError
+
+    # -- becoming a unit -------------------------------------------------------------------------
+
+    def _fsdp_setup(self, unit: Unit, ignored: build.Ignored, may_compile: bool) -> None:
+        """Take a unit over; ``_fsdp_become_root`` of the outermost one must follow."""
+        self._fsdp_unit = unit
+        self._fsdp_ignored = ignored
+        self._fsdp_may_compile = may_compile
+        self._fsdp_root = Root([("", unit)])
+        self._fsdp_input_dtype: torch.dtype | None = None
+        self._fsdp_has_nested = False
+        self._fsdp_runs_method = False  # set while a registered method runs
+        self._fsdp_bodies: dict[int, Callable[..., Any]] = {}
+        self._fsdp_name = register(self)
+        self._fsdp_share_shards()
+        managed = list(build.managed_modules(unit.module, ignored, is_unit))
+        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
+        build.tag_for_dynamo((m for _, m in managed), may_compile)
+        self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+
+    def _fsdp_become_root(self) -> None:
+        """Take over the units of all unit modules below; the outermost one is built last."""
+        named = [(build.plain_fqn(n), m) for n, m in build.raw_named_modules(self) if is_unit(m)]
+        root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
+        for _, module in named:
+            module._fsdp_root = root
+            module._fsdp_input_dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
+            module.__dict__.pop(module._fsdp_entry, None)
+            below = [m for _, m in build.raw_named_modules(module) if is_unit(m)]
+            module._fsdp_has_nested = len(below) > 1
+        self._fsdp_give_own_code()
+
+    def _fsdp_give_own_code(self) -> None:
+        run = getattr(type(self), self._fsdp_entry)
+        self.__dict__[self._fsdp_entry] = MethodType(with_own_code(run), self)
+
+    def _fsdp_share_shards(self) -> None:
+        """Hand the shards to the graph path, whose inputs they are."""
+        flats = self._fsdp_unit.flats
+        self._fsdp_shards = tuple(flat.sharded for flat in flats)
+        self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
+        for flat in flats:
+            mark_shard(flat)
+
+    def _fsdp_is_outermost(self) -> bool:
+        return self._fsdp_root.units[0] is self._fsdp_unit
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's module with its parameters unsharded."""
+        if torch.compiler.is_dynamo_compiling():
+            if not self._fsdp_may_compile:
+                refuse_without_orig_params()
+            way, key = which_way()
+            if way == GRAPH_WAY:
+                return traced_forward(
+                    self._fsdp_name,
+                    self._fsdp_shards,
+                    self._fsdp_parallel,
+                    self._fsdp_inner(),
+                    self._fsdp_body(),
+                    args,
+                    kwargs,
+                )
+            if way == LEAF_WAY:
+                return hooks_path.call_as_leaf(self._fsdp_name, args, kwargs)
+            return self._fsdp_run_hooked(args, kwargs, key)
+        if hooks_path.is_faking():
+            return hooks_path.fake_forward(self, args, kwargs)
+        key = active_backend_key()
+        if key != NO_BACKEND and not self._fsdp_may_compile:
+            refuse_without_orig_params()
+        return self._fsdp_run_hooked(args, kwargs, key)
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a unit's hooks run eagerly, between compiled regions"
+    )
+    def _fsdp_run_hooked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
+    ) -> Any:
+        if self._fsdp_runs_method:  # the method calls its own module: that is unsharded already
+            return self._fsdp_body()(*args, **kwargs)
+        root, unit = self._fsdp_root, self._fsdp_unit
+        with hooks_path.body_of(self, backend_key) as body:
+            return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
+
+    def describe_for_trace(self) -> TracedUnit:
+        """What the graph path's trace needs to know of this unit, as it is now."""
+        unit = self._fsdp_unit
+        reshards = unit.config.strategy.reshards_after_forward and not self._fsdp_is_outermost()
+        return describe(unit, self._fsdp_input_dtype, reshards)
+
+    # -- conversions and copies ------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
+        unit = self._fsdp_unit
+        unit.reshard("forward")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for flat in unit.flats:
+            converted = fn(flat.sharded.detach())
+            flat.convert(converted)
+        self._fsdp_share_shards()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own in the same process groups; compiled code is not copied."""
+        self._fsdp_root.recover()
+        new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
+        for flat in new._fsdp_unit.flats:
+            flat.point_originals_to_shard()
+        build.mark_managed(new._fsdp_unit.fqn, new._fsdp_unit.originals())
+        new._fsdp_bodies = {}
+        new._fsdp_name = register(new)
+        new._fsdp_share_shards()
+        if self._fsdp_is_outermost():
+            new._fsdp_give_own_code()
+        return new
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``, with plain FQNs; a wrapper and its module share one."""
+        self._fsdp_root.recover()
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield build.plain_fqn(name), module
+
+
+def is_unit(module: object) -> bool:
+    """Whether a module is a unit's outermost one: a wrapper, or a module of ``fully_shard``."""
+    return isinstance(module, UnitModule)
+
+
+def _save_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    assert isinstance(module, UnitModule)
+    module._fsdp_root.recover()
+    unit, dtypes = module._fsdp_unit, module._fsdp_buffer_dtypes
+    state_dict.save_unit(unit, destination, prefix, module._fsdp_is_outermost(), dtypes)
+
+
+def _load_hook(
+    module: nn.Module,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    assert isinstance(module, UnitModule)
+    module._fsdp_unit.reshard("forward")
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    state_dict.load_unit(module._fsdp_unit, source, prefix, assign)
+    if module._fsdp_inner() is not module:
+        state_dict.plain_names_before_load(source, prefix, build.WRAPPED)
