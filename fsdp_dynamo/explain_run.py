@@ -160,12 +160,14 @@ def nothing_changes(target: Target, values: Any) -> Iterator[None]:
                 holder.grad = None
             for flat in flats:
                 flat.unsharded_grad_sum = None
+                flat.accumulation.refresh()
             yield
     finally:
         for holder, grad in grads:
             holder.grad = grad
         for flat, unsharded in sums:
             flat.unsharded_grad_sum = unsharded
+            flat.accumulation.refresh()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_dynamo.accumulation import Accumulation
 from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
 from fsdp_dynamo.groups import Groups
@@ -105,6 +106,7 @@ class FlatParameter:
         self.unsharded = self._make_unsharded()
         # Gradient of the unsharded flat parameter that `no_sync` steps have summed so far.
         self.unsharded_grad_sum: torch.Tensor | None = None
+        self.accumulation = Accumulation([self])  # until a root takes over
         self._sharded_sizes, self._sharded_index = self._shard_pieces()
         self._all_held = -1 not in self._sharded_index
         self._views_set = False
@@ -353,6 +355,17 @@ class FlatParameter:
             flat.add_(self.unsharded_grad_sum)
             self.unsharded_grad_sum = None
         return flat
+
+    def add_unsharded_grad(self, grad: torch.Tensor) -> None:
+        """Keep an unsharded gradient ``(padded_numel,)`` for a later reduction.
+
+        To be called without gradient tracking.
+        """
+        if self.unsharded_grad_sum is None:
+            self.unsharded_grad_sum = grad
+        else:
+            self.unsharded_grad_sum += grad
+        self.accumulation.has_sums = True
 
     def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fsdp_dynamo import events
+from fsdp_dynamo.accumulation import Accumulation
 from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.execution_order import ExecutionOrder
@@ -41,7 +42,6 @@ class Root:
     def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
-        self.sync_gradients = True
         self.in_backward = False
         self._depth = 0
         self._backward_id = 0
@@ -54,6 +54,11 @@ class Root:
             unit.rename(fqn)
             unit.on_gradients = self.post_backward
             self.units.append(unit)
+        self.accumulation = Accumulation([flat for unit in self.units for flat in unit.flats])
+        self.accumulation.refresh()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.accumulation = self.accumulation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         """The same, without forwards whose backward may still come: they are the original's."""
@@ -195,10 +200,11 @@ class Root:
             unit.machine.advance(UnitState.IDLE)
         self._ended = []
         self.in_backward = False
+        self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
 
     def _reshards_after_backward(self, unit: Unit) -> bool:
-        return self.sync_gradients or unit.config.strategy.reshards_after_forward
+        return self.accumulation.sync or unit.config.strategy.reshards_after_forward
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gather of the unit whose forward ended before this call's."""
@@ -216,8 +222,8 @@ class Root:
         for pending in self._pending:
             pending.advance()
         for flat, unsharded_grad in unit.unsharded_grads(grads):
-            if not self.sync_gradients:
-                flat.unsharded_grad_sum = unsharded_grad
+            if not self.accumulation.sync:
+                flat.add_unsharded_grad(unsharded_grad)
                 continue
             while len(self._pending) >= MAX_REDUCES:
                 self._pending.popleft().finish()
@@ -259,12 +265,12 @@ class Root:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Sum unsharded gradients locally, without communication, while open."""
-        before = self.sync_gradients
+        before = self.accumulation.sync
         self.set_sync_gradients(False)
         try:
             yield
         finally:
-            self.sync_gradients = before
+            self.accumulation.sync = before
 
     def set_sync_gradients(self, wanted: bool) -> None:
         """Reduce the gradients of the steps to come, or sum them unsharded."""
@@ -278,7 +284,7 @@ class Root:
                     "the forward or after the backward.",
                 )
             )
-        self.sync_gradients = wanted
+        self.accumulation.sync = wanted
 
 
 def _prefetches_forward(unit: Unit) -> bool:

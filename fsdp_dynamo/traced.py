@@ -70,6 +70,22 @@ class TracedUnit(NamedTuple):
     flats: tuple[TracedFlat, ...]
 
 
+class TracedTensors(NamedTuple):
+    """What a unit gives to the graph, one a flat parameter.
+
+    Attributes:
+        shards: the sharded flat parameters.
+        parallels: for each one's originals, how tensor parallelism has split them.
+        sums: unsharded gradients of earlier steps, to be reduced with this step's.
+        carriers: in a step that reduces nothing, what takes the unsharded gradients.
+    """
+
+    shards: tuple[torch.Tensor, ...]
+    parallels: tuple[tuple[TensorParallel | None, ...], ...]
+    sums: tuple[torch.Tensor | None, ...]
+    carriers: tuple[torch.Tensor | None, ...]
+
+
 def describe(unit: Unit, input_dtype: torch.dtype | None, reshards: bool) -> TracedUnit:
     """A unit's constants as they are now.
 
@@ -195,10 +211,41 @@ class TracedUnshard(torch.autograd.Function):
         return _reduce(grad, ctx.spec), None
 
 
+class TracedUnshardWithSum(torch.autograd.Function):
+    """The same; what earlier steps have left is reduced with the gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, total: torch.Tensor, spec: TracedFlat
+    ) -> torch.Tensor:
+        ctx.spec = spec
+        ctx.save_for_backward(total)
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (total,) = ctx.saved_tensors
+        return _reduce(_cast(grad, ctx.spec.reduce_dtype) + total, ctx.spec), None, None
+
+
+class TracedUnshardNoReduce(torch.autograd.Function):
+    """The same without a reduction: the gradient goes to the carrier, ``(padded_numel,)``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, carrier: torch.Tensor, spec: TracedFlat
+    ) -> torch.Tensor:
+        ctx.spec = spec
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        return None, _cast(grad, ctx.spec.reduce_dtype), None
+
+
 def traced_forward(
     name: str,
-    shards: tuple[torch.Tensor, ...],
-    parallels: tuple[tuple[TensorParallel | None, ...], ...],
+    tensors: TracedTensors,
     module: Any,
     body: Any,
     args: tuple[Any, ...],
@@ -212,8 +259,7 @@ def traced_forward(
 
     Args:
         name: the wrapper's registered name.
-        shards: one a flat parameter, inputs of the graph.
-        parallels: for each flat parameter's originals, how tensor parallelism has split them.
+        tensors: inputs of the graph.
         module: the unit's module.
         body: calls it.
         args: positional inputs.
@@ -227,14 +273,20 @@ def traced_forward(
     kept = []
     unsharded = []
     with traceback.annotate({UNIT: fqn, BODY: "0"}):
-        for shard, fields in zip(shards, flats):  # noqa: B905  # traced by Dynamo
+        for shard, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
+            tensors.shards, tensors.sums, tensors.carriers, flats
+        ):
             spec = TracedFlat(*fields)
-            if spec.requires_grad:
-                unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
-            else:
+            if not spec.requires_grad:
                 unsharded.append(_unshard(shard, spec))
+            elif carrier is not None:
+                unsharded.append(TracedUnshardNoReduce.apply(shard, carrier, spec))  # type: ignore[no-untyped-call]
+            elif total is not None:
+                unsharded.append(TracedUnshardWithSum.apply(shard, total, spec))  # type: ignore[no-untyped-call]
+            else:
+                unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
-        for flat, fields, splits in zip(unsharded, flats, parallels):  # noqa: B905  # traced
+        for flat, fields, splits in zip(unsharded, flats, tensors.parallels):  # noqa: B905  # traced
             spec = TracedFlat(*fields)
             with traceback.annotate({VIEWS: fqn}):
                 pieces = torch.split(flat, spec.split_sizes)  # type: ignore[arg-type]

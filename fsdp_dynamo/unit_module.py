@@ -21,10 +21,10 @@ from fsdp_dynamo.dynamo_glue import (
     which_way,
     with_own_code,
 )
-from fsdp_dynamo.graph_entry import mark_shard
+from fsdp_dynamo.graph_entry import carrier_of, mark_shard
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
-from fsdp_dynamo.traced import TracedUnit, describe, traced_forward
+from fsdp_dynamo.traced import TracedTensors, TracedUnit, describe, traced_forward
 from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.user_methods import UserMethods
 
@@ -83,6 +83,7 @@ class UnitModule(UserMethods):
         """Hand the shards to the graph path, whose inputs they are."""
         flats = self._fsdp_unit.flats
         self._fsdp_shards = tuple(flat.sharded for flat in flats)
+        self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
         self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
         for flat in flats:
             mark_shard(flat)
@@ -99,14 +100,9 @@ class UnitModule(UserMethods):
                 refuse_without_orig_params()
             way, key = which_way()
             if way == GRAPH_WAY:
+                inner, body = self._fsdp_inner(), self._fsdp_body()
                 return traced_forward(
-                    self._fsdp_name,
-                    self._fsdp_shards,
-                    self._fsdp_parallel,
-                    self._fsdp_inner(),
-                    self._fsdp_body(),
-                    args,
-                    kwargs,
+                    self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
                 )
             if way == LEAF_WAY:
                 return hooks_path.call_as_leaf(self._fsdp_name, args, kwargs)
@@ -117,6 +113,17 @@ class UnitModule(UserMethods):
         if key != NO_BACKEND and not self._fsdp_may_compile:
             refuse_without_orig_params()
         return self._fsdp_run_hooked(args, kwargs, key)
+
+    def _fsdp_tensors(self) -> TracedTensors:
+        """What a graph takes of this unit in a step that reduces gradients, or not (traced)."""
+        accumulation = self._fsdp_root.accumulation
+        sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
+        carriers = sums
+        if not accumulation.sync:
+            carriers = self._fsdp_carriers
+        elif accumulation.has_sums:
+            sums = tuple([flat.unsharded_grad_sum for flat in self._fsdp_unit.flats])
+        return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly, between compiled regions"

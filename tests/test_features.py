@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,32 +86,47 @@ def test_keep_low_precision_grads(ranks: RankPool) -> None:
 # -- gradients: accumulation, clipping, freezing --------------------------------------------------
 
 
-def _accumulate(rank: int, world_size: int, sync_first: bool) -> tuple[Any, Any, Any]:
+def _accumulate(rank: int, world_size: int, first: str, last: str) -> tuple[Any, Any, Any]:
+    """Two steps in ``no_sync()`` (or outside of it) in one way, then one more in another, twice."""
     reference = DistributedDataParallel(make_transformer(num_blocks=2))
     for step in range(3):
         loss_of(reference, batch(rank, step)).backward()
     expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
     model = wrap(make_transformer(num_blocks=2))
-    with record_events() as log:
-        if sync_first:
-            for step in range(2):
-                loss_of(model, batch(rank, step)).backward()
-        else:
-            with model.no_sync():
+    early, late = (in_way(model, way.removesuffix(" sync")) for way in (first, last))
+    for window in range(2):
+        model.zero_grad()
+        with record_events() as log:
+            with nullcontext() if first.endswith(" sync") else model.no_sync():
                 for step in range(2):
-                    loss_of(model, batch(rank, step)).backward()
-        reduced_before = len(log.keys("reduce_scatter"))
-        loss_of(model, batch(rank, 2)).backward()
-    kept = [f.unsharded_grad_sum for u in model._fsdp_root.units for f in u.flats]
-    assert kept == [None] * len(kept)
-    return expected, float(model.clip_grad_norm_(1e9)), reduced_before
+                    loss_of(early, batch(rank, step)).backward()
+            reduced = [len(log.keys("reduce_scatter"))]
+            loss_of(late, batch(rank, 2)).backward()
+            reduced.append(len(log.keys("reduce_scatter")) - reduced[0])
+        kept = [f.unsharded_grad_sum for u in model._fsdp_root.units for f in u.flats]
+        assert kept == [None] * len(kept)
+        norm = float(model.clip_grad_norm_(1e9))
+        assert norm == pytest.approx(expected, rel=1e-6), window
+    return expected, norm, reduced
 
 
-@pytest.mark.parametrize("sync_first", [True, False])
-def test_accumulation(ranks: RankPool, sync_first: bool) -> None:
-    for expected, got, reduced_before in ranks.run(_accumulate, 2, sync_first):
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("eager sync", "eager"),
+        ("eager", "eager"),
+        ("hooks", "hooks"),
+        ("graph sync", "graph"),
+        ("graph", "graph"),
+        pytest.param("graph-inductor", "graph-inductor", marks=pytest.mark.slow),
+        ("eager", "graph"),
+        ("graph", "hooks"),
+    ],
+)
+def test_accumulation(ranks: RankPool, first: str, last: str) -> None:
+    for expected, got, reduced in ranks.run(_accumulate, 2, first, last):
         assert got == pytest.approx(expected, rel=1e-6)
-        assert reduced_before == (6 if sync_first else 0)
+        assert reduced == [6 if first.endswith(" sync") else 0, 3]
 
 
 def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:

@@ -60,6 +60,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "point_to_point": 0,
         "rendezvous": 1,
         "groups": 2,
+        "accumulation": 0,
         "tensor_parallel": 1,
         "watching": 1,
         "agreement": 2,
