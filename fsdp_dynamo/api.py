@@ -94,7 +94,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Keep sharded parameters and gradients in host memory.
+    """Keep sharded parameters and gradients in (pinned) host memory.
 
     On CPU devices this changes nothing and is accepted.
     """

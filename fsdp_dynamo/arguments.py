@@ -150,26 +150,21 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
     return clamped(strategy, config.groups)
 
 
-def refuse_unsupported(
-    module: nn.Module,
-    cpu_offload: object | None,
-    device_id: int | torch.device | None,
-) -> None:
-    """Raise for arguments that upstream knows and this version does not support."""
-    wants_offload = bool(getattr(cpu_offload, "offload_params", False))
-    first = next(module.parameters(), None)
-    on_cpu = (first is None or first.device.type == "cpu") and (
-        device_id is None or torch.device(device_id).type == "cpu"
-    )
-    if wants_offload and not on_cpu:
-        raise UnsupportedError(
+def offloads(cpu_offload: object | None, device: torch.device) -> bool:
+    """Whether shards and gradients are to be in host memory, and the device computes elsewhere."""
+    if cpu_offload is None:
+        return False
+    wanted = getattr(cpu_offload, "offload_params", None)
+    if not isinstance(wanted, bool):
+        raise FSDPTypeError(
             explain(
-                expected="CPUOffload(offload_params=False) on an accelerator",
-                got="offload_params=True",
+                expected="a CPUOffload or None",
+                got=repr(cpu_offload),
                 where="argument 'cpu_offload'",
-                fix="Leave it out; offloading is not supported yet.",
+                fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
             )
         )
+    return wanted and device.type != "cpu"
 
 
 def warn_of_cpu_start(

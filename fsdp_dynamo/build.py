@@ -265,6 +265,7 @@ def _build_unit(
             config.groups,
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
             precision=None if own_precision else precision,
+            offload=config.offload,
         )
         for (_, _, own_precision, _), members in groups.items()
     ]

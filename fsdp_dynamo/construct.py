@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo import build
+from fsdp_dynamo import arguments, build
 from fsdp_dynamo.agreement import tell_each_other
 from fsdp_dynamo.api import BackwardPrefetch, coerce_enum, coerce_mixed_precision
 from fsdp_dynamo.arguments import (
     clamped,
     override,
-    refuse_unsupported,
     strategy_of,
     warn_of_cpu_start,
 )
@@ -80,7 +79,8 @@ def construct(
         given.reduction_group,
         is_hybrid=strategy.is_hybrid,
     )
-    refuse_unsupported(module, given.cpu_offload, given.device_id)
+    device = device_for(module, groups.shard, given.device_id)
+    offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
     tell_each_other(groups.all)
     prefetch = given.backward_prefetch
@@ -92,13 +92,13 @@ def construct(
         if prefetch is None
         else coerce_enum(BackwardPrefetch, prefetch, "backward_prefetch"),
         forward_prefetch=given.forward_prefetch,
+        offload=offload,
     )
     ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states, is_unit)
     targets: dict[nn.Module, dict[str, Any]] = {}
     if given.auto_wrap_policy is not None:
         found = run_policy(given.auto_wrap_policy, module, ignored.modules)
         targets = {m: kw for m, kw in found.items() if not is_unit(m)}
-    device = device_for(module, groups.shard, given.device_id)
     configs = {m: override(config, overrides) for m, overrides in targets.items()}
     if given.device_id is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

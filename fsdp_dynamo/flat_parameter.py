@@ -6,6 +6,7 @@
 tensor                     shape                lives
 =========================  ===================  =============================================
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
+                                                (in host memory where it is offloaded)
 ``low_precision_shard``    (padded_numel / N,)  around an all-gather with ``param_dtype`` set
 ``unsharded``              (padded_numel,)      always as an object; storage from unshard to
                                                 reshard only
@@ -68,6 +69,7 @@ class FlatParameter:
         groups: the ranks to shard over, and those that reduce.
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
+        offload: keep the shard and its gradient in host memory.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class FlatParameter:
         *,
         sharded_strategy: bool,
         precision: MixedPrecision | None,
+        offload: bool = False,
     ) -> None:
         first = originals[0].param
+        self.is_offloaded = offload
         self.originals = tuple(originals)
         self.groups = groups
         self.is_sharded = sharded_strategy
@@ -126,7 +130,9 @@ class FlatParameter:
     def _make_shard(self) -> torch.Tensor:
         """This rank's part of all parameters, copied; the originals' storage is free after it."""
         layout = self.layout
-        shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.device)
+        shard = torch.zeros(layout.shard_numel, dtype=self.dtype, device=self.home)
+        if self.home != self.device:
+            shard = shard.pin_memory()
         for original, part in zip(self.originals, self.ranges, strict=True):
             if part.numel:
                 source = original.param.detach().reshape(-1)
@@ -136,7 +142,7 @@ class FlatParameter:
 
     def _make_unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter; without storage unless it is never sharded."""
-        if not self.is_sharded and self.param_dtype == self.dtype:
+        if not self.needs_storage:
             return self.sharded.data
         unsharded = torch.empty(
             self.layout.padded_numel, dtype=self.param_dtype, device=self.device
@@ -165,6 +171,11 @@ class FlatParameter:
     # -- sizes -------------------------------------------------------------------------
 
     @property
+    def home(self) -> torch.device:
+        """Where the shard and its gradient are between steps."""
+        return torch.device("cpu") if self.is_offloaded else self.device
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks among which it is sharded."""
         return self.groups.shard
@@ -182,7 +193,7 @@ class FlatParameter:
     @property
     def needs_storage(self) -> bool:
         """Whether ``unsharded`` has a storage of its own, to be filled at every unshard."""
-        return self.is_sharded or self.param_dtype != self.dtype
+        return self.is_sharded or self.is_offloaded or self.param_dtype != self.dtype
 
     # -- storage of the unsharded flat parameter -----------------------------------------
 
@@ -211,8 +222,15 @@ class FlatParameter:
 
     def shard_to_gather(self) -> torch.Tensor:
         """The send buffer: the shard itself, or its low-precision copy."""
-        shard = self.sharded.detach()
+        shard = self.shard_on_device()
         return shard if self.param_dtype == self.dtype else shard.to(self.param_dtype)
+
+    def shard_on_device(self) -> torch.Tensor:
+        """The shard where collectives work; a copy where it is offloaded."""
+        shard = self.sharded.detach()
+        if not self.is_offloaded:
+            return shard
+        return torch.empty_like(shard, device=self.device).copy_(shard, non_blocking=True)
 
     # -- views ---------------------------------------------------------------------------
 
@@ -374,6 +392,8 @@ class FlatParameter:
         """
         if sharded_grad.dtype != self.dtype and not self.keep_low_precision_grads:
             sharded_grad = sharded_grad.to(self.dtype)
+        if self.is_offloaded:  # the host reads it next: not left in flight
+            sharded_grad = sharded_grad.to(self.home)
         for original, part in zip(self.originals, self.local_parts(sharded_grad), strict=True):
             grad = original.param.grad
             if grad is None:
@@ -395,7 +415,10 @@ class FlatParameter:
             self.reduce_dtype = shard.dtype
         self.free()
         self.dtype = shard.dtype
-        self.device = shard.device
+        if not self.is_offloaded:
+            self.device = shard.device
+        elif shard.device.type != "cpu":
+            self.device, shard = shard.device, shard.to(self.home).pin_memory()
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.unsharded = self._make_unsharded()
         self.point_originals_to_shard()

@@ -82,7 +82,7 @@ class _WholeFlat:
         self._grads = [original.param.grad for original in flat.originals]
         self._has_grads = self._which_have_grads() if how.with_grads else None
         flat.is_summoned = True
-        values = self._gathered(flat.sharded.detach())
+        values = self._gathered(flat.shard_on_device())
         grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
         if not self._has_whole:
             return
@@ -154,7 +154,8 @@ class _WholeFlat:
 
     def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """The same from rank 0's values: to the ranks of its replica, then to the others."""
-        flat = self._flat
+        flat, kept = self._flat, shard
+        shard = torch.empty_like(kept, device=flat.device)
         replicate = flat.groups.replicate
         if flat.is_sharded and (replicate is None or replicate.rank() == 0):
             chunks = None
@@ -167,10 +168,12 @@ class _WholeFlat:
             dist.broadcast(shard, group=flat.group, group_src=0)
         if replicate is not None:
             dist.broadcast(shard, group=replicate, group_src=0)
+        kept.copy_(shard)
 
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Whole values in their places of an unsharded tensor ``(padded_numel,)``."""
-        whole = like.new_zeros(self._flat.layout.padded_numel)
+        numel = self._flat.layout.padded_numel
+        whole = torch.zeros(numel, dtype=like.dtype, device=self._flat.device)
         for place, value in zip(self._flat.cut(whole), values, strict=True):
             if value is not None:
                 place.copy_(value)

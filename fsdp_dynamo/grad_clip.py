@@ -52,7 +52,7 @@ def clip_grad_norm(
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+        grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 
@@ -96,5 +96,7 @@ def _power_sum(
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in grads])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
+    )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

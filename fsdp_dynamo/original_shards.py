@@ -143,11 +143,17 @@ class _Job:
         self.shape = flat.layout.slots[index].shape
         self.numel = flat.layout.slots[index].numel
         self.owner = flat.rank
-        self._part = part
-        self.result = torch.empty_like(part)
+        self._home = part.device
+        self._part = part.to(flat.device)  # collectives work there
+        self._received = torch.empty_like(self._part)
         ranks = range(flat.layout.world_size)
         self._ranges = [flat.layout.shard_range(index, rank) for rank in ranks]
         self._whole: torch.Tensor | None = None
+
+    @property
+    def result(self) -> torch.Tensor:
+        """This rank's part of what was returned, where the part was."""
+        return self._received.to(self._home)
 
     def bring(self) -> Iterator[_Transfer]:
         """What moves the parts to the owner."""
@@ -183,12 +189,12 @@ class _Job:
         """What moves the parts of the result to their ranks."""
         rank = self.flat.rank
         if self._whole is None:
-            if self.result.numel():
-                yield _Transfer(False, self.result, self.owner, self.flat.group)
+            if self._received.numel():
+                yield _Transfer(False, self._received, self.owner, self.flat.group)
             return
         for peer, place in self._places(self._whole):
             if peer == rank:
-                self.result.view(-1).copy_(place)
+                self._received.view(-1).copy_(place)
             else:
                 yield _Transfer(True, place, peer, self.flat.group)
 

@@ -27,7 +27,7 @@ def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
 
     At most this one flat parameter is unsharded at a time.
     """
-    unsharded = shard = flat.sharded.detach()
+    unsharded = shard = flat.shard_on_device()
     if flat.is_sharded:
         unsharded = shard.new_empty(flat.layout.padded_numel)
         all_gather(unsharded, shard, flat.group)

@@ -35,6 +35,8 @@ class TracedFlat(NamedTuple):
         grad_dtype: name of the dtype of the gradient that leaves the graph.
         gather_mark: mark of the all-gather.
         reduce_marks: a mark for each of ``reductions``.
+        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
+            are in one place.
         split_sizes: how the unsharded flat parameter is cut.
         views: for each original parameter its piece, its shape, and where it is put: the names
             that lead from the unit's module to the holder, and the parameter's name.
@@ -50,6 +52,7 @@ class TracedFlat(NamedTuple):
     grad_dtype: str
     gather_mark: str
     reduce_marks: tuple[str, ...]
+    offloaded_from: str
     split_sizes: tuple[int, ...]
     views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
 
@@ -136,6 +139,7 @@ def _describe_flat(
             Mark(fqn, kind, "backward", ordinal if i == 0 else second).encode()
             for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
         ),
+        offloaded_from=str(flat.device) if flat.is_offloaded else "",
         split_sizes=layout.split_sizes,
         views=tuple(views),
     )
@@ -171,6 +175,8 @@ def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
+    if spec.offloaded_from:
+        shard = shard.to(spec.offloaded_from, non_blocking=True)
     shard = _cast(shard, spec.param_dtype)
     if not spec.is_sharded:
         return shard.view_as(shard)
@@ -195,7 +201,8 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
                 reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
         scatters = False
-    return _cast(grad, spec.grad_dtype)
+    grad = _cast(grad, spec.grad_dtype)
+    return grad.to("cpu") if spec.offloaded_from else grad
 
 
 class TracedUnshard(torch.autograd.Function):

@@ -34,6 +34,7 @@ class UnitConfig:
     precision: MixedPrecision | None
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool | None
+    offload: bool = False
 
 
 @dataclass(eq=False)

@@ -31,7 +31,8 @@ class FullyShardedDataParallel(UnitModule):
         process_group: ranks to shard over; the default group if not given. With a hybrid
             strategy a pair (shard group, replicate group); not given, each node is a replica.
         sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
-        cpu_offload: accepted on CPU, where it changes nothing; refused elsewhere.
+        cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
+            unshard copies this rank's part to the device. On CPU it changes nothing.
         auto_wrap_policy: which submodules become units of their own.
         backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
         mixed_precision: see ``MixedPrecision``.

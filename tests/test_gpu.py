@@ -11,6 +11,8 @@ import torch.distributed as dist
 from models import make_transformer, wrap
 from ways import in_way
 
+from fsdp_dynamo import CPUOffload
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -31,11 +33,15 @@ def nccl() -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("way", ["eager", "hooks", "graph", "graph-inductor"])
-def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str) -> None:
+def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str, offload: bool) -> None:
     tokens = torch.randint(31, (2, 8), device=nccl)
     plain = make_transformer(num_blocks=2).to(nccl)
-    model = in_way(wrap(make_transformer(num_blocks=2), device_id=0), way)
+    cpu_offload = CPUOffload(offload_params=offload)
+    sharded = wrap(make_transformer(num_blocks=2), device_id=0, cpu_offload=cpu_offload)
+    assert {p.device.type for p in sharded.parameters()} == {"cpu" if offload else "cuda"}
+    model = in_way(sharded, way)
     losses = []
     for net in (plain, model):
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
