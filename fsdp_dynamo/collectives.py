@@ -136,7 +136,7 @@ def issue_reduce_mean(
         work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
         return InFlight([work], (output, unsharded), event, group=group)
     if way == "point_to_point":
-        works, parts = point_to_point.issue_exchange(unsharded, group)
+        works, parts = point_to_point.issue_exchange(output, unsharded, group)
         finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
         whole = torch.empty_like(unsharded)

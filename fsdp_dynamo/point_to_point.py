@@ -58,20 +58,23 @@ def issue_all_gather(
 
 
 def issue_exchange(
-    unsharded: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[list[Work], list[torch.Tensor]]:
     """Start sending each rank its chunk of ``unsharded`` ``(n * world_size,)``.
 
     Returns:
         What to wait for, and then the parts ``(n,)`` of this rank's chunk, one a rank, in the order
-        of ranks. The own one is a view of ``unsharded``, the others are views of one buffer of
-        ``(world_size - 1) * n`` elements.
+        of ranks. The own one is a view of ``unsharded``; one of the first two is ``output``
+        ``(n,)``, the others are views of one buffer of ``(world_size - 2) * n`` elements.
     """
     assert unsharded.is_contiguous()
+    assert output.is_contiguous()
     rank, size = group.rank(), group.size()
     chunks = unsharded.data.view(-1).chunk(size) if unsharded.numel() else [unsharded.data] * size
     own = chunks[rank]
-    parts = list(own.new_empty((size - 1, own.numel())))
+    parts = list(own.new_empty((max(size - 2, 0), own.numel())))
+    if size > 1:
+        parts.insert(0, output.data.view(-1))
     parts.insert(rank, own)
     if own.numel() == 0:
         return [], parts
@@ -81,7 +84,8 @@ def issue_exchange(
 
 
 def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
-    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``.
+    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``, which may
+    be one of the first two.
 
     Low precision is added up in float32 and rounded once, as ``torch.mean`` does. Of two parts the
     rounded sum is the same without it: halving is exact.

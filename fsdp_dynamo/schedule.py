@@ -221,13 +221,13 @@ class Root:
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         for pending in self._pending:
             pending.advance()
-        for flat, unsharded_grad in unit.unsharded_grads(grads):
+        for flat, own in unit.grads_by_flat(grads):
             if not self.accumulation.sync:
-                flat.add_unsharded_grad(unsharded_grad)
+                flat.add_unsharded_grad(flat.gather_grads(own))
                 continue
-            while len(self._pending) >= MAX_REDUCES:
+            while len(self._pending) >= MAX_REDUCES:  # before the next flat gradient is made
                 self._pending.popleft().finish()
-            self._pending.append(unit.issue_reduce(flat, unsharded_grad))
+            self._pending.append(unit.issue_reduce(flat, flat.gather_grads(own)))
 
     # -- errors and contexts -----------------------------------------------------------------
 

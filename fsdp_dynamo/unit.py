@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -259,17 +259,15 @@ class Unit:
 
     # -- gradients ---------------------------------------------------------------------------
 
-    def unsharded_grads(
+    def grads_by_flat(
         self, grads: Sequence[torch.Tensor | None]
-    ) -> list[tuple[FlatParameter, torch.Tensor]]:
-        """The gradients of the views, gathered into one tensor a trainable flat parameter."""
-        result: list[tuple[FlatParameter, torch.Tensor]] = []
+    ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
+        """The gradients of the views of each trainable flat parameter."""
         position = 0
         for flat in self.trainable:
             end = position + len(flat.originals)
-            result.append((flat, flat.gather_grads(grads[position:end])))
+            yield flat, grads[position:end]
             position = end
-        return result
 
     def issue_reduce(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
         """Start the mean over ranks of an unsharded gradient."""

@@ -35,7 +35,7 @@ from torch import fx
 
 from graph_passes.aliasing import Storage, find_storages
 from graph_passes.cost_model import wire_bytes
-from graph_passes.graph_utils import is_backward, is_collective, is_wait, op_name
+from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
 from graph_passes.markers import mark_of
 
 Category = Literal[
@@ -88,9 +88,10 @@ def no_bytes(node: fx.Node) -> int:
 
 
 def receive_buffer_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo)."""
+    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo): every other
+    rank's part, one of them in the output."""
     scatters = op_name(node) == "_c10d_functional::reduce_scatter_tensor"
-    return wire_bytes(node) if scatters else 0
+    return max(0, wire_bytes(node) - num_bytes(node)) if scatters else 0
 
 
 def default_role(node: fx.Node) -> InputRole:

@@ -83,15 +83,13 @@ def _compare(rank: int, world_size: int, way: str, selective: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "selective", "more"),
-    # With hooks one unit is gathered ahead and up to two gradients are on their way, where FSDP2
-    # on gloo waits for each: 5.3 to 5.5 % of this model's peak, where 5 % are wanted.
-    [("eager", False, 1.07), ("eager", True, 1.05), ("hooks", False, 1.07), ("graph", False, 1.05)],
+    ("way", "selective"),
+    [("eager", False), ("eager", True), ("hooks", False), ("graph", False)],
 )
-def test_against_fsdp2(ranks: RankPool, way: str, selective: bool, more: float) -> None:
-    """The same losses, no surplus all-gathers, and hardly a higher peak."""
+def test_against_fsdp2(ranks: RankPool, way: str, selective: bool) -> None:
+    """The same losses, no surplus all-gathers, and a peak at most 5 % higher."""
     for (losses, peak, counts), (got, own_peak, own) in ranks.run(_compare, 2, way, selective):
         assert got == pytest.approx(losses, rel=1e-5)
         assert own["all_gather"] <= counts["all_gather"]
         assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
-        assert own_peak <= more * peak
+        assert own_peak <= 1.05 * peak

@@ -34,7 +34,8 @@ def _progress(rank: int, world_size: int) -> list[bool]:
     unsharded = torch.zeros(world_size << 16)
     gather = collectives.issue_all_gather(unsharded, shard, group)
     done = [_comes(unsharded.chunk(world_size), range(world_size))]
-    works, parts = point_to_point.issue_exchange(torch.full_like(unsharded, 5.0), group)
+    output = torch.empty_like(shard)
+    works, parts = point_to_point.issue_exchange(output, torch.full_like(unsharded, 5.0), group)
     done.append(_comes(parts, [5.0] * world_size))
     gather.wait()
     for work in works:
@@ -155,24 +156,29 @@ def test_groups_are_kept_apart(ranks: RankPool) -> None:
 
 
 def _received_bytes(rank: int, world_size: int) -> list[Any]:
-    """Bytes of the buffer that a reduce-scatter receives into; what it does not copy."""
+    """Bytes that a reduce-scatter receives into besides its output; what it does not copy."""
     group = dist.group.WORLD
     assert group is not None
     unsharded = torch.arange(8.0 * world_size).add(rank)
-    works, parts = point_to_point.issue_exchange(unsharded, group)
+    output = torch.empty(8)
+    works, parts = point_to_point.issue_exchange(output, unsharded, group)
     for work in works:
         work.wait()
-    others = [part.untyped_storage() for r, part in enumerate(parts) if r != rank]
+    others = {p.untyped_storage().data_ptr(): p for r, p in enumerate(parts) if r != rank}
+    first = any(p is others[output.data_ptr()] for p in parts[:2])
+    del others[output.data_ptr()]
     is_own = parts[rank].data_ptr() == unsharded[8 * rank :].data_ptr()
     values = [part[0].item() for part in parts]
-    return [others[0].nbytes(), len({s.data_ptr() for s in others}), is_own, values]
+    point_to_point.sum_parts(output, parts, 1)
+    values.append(output[0].item())
+    return [sum(p.untyped_storage().nbytes() for p in others.values()), first, is_own, values]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_receive_buffer(ranks: RankPool, world_size: int) -> None:
     for rank, answer in enumerate(ranks.run(_received_bytes, world_size)):
         values = [8.0 * rank + r for r in range(world_size)]
-        assert answer == [32 * (world_size - 1), 1, True, values]
+        assert answer == [32 * (world_size - 2), True, True, [*values, sum(values)]]
 
 
 def test_sums_of_low_precision_round_once() -> None:

@@ -14,7 +14,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_passes import memory
-from graph_passes.graph_utils import is_backward
+from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.inductor_memory import as_generated
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.memory import Intervals, Lifetime, live_bytes, memory_profile, storages
@@ -129,10 +129,14 @@ def test_a_backward_frees_what_was_saved_and_holds_what_is_in_flight() -> None:
         return "held" if role == "freed" else role
 
     assert live_bytes(graph, role_of=unboxed) == held
-    gloo = [n + (32 if 7 <= i <= 9 else 0) for i, n in enumerate(boxed)]
-    assert live_bytes(graph, memory.receive_buffer_bytes) == gloo
-    profile = memory_profile(graph, memory.receive_buffer_bytes)
+    # Of two ranks, the other's part comes into the output; of four, two more need a buffer.
+    assert live_bytes(graph, memory.receive_buffer_bytes) == boxed
+    scatter = next(collectives(graph))
+    profile = memory_profile(graph, lambda node: 32 if node is scatter else 0)
     assert (profile.peak_bytes, names[profile.peak_position]) == (168, "add")
+    scatter.args = (scatter.args[0], "avg", 4, "g")
+    scatter.meta["val"] = torch.empty(4, device="meta")
+    assert memory.receive_buffer_bytes(scatter) == 32
     assert profile.peak_by_category == {
         "unsharded_params": 0,
         "unsharded_grads": 64,
