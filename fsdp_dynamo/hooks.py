@@ -49,6 +49,8 @@ def run_unit(
         if outermost:
             root.reset()
         raise
+    if torch.is_grad_enabled():
+        _register_input_gradients(root, call, (args, kwargs))
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         output = body(*args, **kwargs)
@@ -70,6 +72,22 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
     for tensor in tensors_of(output):
         if tensor.requires_grad:
             tensor.register_hook(pre_backward)
+
+
+def _register_input_gradients(root: Root, call: ForwardCall, inputs: Any) -> None:
+    """The gradients of its inputs end a unit's backward, where those of its parameters do not.
+
+    A leaf would keep the hook for good.
+    """
+
+    def input_gradient(grad: torch.Tensor) -> None:
+        root.input_gradient(call)
+
+    for tensor in tensors_of(inputs):
+        if tensor.requires_grad and not tensor.is_leaf:
+            call.num_inputs += 1
+            tensor.register_hook(input_gradient)
+    call.inputs_left = call.num_inputs
 
 
 def prepare_inputs(

@@ -46,6 +46,7 @@ class Root:
         self._depth = 0
         self._backward_id = 0
         self._pending: deque[PendingReduce] = deque()
+        self._waiting: dict[int, ForwardCall] = {}  # calls whose backward may go on, by id
         self._recorded: list[Unit] = []  # units in the order of the last complete forward
         self._order: list[Unit] = []  # the same of the forward that runs now
         self.execution_order = ExecutionOrder()
@@ -154,6 +155,7 @@ class Root:
         unit = call.unit
         unit.machine.advance(UnitState.BACKWARD_PRE)
         call.backward_id = self._backward_id
+        call.inputs_left, call.grads = call.num_inputs, None
         unit.pending_calls += 1
         unit.issue_unshard("backward")
         unit.wait_unshard()
@@ -165,10 +167,30 @@ class Root:
             unit.event = log.issue(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reshard a unit whose backward is done, and start to reduce its gradients."""
-        unit = call.unit
+        """Gradients of a unit's views have come: if they are all, its backward is done.
+
+        Where some are missing, the parameters may be unused, or more segments of reentrant
+        checkpointing may come. The gradients of the unit's inputs decide, or the end of the pass.
+        """
         if not self.in_backward:
             self._begin_backward()
+        if call.add(grads):
+            self._finish_backward(call)
+        else:
+            self._waiting.setdefault(id(call), call)
+
+    def input_gradient(self, call: ForwardCall) -> None:
+        """The gradient of one of a unit's inputs has come."""
+        call.inputs_left -= 1
+        if call.inputs_left == 0 and id(call) in self._waiting:
+            self._finish_backward(call)
+
+    @torch.no_grad()
+    def _finish_backward(self, call: ForwardCall) -> None:
+        """Reshard a unit whose backward is done, and start to reduce its gradients."""
+        unit, grads = call.unit, call.grads or ()
+        call.grads = None
+        self._waiting.pop(id(call), None)
         events.finish(unit.event)
         unit.event = None
         if unit.machine.state is UnitState.BACKWARD_PRE:
@@ -191,6 +213,8 @@ class Root:
     @torch.no_grad()
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
+        for call in list(self._waiting.values()):
+            self._finish_backward(call)
         while self._pending:
             self._pending.popleft().finish()
         for unit in self.units:
@@ -217,7 +241,6 @@ class Root:
             unit.issue_unshard("backward")
             return
 
-    @torch.no_grad()
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         for pending in self._pending:
             pending.advance()
@@ -243,6 +266,7 @@ class Root:
 
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
+        self._waiting = {}
         while self._pending:
             self._pending.popleft().in_flight.wait()
         for unit in self.units:

@@ -46,12 +46,31 @@ class ForwardCall:
         views: the parameter views of this call, one list a flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
+        num_inputs: inputs whose gradients tell that the unit's backward is over.
+        inputs_left: those of them whose gradients have not come in this backward pass.
+        grads: gradients of the views that have come in this backward pass, where more may come:
+            reentrant checkpointing gives those of each of its segments by themselves.
     """
 
     unit: Unit
     views: list[list[torch.Tensor]]
     order: int = -1
     backward_id: int = 0
+    num_inputs: int = 0
+    inputs_left: int = 0
+    grads: list[torch.Tensor | None] | None = None
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Take gradients of the views; returns whether none is missing, or none more can come."""
+        if self.grads is None:
+            self.grads = list(grads)
+        else:
+            for i, (sum_, grad) in enumerate(zip(self.grads, grads, strict=True)):
+                if grad is not None:
+                    self.grads[i] = grad if sum_ is None else sum_ + grad
+        if not any(grad is None for grad in self.grads):
+            return True
+        return self.num_inputs > 0 and self.inputs_left == 0
 
 
 @dataclass

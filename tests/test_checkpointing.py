@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 from ways import in_way
 
 from benchmarks.step_profile import StepProfiler
+from fsdp_dynamo import FSDP, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 NUM_BLOCKS = 4
 
@@ -93,3 +97,48 @@ def test_against_fsdp2(ranks: RankPool, way: str, selective: bool) -> None:
         assert own["all_gather"] <= counts["all_gather"]
         assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
         assert own_peak <= 1.05 * peak
+
+
+class _Segments(nn.Module):
+    """Two segments of reentrant checkpointing, what is computed between, and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=True)
+        return self.last(checkpoint(self.second, x.relu(), use_reentrant=True))
+
+
+def _segments(rank: int, world_size: int) -> Any:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 6), _Segments(), _Segments())
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    wrong = []
+    for _ in range(2):
+        plain(x).sum().backward()
+        with record_events() as log:
+            model(x).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads = zip(model.named_parameters(), plain.parameters(), strict=True)
+            for (name, param), reference in grads:
+                expected = reference.grad if reference.grad is not None else torch.zeros(())
+                if not torch.allclose(param.grad, expected, 1e-5, 1e-6):
+                    wrong.append(name)
+    return wrong, log.keys("all_gather", "reduce_scatter")
+
+
+def test_reentrant_segments_of_a_unit(ranks: RankPool) -> None:
+    """A unit's backward ends with the gradient of its input: one reduction, one gather."""
+    for wrong, keys in ranks.run(_segments, 2):
+        assert wrong == []
+        assert [key for key in keys if key[2] == "backward"] == [
+            ("all_gather", "2", "backward"),
+            ("all_gather", "1", "backward"),
+            ("reduce_scatter", "2", "backward"),
+            ("reduce_scatter", "1", "backward"),
+            ("reduce_scatter", "", "backward"),
+        ]

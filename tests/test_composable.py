@@ -63,11 +63,10 @@ def test_events_are_the_wrappers(ranks: RankPool, way: str) -> None:
     assert {kind for kind, *_ in wrapper[0][1]} >= {"unshard", "all_gather", "reduce_scatter"}
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_events_are_the_wrappers_in_low_precision(ranks: RankPool, way: str) -> None:
+def test_events_are_the_wrappers_in_low_precision(ranks: RankPool) -> None:
     kwargs = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
-    wrapper = ranks.run(_run, 2, "wrapper", way, kwargs)
-    assert ranks.run(_run, 2, "policy", way, kwargs) == wrapper
+    wrapper = ranks.run(_run, 2, "wrapper", "eager", kwargs)
+    assert ranks.run(_run, 2, "policy", "eager", kwargs) == wrapper
 
 
 class _Leaf(nn.Module):

@@ -132,7 +132,7 @@ def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None)
         ("graph", None),
         ("graph", torch.bfloat16),
         ("graph", torch.float16),
-        ("graph-inductor", None),
+        pytest.param("graph-inductor", None, marks=pytest.mark.slow),
     ],
 )
 def test_fewer_launches_same_results(ranks: RankPool, way: str, dtype: torch.dtype | None) -> None:

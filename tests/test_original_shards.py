@@ -11,52 +11,8 @@ from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, FSDPValueError, MixedPrecision, ShardingStrategy
-
-
-def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """An orthogonal matrix near to this one, by a quintic Newton-Schulz iteration."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if is_tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum for matrices, plain SGD for the rest; of a wrapped model or not."""
-
-    def __init__(self, model: torch.nn.Module, lr: float = 0.02, momentum: float = 0.9) -> None:
-        self.model = model
-        super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
-
-    def _shapes(self) -> dict[str, tuple[torch.nn.Parameter, tuple[int, ...]]]:
-        if isinstance(self.model, FSDP):
-            shards = self.model.parameter_shards()
-            return {name: (shard.param, shard.shape) for name, shard in shards.items()}
-        return {name: (p, tuple(p.shape)) for name, p in self.model.named_parameters()}
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        momenta: dict[str, torch.Tensor] = {}
-        params = self._shapes()
-        for name, (param, shape) in params.items():
-            if len(shape) < 2:
-                param.sub_(param.grad, alpha=group["lr"])
-                continue
-            state = self.state[param].setdefault("momentum", torch.zeros_like(param))
-            momenta[name] = state.mul_(group["momentum"]).add_(param.grad)
-        for name, change in self._orthogonalized(momenta).items():
-            params[name][0].sub_(change, alpha=group["lr"])
-
-    def _orthogonalized(self, momenta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if isinstance(self.model, FSDP):
-            return self.model.update_whole(momenta, lambda _, whole: orthogonalized(whole))
-        return {name: orthogonalized(whole) for name, whole in momenta.items()}
+from examples.muon import Muon
+from fsdp_dynamo import FSDPValueError, MixedPrecision, ShardingStrategy
 
 
 def _batches(world_size: int, step: int) -> Iterable[torch.Tensor]:

@@ -97,6 +97,7 @@ def test_bodies_are_one_graph_and_reshard(ranks: RankPool) -> None:
         assert largest < numel  # no unsharded flat parameter of a block is saved
 
 
+@pytest.mark.slow
 def test_inductor(ranks: RankPool) -> None:
     plain, regions = _both(ranks, BACKENDS[1])
     assert regions[0] == pytest.approx(plain[0], rel=1e-6)
