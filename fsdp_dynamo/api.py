@@ -7,7 +7,7 @@ nothing of the package but the errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -20,8 +20,12 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "FullStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
     "StateDictType",
 ]
 
@@ -103,7 +107,13 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """Forms of a model's state dict. This version writes ``FULL_STATE_DICT``."""
+    """Forms of a model's state dict; names are the plain model's in each.
+
+    - ``FULL_STATE_DICT``: whole tensors, on every rank or on the first one.
+    - ``SHARDED_STATE_DICT``: this rank's part of each tensor, for ``torch.distributed.checkpoint``;
+      nothing is gathered, and another number of ranks can load it.
+    - ``LOCAL_STATE_DICT``: the 1-D parameters as they are; only the same sharding loads it.
+    """
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -111,11 +121,43 @@ class StateDictType(Enum):
 
 
 @dataclass(frozen=True)
-class FullStateDictConfig:
-    """Options of a full state dict (see ``StateDictType``)."""
+class StateDictConfig:
+    """Options of every form.
+
+    Attributes:
+        offload_to_cpu: copies in host memory.
+    """
 
     offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig(StateDictConfig):
+    """Options of a full state dict.
+
+    Attributes:
+        rank0_only: the other ranks get an empty one.
+    """
+
     rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """Options of a sharded state dict."""
+
+
+@dataclass(frozen=True)
+class LocalStateDictConfig(StateDictConfig):
+    """Options of a local state dict."""
+
+
+@dataclass(frozen=True)
+class StateDictSettings:
+    """Which form of state dict a module writes, and how."""
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = FullStateDictConfig()
 
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -149,5 +191,34 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
             got=repr(value),
             where="argument 'mixed_precision'",
             fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
+        )
+    )
+
+
+_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
+    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
+    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
+    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
+}
+
+
+def settings_of(state_dict_type: object, config: object | None) -> StateDictSettings:
+    """Checked settings; upstream's enum and dataclasses of the same names do too."""
+    chosen = coerce_enum(StateDictType, state_dict_type, "state_dict_type")
+    kind = _CONFIGS[chosen]
+    if config is None:
+        return StateDictSettings(chosen, kind())
+    if isinstance(config, kind):
+        return StateDictSettings(chosen, config)
+    if type(config).__name__ == kind.__name__:
+        known = {f.name for f in fields(kind)}
+        given = {name: value for name, value in vars(config).items() if name in known}
+        return StateDictSettings(chosen, kind(**given))
+    raise FSDPTypeError(
+        explain(
+            expected=f"a {kind.__name__}",
+            got=repr(config),
+            where="argument 'state_dict_config'",
+            fix=f"{chosen.name} goes with it; or leave it out.",
         )
     )

@@ -8,15 +8,18 @@ copies it in place. Loading needs no communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
+from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.build import plain_fqn
 from fsdp_dynamo.collectives import all_gather
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError, explain
-from fsdp_dynamo.flat_parameter import FlatParameter
+from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.groups import Groups
+from fsdp_dynamo.tensor_part import TensorPart, require_same_part
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.unit import Unit
 
@@ -79,11 +82,74 @@ def save_unit(
             state_dict[base + fqn] = state_dict[base + fqn].to(dtype)
     if unit.is_summoned:  # what the default code has written is whole (perhaps on rank 0 alone)
         return
+    settings = unit.state_dict_settings
     for flat in unit.flats:
-        for original, whole in zip(flat.originals, gather_originals(flat), strict=True):
+        values = _VALUES[settings.state_dict_type](flat)
+        for original in flat.originals:
+            value = _kept(next(values), flat, settings)
             for _, _, fqn in original.sites:
                 if base + fqn in state_dict:
-                    state_dict[base + fqn] = whole
+                    state_dict[base + fqn] = value
+
+
+def _kept(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
+    """A value as the settings want it; ``None`` where this rank is to have none."""
+    config = settings.state_dict_config
+    if _is_left_out(flat.groups, config):
+        return None
+    if not config.offload_to_cpu:
+        return value
+    is_own = settings.state_dict_type is not StateDictType.FULL_STATE_DICT  # memory of the model
+    return value.to("cpu", copy=is_own)
+
+
+def _is_left_out(groups: Groups, config: StateDictConfig) -> bool:
+    first_only = getattr(config, "rank0_only", False)
+    return first_only and any(group.rank() != 0 for group in groups.all)
+
+
+def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) -> None:
+    """When all units have saved: what none holds (buffers, ignored parameters) goes their way."""
+    root = units[0]
+    if root.is_summoned:
+        return
+    config = root.state_dict_settings.state_dict_config
+    left_out = _is_left_out(root.config.groups, config)
+    if not (left_out or config.offload_to_cpu):
+        return
+    base = _plain_prefix(prefix)
+    sites = [(unit, site) for unit in units for f in unit.flats for *_, site in f.sites()]
+    held = {base + join_fqn(unit.fqn, site) for unit, site in sites}
+    for key in [key for key in state_dict if key.startswith(base)]:
+        if left_out:
+            del state_dict[key]
+        elif key not in held and isinstance(state_dict[key], torch.Tensor):
+            state_dict[key] = state_dict[key].to("cpu", copy=True)
+
+
+def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    """This rank's part of each original parameter; of those that are not sharded, the whole."""
+    for original, part, slot in zip(flat.originals, flat.ranges, flat.layout.slots, strict=True):
+        local, parallel = original.param.detach(), original.parallel
+        if parallel is not None:
+            within = (tuple(parallel.shape), parallel.offsets(slot.shape))
+            yield TensorPart(local.view(-1), slot.shape, part.param_start, within)
+        elif flat.is_sharded and slot.numel:
+            yield TensorPart(local, slot.shape, part.param_start)
+        else:
+            yield local.view(slot.shape)
+
+
+def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    """The parameters as they are."""
+    return (original.param.detach() for original in flat.originals)
+
+
+_VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {
+    StateDictType.FULL_STATE_DICT: lambda flat: iter(gather_originals(flat)),
+    StateDictType.SHARDED_STATE_DICT: _sharded,
+    StateDictType.LOCAL_STATE_DICT: _local,
+}
 
 
 def _plain_prefix(prefix: str) -> str:
@@ -93,7 +159,7 @@ def _plain_prefix(prefix: str) -> str:
 
 
 def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-    """Cut this rank's parts out of whole tensors."""
+    """Cut this rank's parts out of whole tensors, or take the parts that are there."""
     if assign:
         raise UnsupportedError(
             explain(
@@ -103,16 +169,21 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
                 fix="Sharded parameters are loaded in place: leave assign out.",
             )
         )
+    is_local = unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
     for flat in unit.flats:
         for index, original in enumerate(flat.originals):
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
-                if key is not None:
+                if key is not None and not is_local:
                     state_dict[key] = _local_part(flat, index, state_dict[key], key)
 
 
 def _local_part(flat: FlatParameter, index: int, whole: torch.Tensor, key: str) -> torch.Tensor:
+    if isinstance(whole, TensorPart):
+        own = next(part for i, part in enumerate(_sharded(flat)) if i == index)
+        require_same_part(cast("TensorPart", own), whole, f"key '{key}'")
+        return whole.local.view(flat.originals[index].param.shape)
     part, parallel = flat.ranges[index], flat.originals[index].parallel
     expected = flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
     shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__

@@ -68,6 +68,12 @@ class TensorParallel:
         split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
         return split.to_local()
 
+    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Where this rank's local tensor begins in the whole parameter."""
+        like = self.as_dtensor(torch.empty(local_shape, device="meta"))
+        (chunk,) = like.__create_chunk_list__()  # type: ignore[attr-defined]
+        return tuple(chunk.offsets)
+
     @property
     def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over which its elements are spread: those of a sum over all of them."""

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo import collectives, events
-from fsdp_dynamo.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+)
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter
 from fsdp_dynamo.groups import Groups
@@ -149,6 +154,7 @@ class Unit:
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
+        self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
         self.on_gradients: Callable[[ForwardCall, Sequence[torch.Tensor | None]], None] = _no_owner

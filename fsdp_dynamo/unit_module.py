@@ -193,6 +193,8 @@ def _save_hook(
     module._fsdp_root.recover()
     unit, dtypes = module._fsdp_unit, module._fsdp_buffer_dtypes
     state_dict.save_unit(unit, destination, prefix, module._fsdp_is_outermost(), dtypes)
+    if module._fsdp_is_outermost():
+        state_dict.finish_save(module._fsdp_root.units, destination, prefix)
 
 
 def _load_hook(

@@ -61,6 +61,8 @@ LAYERS: dict[str, dict[str, int]] = {
         "rendezvous": 1,
         "groups": 2,
         "accumulation": 0,
+        "boxes": 0,
+        "tensor_part": 1,
         "tensor_parallel": 1,
         "watching": 1,
         "agreement": 2,

@@ -1,0 +1,272 @@
+"""State dicts of parts: what is in the files, and who can load them."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from models import Block, batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_dynamo import (
+    FSDP,
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+    fully_shard,
+    record_events,
+)
+from fsdp_dynamo.boxes import boxes_of
+from fsdp_dynamo.tensor_part import TensorPart
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+# -- boxes -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_are_the_range(shape: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(begin, numel))
+    whole = torch.arange(numel).view(shape)
+    boxes = boxes_of(shape, begin, end)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    found = []
+    for box in boxes:
+        assert box.start == len(found)
+        block = whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            block = block.narrow(dim, offset, size)
+        found += block.flatten().tolist()
+    assert found == list(range(begin, end))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+class _Odd(nn.Module):
+    """Shapes that no number of ranks divides: 0 to 3 dimensions, and no element at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, shape in enumerate([(), (1,), (7,), (3, 5), (5, 3, 2), (0, 4)]):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape)))
+        self.register_buffer("count", torch.arange(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.p0 + self.p3.sum()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(11)
+    model = make_transformer(num_blocks=2, tied=True)
+    model.odd = _Odd()
+    return model
+
+
+def _moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value + 1 for name, value in state.items()}
+
+
+def _sharded(how: str) -> nn.Module:
+    """The same model in units of other sizes, by other ways and strategies."""
+    if how == "one unit":
+        return FSDP(_model())
+    if how == "composable":
+        return fully_shard(_model(), policy=ModuleWrapPolicy({Block, _Odd}))
+    if how == "not sharded":
+        return wrap(_model(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    if how == "replicas":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        strategy = ShardingStrategy.HYBRID_SHARD
+        return wrap(_model(), sharding_strategy=strategy, device_mesh=mesh)
+    if how == "compiled":
+        return torch.compile(wrap(_model()), backend="aot_eager")
+    return wrap(_model())
+
+
+def _save(rank: int, world_size: int, how: str, folder: str) -> tuple[list[str], int]:
+    """Write a checkpoint of moved values; returns the keys, and collectives that it took."""
+    model = _sharded(how)
+    model.load_state_dict(_moved(_model().state_dict()))
+    with FSDP.state_dict_type(model, SHARDED), record_events() as log:
+        state = model.state_dict()
+        dcp.save(state, checkpoint_id=folder)
+    return list(state), len(log.keys("all_gather", "unshard"))
+
+
+def _load(rank: int, world_size: int, how: str, folder: str) -> list[str]:
+    """Keys whose values are not those that were saved."""
+    model = _sharded(how)
+    with FSDP.state_dict_type(model, SHARDED):
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
+    expected = _moved(_model().state_dict())
+    found = model.state_dict()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def _in_one_process(folder: str) -> list[str]:
+    plain = _model()
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    expected = _moved(_model().state_dict())
+    return [name for name, value in expected.items() if not torch.equal(state[name], value)]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "ranks_saving", "loaders"),
+    [
+        ("blocks", 4, [("blocks", 3), ("one unit", 2), ("composable", 1), ("replicas", 4)]),
+        ("one unit", 3, [("blocks", 4), ("not sharded", 2)]),
+        ("replicas", 4, [("compiled", 2)]),
+        ("composable", 2, [("blocks", 2)]),
+        ("not sharded", 2, [("composable", 3)]),
+        ("compiled", 2, []),
+    ],
+)
+def test_another_sharding_loads_it(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved_by: str,
+    ranks_saving: int,
+    loaders: list[tuple[str, int]],
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    for keys, gathered in ranks.run(_save, ranks_saving, saved_by, folder):
+        assert keys == list(_model().state_dict())
+        assert gathered == 0
+    for how, world_size in loaders:
+        assert ranks.run(_load, world_size, how, folder) == [[]] * world_size
+    assert _in_one_process(folder) == []
+
+
+def test_no_padding_in_the_files(ranks: RankPool, tmp_path: Path) -> None:
+    """Every element once: as many boxes' bytes as the model has, and what a file adds to a box."""
+    ranks.run(_save, 4, "blocks", str(tmp_path))
+    with (tmp_path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    chunks = {
+        name: [math.prod(chunk.sizes) for chunk in info.chunks]
+        for name, info in metadata.state_dict_metadata.items()
+    }
+    numels = {name: value.numel() for name, value in _model().state_dict().items()}
+    assert {name: sum(sizes) for name, sizes in chunks.items()} == numels
+    assert max(len(sizes) for sizes in chunks.values()) > 4  # ranks hold rows and ends of rows
+
+
+def _upstream(rank: int, world_size: int, folder: str) -> list[str]:
+    """FSDP2 loads ours, and ours loads FSDP2's."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    theirs = make_transformer(num_blocks=2)
+    for block in theirs.blocks:
+        fsdp2(block, mesh=mesh)
+    fsdp2(theirs, mesh=mesh)
+    ours = wrap(make_transformer(num_blocks=2))
+    expected = _moved(make_transformer(num_blocks=2).state_dict())
+    ours.load_state_dict(expected)
+    with FSDP.state_dict_type(ours, SHARDED):
+        dcp.save(ours.state_dict(), checkpoint_id=f"{folder}/ours")
+    state = get_model_state_dict(theirs)
+    dcp.load(state, checkpoint_id=f"{folder}/ours")
+    set_model_state_dict(theirs, state)
+    whole = {name: value.full_tensor() for name, value in theirs.state_dict().items()}
+    wrong = [f"theirs {k}" for k, v in expected.items() if not torch.equal(whole[k], v)]
+    with torch.no_grad():
+        for param in theirs.parameters():
+            param.to_local().add_(1.0)
+    dcp.save(get_model_state_dict(theirs), checkpoint_id=f"{folder}/theirs")
+    with FSDP.state_dict_type(ours, SHARDED):
+        state = ours.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/theirs")
+        ours.load_state_dict(state)
+    found = ours.state_dict()
+    expected = _moved(expected)
+    return wrong + [f"ours {k}" for k, v in expected.items() if not torch.equal(found[k], v)]
+
+
+def test_fsdp2_reads_ours_and_ours_reads_its(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_upstream, 2, str(tmp_path)) == [[], []]
+
+
+# -- the forms and their options -----------------------------------------------------------------
+
+
+def _forms(rank: int, world_size: int) -> dict[str, bool]:
+    model = _sharded("blocks")
+    expected = _model().state_dict()
+    first = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        alone = model.state_dict()
+        inside = FSDP.get_state_dict_type(model)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = {name: value.clone() for name, value in model.state_dict().items()}
+        loss_of(model, batch(rank, 0)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        changed = any(not torch.equal(v, local[k]) for k, v in model.state_dict().items())
+        model.load_state_dict(local)
+    after = model.state_dict()
+    copied = ShardedStateDictConfig(offload_to_cpu=True)
+    with FSDP.state_dict_type(model, SHARDED, copied):
+        parts = model.state_dict()
+    with FSDP.state_dict_type(model, SHARDED):
+        shared = model.state_dict()["blocks.0.qkv.weight"]
+    param = dict(model.named_parameters())["blocks.0.qkv.weight"]
+    wrong: dict[str, Any] = {
+        "another configuration": lambda: FSDP.set_state_dict_type(model, SHARDED, first),
+        "no unit": lambda: FSDP.get_state_dict_type(nn.Linear(1, 1)),
+        "another part": lambda: model.load_state_dict({**parts, "norm.weight": _other_part()}),
+        "arithmetic": lambda: torch.add(shared, 1),
+    }
+    refused = {}
+    for what, call in wrong.items():
+        try:
+            call()
+            refused[what] = False
+        except (FSDPTypeError, FSDPStateError, FSDPValueError):
+            refused[what] = True
+    return {
+        "rank 0 alone": (list(alone) == list(expected)) if rank == 0 else alone == {},
+        "settings": inside == StateDictSettings(StateDictType.FULL_STATE_DICT, first),
+        "settings after": FSDP.get_state_dict_type(model) == StateDictSettings(),
+        "values": rank != 0 or all(torch.equal(v, alone[k]) for k, v in expected.items()),
+        "changed": changed,
+        "local": all(torch.equal(v, after[k]) for k, v in expected.items()),
+        "a part looks whole": shared.shape == expected["blocks.0.qkv.weight"].shape,
+        "a part shares memory": shared.local.data_ptr() == param.data_ptr(),
+        "a copy does not": not param.numel()
+        or parts["blocks.0.qkv.weight"].local.data_ptr() != param.data_ptr(),
+        **refused,
+    }
+
+
+def _other_part() -> TensorPart:
+    return TensorPart(torch.zeros(1), (16,), 3)
+
+
+def test_forms(ranks: RankPool) -> None:
+    for found in ranks.run(_forms, 2):
+        assert [what for what, holds in found.items() if not holds] == []
