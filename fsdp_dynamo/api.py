@@ -19,9 +19,13 @@ from fsdp_dynamo.errors import FSDPTypeError, explain
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
@@ -153,11 +157,39 @@ class LocalStateDictConfig(StateDictConfig):
 
 
 @dataclass(frozen=True)
+class OptimStateDictConfig(StateDictConfig):
+    """Options of an optimizer's state dict in every form. (Upstream's copies to the host unless it
+    is told not to; here both kinds of state dict do what they are told.)"""
+
+
+@dataclass(frozen=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a full one.
+
+    Attributes:
+        rank0_only: the other ranks get an empty one.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a sharded one."""
+
+
+@dataclass(frozen=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a local one."""
+
+
+@dataclass(frozen=True)
 class StateDictSettings:
     """Which form of state dict a module writes, and how."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = FullStateDictConfig()
+    optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
 
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -195,30 +227,42 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
     )
 
 
-_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 
 
-def settings_of(state_dict_type: object, config: object | None) -> StateDictSettings:
+def settings_of(
+    state_dict_type: object, config: object | None, optim_config: object | None
+) -> StateDictSettings:
     """Checked settings; upstream's enum and dataclasses of the same names do too."""
     chosen = coerce_enum(StateDictType, state_dict_type, "state_dict_type")
-    kind = _CONFIGS[chosen]
+    model, optim = _CONFIGS[chosen]
+    return StateDictSettings(
+        chosen,
+        _coerce_config(model, config, "state_dict_config"),
+        _coerce_config(optim, optim_config, "optim_state_dict_config"),
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=StateDictConfig)
+
+
+def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) -> ConfigT:
     if config is None:
-        return StateDictSettings(chosen, kind())
+        return kind()
     if isinstance(config, kind):
-        return StateDictSettings(chosen, config)
+        return config
     if type(config).__name__ == kind.__name__:
         known = {f.name for f in fields(kind)}
-        given = {name: value for name, value in vars(config).items() if name in known}
-        return StateDictSettings(chosen, kind(**given))
+        return kind(**{name: value for name, value in vars(config).items() if name in known})
     raise FSDPTypeError(
         explain(
             expected=f"a {kind.__name__}",
             got=repr(config),
-            where="argument 'state_dict_config'",
-            fix=f"{chosen.name} goes with it; or leave it out.",
+            where=f"argument '{argument}'",
+            fix="It goes with the state_dict_type; or leave it out.",
         )
     )

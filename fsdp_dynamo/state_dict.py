@@ -9,35 +9,18 @@ copies it in place. Loading needs no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.build import plain_fqn
-from fsdp_dynamo.collectives import all_gather
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.groups import Groups
-from fsdp_dynamo.tensor_part import TensorPart, require_same_part
+from fsdp_dynamo.parts import gather_originals, local_of, part_of
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.unit import Unit
-
-
-@torch.no_grad()
-def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
-    """Whole original parameters in their own dtype: every rank must call it.
-
-    At most this one flat parameter is unsharded at a time.
-    """
-    unsharded = shard = flat.shard_on_device()
-    if flat.is_sharded:
-        unsharded = shard.new_empty(flat.layout.padded_numel)
-        all_gather(unsharded, shard, flat.group)
-    return [
-        view.clone() if original.parallel is None else original.parallel.whole(view)
-        for original, view in zip(flat.originals, flat.cut(unsharded), strict=True)
-    ]
 
 
 def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: str) -> None:
@@ -129,15 +112,8 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
 
 def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
     """This rank's part of each original parameter; of those that are not sharded, the whole."""
-    for original, part, slot in zip(flat.originals, flat.ranges, flat.layout.slots, strict=True):
-        local, parallel = original.param.detach(), original.parallel
-        if parallel is not None:
-            within = (tuple(parallel.shape), parallel.offsets(slot.shape))
-            yield TensorPart(local.view(-1), slot.shape, part.param_start, within)
-        elif flat.is_sharded and slot.numel:
-            yield TensorPart(local, slot.shape, part.param_start)
-        else:
-            yield local.view(slot.shape)
+    for index, original in enumerate(flat.originals):
+        yield part_of(flat, index, original.param.detach())
 
 
 def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -176,32 +152,7 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
                 if key is not None and not is_local:
-                    state_dict[key] = _local_part(flat, index, state_dict[key], key)
-
-
-def _local_part(flat: FlatParameter, index: int, whole: torch.Tensor, key: str) -> torch.Tensor:
-    if isinstance(whole, TensorPart):
-        own = next(part for i, part in enumerate(_sharded(flat)) if i == index)
-        require_same_part(cast("TensorPart", own), whole, f"key '{key}'")
-        return whole.local.view(flat.originals[index].param.shape)
-    part, parallel = flat.ranges[index], flat.originals[index].parallel
-    expected = flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
-    shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__
-    if shape != expected:
-        raise FSDPValueError(
-            explain(
-                expected=f"a tensor of shape {expected}",
-                got=str(shape),
-                where=f"key '{key}'",
-                fix="Load a full state dict of the same model.",
-            )
-        )
-    if parallel is not None:
-        whole = parallel.local(whole)
-    if not flat.is_sharded:
-        return whole
-    flattened = whole.detach().reshape(-1)
-    return flattened[part.param_start : part.param_start + part.numel]
+                    state_dict[key] = local_of(flat, index, state_dict[key], key)
 
 
 def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: str) -> None:

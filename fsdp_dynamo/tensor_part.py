@@ -136,9 +136,13 @@ _ELEMENTWISE: set[Callable[..., Any]] = {
 }
 
 
-def require_same_part(expected: TensorPart, got: TensorPart, where: str) -> None:
+def require_same_part(expected: torch.Tensor, got: TensorPart, where: str) -> None:
     """Raise unless two parts are the same boxes of tensors of one shape."""
-    if expected.shape != got.shape or expected.boxes != got.boxes:
+    if (
+        not isinstance(expected, TensorPart)
+        or expected.shape != got.shape
+        or expected.boxes != got.boxes
+    ):
         raise FSDPValueError(
             explain(
                 expected=f"this rank's part, {expected!r}",

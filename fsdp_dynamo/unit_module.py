@@ -24,12 +24,13 @@ from fsdp_dynamo.dynamo_glue import (
 from fsdp_dynamo.graph_entry import carrier_of, mark_shard
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
+from fsdp_dynamo.state_dict_methods import StateDictMethods
 from fsdp_dynamo.traced import TracedTensors, TracedUnit, describe, traced_forward
 from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.user_methods import UserMethods
 
 
-class UnitModule(UserMethods):
+class UnitModule(UserMethods, StateDictMethods):
     """What the wrapper and a module of ``fully_shard`` share.
 
     All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is

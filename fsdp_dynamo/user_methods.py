@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import build, hooks
-from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType, settings_of
 from fsdp_dynamo.comm_hooks import CommHook, HookState
 from fsdp_dynamo.errors import (
     FSDPStateError,
@@ -26,11 +25,6 @@ from fsdp_dynamo.grad_clip import clip_grad_norm
 from fsdp_dynamo.original_shards import ParameterShard, WholeUpdate, shards_of, update_whole
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.unit import Unit
-
-
-def _units_in(module: nn.Module) -> list[Unit]:
-    modules = [m for _, m in build.raw_named_modules(module)]
-    return [m._fsdp_unit for m in modules if isinstance(m, UserMethods)]
 
 
 class UserMethods(nn.Module):
@@ -185,59 +179,6 @@ class UserMethods(nn.Module):
         """As in ``nn.Module``, on whole parameters: for initialisation. Ranks must do the same."""
         with UserMethods.summon_full_params(self):
             return super().apply(fn)
-
-    # -- state dicts -----------------------------------------------------------------------------
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Choose the form in which all units in ``module`` write their state dicts.
-
-        Returns:
-            What was chosen before.
-
-        Raises:
-            FSDPTypeError: a configuration of another form.
-            FSDPStateError: units in ``module`` have different settings, or it has none.
-        """
-        before = UserMethods.get_state_dict_type(module)
-        chosen = settings_of(state_dict_type, state_dict_config)
-        for unit in _units_in(module):
-            unit.state_dict_settings = chosen
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form in which the units in ``module`` write their state dicts."""
-        found = {unit.state_dict_settings for unit in _units_in(module)}
-        if len(found) == 1:
-            return found.pop()
-        raise FSDPStateError(
-            explain(
-                expected="units that all have the same settings",
-                got=f"{len(found)} different ones" if found else "no unit",
-                where="state_dict_type",
-                fix="Set the type on the whole model.",
-            )
-        )
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """``set_state_dict_type`` while open."""
-        before = UserMethods.set_state_dict_type(module, state_dict_type, state_dict_config)
-        try:
-            yield
-        finally:
-            for unit in _units_in(module):
-                unit.state_dict_settings = before
 
     # -- shards ----------------------------------------------------------------------------------
 

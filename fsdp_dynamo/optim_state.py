@@ -1,0 +1,258 @@
+"""Optimizer state dicts with the plain model's FQNs for keys.
+
+An optimizer holds this rank's 1-D parts, by number. In a state dict a state as large as its
+parameter is what the parameter would be: the whole tensor, or this rank's part of it. Numbers (step
+counts) stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.agreement import require_same
+from fsdp_dynamo.api import StateDictSettings, StateDictType
+from fsdp_dynamo.build import plain_fqn
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.flat_parameter import FlatParameter
+from fsdp_dynamo.parts import gather_like, local_of, part_of, whole_shape
+from fsdp_dynamo.unit import Unit
+
+_WHERE = "optimizer state dict"
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a parameter of the optimizer is in the model.
+
+    Attributes:
+        fqn: its plain FQN.
+        param: the parameter.
+        flat: the flat parameter that holds it; ``None``: no unit does.
+        index: its position in there.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    flat: FlatParameter | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Named:
+    """All parameters of a model: by object, and the flat parameters in order."""
+
+    places: Mapping[nn.Parameter, Place]
+    flats: Sequence[FlatParameter]
+
+    def of(self, optim: torch.optim.Optimizer) -> Iterator[tuple[int, int, Place]]:
+        """Group number, number among all parameters, and place of each one of the optimizer."""
+        number = 0
+        for group_number, group in enumerate(optim.param_groups):
+            for param in group["params"]:
+                if param not in self.places:
+                    raise FSDPValueError(
+                        explain(
+                            expected="an optimizer of this model's parameters",
+                            got=f"parameter {number}, which is none of them",
+                            where=_WHERE,
+                            fix="Pass the model whose parameters() the optimizer was given.",
+                        )
+                    )
+                yield group_number, number, self.places[param]
+                number += 1
+
+
+def named_places(model: nn.Module, units: Sequence[Unit]) -> Named:
+    """Find every parameter of a model under its plain FQN, tied ones under their first."""
+    flats = [flat for unit in units for flat in unit.flats]
+    held = {o.param: (flat, i) for flat in flats for i, o in enumerate(flat.originals)}
+    places: dict[nn.Parameter, Place] = {}
+    for name, param in model.named_parameters():
+        places[param] = Place(plain_fqn(name), param, *held.get(param, ()))
+    return Named(places, flats)
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def save(
+    named: Named,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    settings: StateDictSettings,
+) -> dict[str, Any]:
+    """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings."""
+    places = list(named.of(optim))
+    states = {place: given["state"].get(number, {}) for _, number, place in places}
+    groups = [dict(group) for group in given["param_groups"]]
+    for group in groups:
+        group["params"] = []
+    for group_number, _, place in places:
+        groups[group_number]["params"].append(place.fqn)
+    form = settings.state_dict_type
+    if form is not StateDictType.LOCAL_STATE_DICT:
+        for place, state in states.items():
+            _require_known(place, state)
+    if form is StateDictType.FULL_STATE_DICT:
+        return _full(named, states, groups, settings)
+    result: dict[str, Any] = {}
+    for place, state in states.items():
+        if not state:
+            continue
+        result[place.fqn] = {name: _part(place, v, form) for name, v in state.items()}
+        if settings.optim_state_dict_config.offload_to_cpu:
+            result[place.fqn] = {n: _copied(v) for n, v in result[place.fqn].items()}
+    return {"state": result, "param_groups": groups}
+
+
+def _is_like_param(place: Place, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == place.param.shape
+
+
+def _require_known(place: Place, state: Mapping[str, Any]) -> None:
+    """A state that depends on how its parameter is sharded means nothing to another sharding."""
+    if place.flat is None or not place.flat.is_sharded:
+        return
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.numel() == 1:
+            continue
+        if not _is_like_param(place, value):
+            raise UnsupportedError(
+                explain(
+                    expected="states as large as this rank's part of the parameter, "
+                    f"{tuple(place.param.shape)}, or single numbers",
+                    got=f"'{name}' of shape {tuple(value.shape)}",
+                    where=f"{_WHERE}, parameter '{place.fqn}'",
+                    fix="Use LOCAL_STATE_DICT, which the same sharding loads.",
+                )
+            )
+
+
+def _part(place: Place, value: Any, form: StateDictType) -> Any:
+    if form is StateDictType.LOCAL_STATE_DICT or place.flat is None:
+        return value
+    return part_of(place.flat, place.index, value) if _is_like_param(place, value) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _full(
+    named: Named,
+    states: Mapping[Place, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+    settings: StateDictSettings,
+) -> dict[str, Any]:
+    """Whole states; one flat parameter's of one kind are gathered at a time."""
+    config = settings.optim_state_dict_config
+    by_index = {(p.flat, p.index): p for p in states if p.flat is not None}
+    result: dict[str, dict[str, Any]] = {place.fqn: {} for place, state in states.items() if state}
+    first = all(g.rank() == 0 for flat in named.flats[:1] for g in flat.groups.all)
+    wanted = first or not getattr(config, "rank0_only", False)
+    _require_alike(named, states)
+    for flat in named.flats:
+        members = [by_index.get((flat, i)) for i in range(len(flat.originals))]
+        names = dict.fromkeys(n for m in members if m for n in states[m])
+        for name in names:
+            values = [None if m is None else states[m].get(name) for m in members]
+            own = [v if m and _is_like_param(m, v) else None for m, v in zip(members, values)]  # noqa: B905
+            whole = gather_like(flat, own) if any(v is not None for v in own) else own
+            for member, value, gathered in zip(members, values, whole, strict=True):
+                if member is not None and value is not None and wanted:
+                    kept = value if gathered is None else gathered
+                    moves = config.offload_to_cpu and isinstance(kept, torch.Tensor)
+                    result[member.fqn][name] = kept.cpu() if moves else kept
+    for place, state in states.items():
+        if place.flat is None and state and wanted:
+            result[place.fqn] = dict(state)
+    return {"state": result, "param_groups": groups} if wanted else {}
+
+
+def _require_alike(named: Named, states: Mapping[Place, Mapping[str, Any]]) -> None:
+    """All ranks must gather the same."""
+    if not named.flats:
+        return
+    text = json.dumps(
+        {p.fqn: sorted(n for n, v in s.items() if _is_like_param(p, v)) for p, s in states.items()}
+    )
+    for group in named.flats[0].groups.all:
+        require_same(group, "optimizer states", text)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def load(
+    named: Named,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    settings: StateDictSettings,
+) -> dict[str, Any]:
+    """A state dict under FQNs as ``optim.load_state_dict`` takes it: numbers, this rank's parts."""
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    places = list(named.of(optim))
+    known = {place.fqn for _, _, place in places}
+    unknown = sorted(set(given["state"]) - known)
+    if unknown:
+        raise _wrong("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
+    state = {
+        number: {
+            name: value if is_local else _loaded(place, name, value)
+            for name, value in given["state"][place.fqn].items()
+        }
+        for _, number, place in places
+        if place.fqn in given["state"]
+    }
+    return {"state": state, "param_groups": _groups(places, optim, given["param_groups"])}
+
+
+def _loaded(place: Place, name: str, value: Any) -> Any:
+    if place.flat is None or not isinstance(value, torch.Tensor):
+        return value
+    of_whole = tuple(value.shape) == whole_shape(place.flat, place.index)
+    if value.numel() == 1 and (not of_whole or name == "step"):
+        return value
+    return local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
+
+
+def _groups(
+    places: Sequence[tuple[int, int, Place]],
+    optim: torch.optim.Optimizer,
+    saved: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """The optimizer's groups with the saved settings of the group that held their parameters."""
+    holder = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+    result: list[dict[str, Any]] = []
+    for group_number in range(len(optim.param_groups)):
+        own = [(number, place.fqn) for g, number, place in places if g == group_number]
+        sources = {holder.get(fqn) for _, fqn in own}
+        settings = [
+            {k: v for k, v in saved[i].items() if k != "params"} for i in sources if i is not None
+        ]
+        if None in sources or any(one != settings[0] for one in settings):
+            names = [fqn for _, fqn in own]
+            raise _wrong(
+                "one saved group (or groups of equal settings) for each of the optimizer's",
+                f"{len(settings)} for the group of '{names[0]}'",
+            )
+        chosen = settings[0] if settings else {}
+        result.append({**chosen, "params": [number for number, _ in own]})
+    return result
+
+
+def _wrong(expected: str, got: str) -> FSDPValueError:
+    return FSDPValueError(
+        explain(
+            expected=expected,
+            got=got,
+            where=_WHERE,
+            fix="Load what FSDP.optim_state_dict() gave of the same model and optimizer.",
+        )
+    )

@@ -1,0 +1,101 @@
+"""Between a rank's part of a tensor and the whole: parameters, and states as large as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_dynamo.collectives import all_gather
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.flat_parameter import FlatParameter
+from fsdp_dynamo.tensor_part import TensorPart, require_same_part
+
+
+@torch.no_grad()
+def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
+    """Whole original parameters in their own dtype: every rank must call it.
+
+    At most this one flat parameter is unsharded at a time.
+    """
+    return _gathered(flat, flat.shard_on_device())
+
+
+@torch.no_grad()
+def gather_like(
+    flat: FlatParameter, locals_: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The same of tensors of one dtype, each as large as this rank's part of an original parameter.
+
+    Where one is ``None`` it is so on every rank.
+    """
+    dtype = next((local.dtype for local in locals_ if local is not None), flat.dtype)
+    shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.device)
+    for place, local in zip(flat.local_parts(shard), locals_, strict=True):
+        if local is not None:
+            place.copy_(local)
+    whole = _gathered(flat, shard)
+    return [
+        value if local is not None else None for value, local in zip(whole, locals_, strict=True)
+    ]
+
+
+def _gathered(flat: FlatParameter, shard: torch.Tensor) -> list[torch.Tensor]:
+    unsharded = shard
+    if flat.is_sharded:
+        unsharded = shard.new_empty(flat.layout.padded_numel)
+        all_gather(unsharded, shard, flat.group)
+    return [
+        view.clone() if original.parallel is None else original.parallel.whole(view)
+        for original, view in zip(flat.originals, flat.cut(unsharded), strict=True)
+    ]
+
+
+def part_of(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
+    """A tensor as large as this rank's part of an original parameter, as a part of the whole.
+
+    Memory is shared. Where nothing is sharded it is the whole, a plain tensor.
+    """
+    part, slot = flat.ranges[index], flat.layout.slots[index]
+    parallel = flat.originals[index].parallel
+    if parallel is not None:
+        within = (tuple(parallel.shape), parallel.offsets(slot.shape))
+        return TensorPart(local.view(-1), slot.shape, part.param_start, within)
+    if flat.is_sharded and slot.numel:
+        return TensorPart(local, slot.shape, part.param_start)
+    return local.view(slot.shape)
+
+
+def whole_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
+    """The shape of an original parameter in the plain model."""
+    parallel = flat.originals[index].parallel
+    return flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
+
+
+def local_of(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
+    """This rank's part of a whole tensor, or of what ``part_of`` gave; no communication.
+
+    Raises:
+        FSDPValueError: another shape, or another part, naming ``key``.
+    """
+    part, original = flat.ranges[index], flat.originals[index]
+    if isinstance(value, TensorPart):
+        own = part_of(flat, index, original.param.detach())
+        require_same_part(own, value, f"key '{key}'")
+        return value.local.view(original.param.shape)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if shape != whole_shape(flat, index):
+        raise FSDPValueError(
+            explain(
+                expected=f"a tensor of shape {whole_shape(flat, index)}",
+                got=str(shape),
+                where=f"key '{key}'",
+                fix="Load a full state dict of the same model.",
+            )
+        )
+    if original.parallel is not None:
+        value = original.parallel.local(value)
+    if not flat.is_sharded:
+        return value
+    flattened = value.detach().reshape(-1)
+    return flattened[part.param_start : part.param_start + part.numel]

@@ -1,0 +1,246 @@
+"""Optimizer state dicts: whole, as parts, from one sharding to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import Block, batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_dynamo import (
+    FSDP,
+    FSDPValueError,
+    FullOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    UnsupportedError,
+    fully_shard,
+)
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def _plain() -> nn.Module:
+    model = make_transformer(num_blocks=2, tied=True)
+    model.blocks[0].norm1.requires_grad_(False)
+    return model
+
+
+def _sharded(how: str) -> nn.Module:
+    if how == "plain":
+        return _plain()
+    if how == "one unit":
+        return FSDP(_plain())
+    if how == "composable":
+        return fully_shard(_plain(), policy=ModuleWrapPolicy({Block}))
+    if how == "not sharded":
+        return wrap(_plain(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    if how == "replicas":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        return wrap(_plain(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    return wrap(_plain())
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, and a parameter that is in none."""
+    named = dict(model.named_parameters())
+    del named["norm.bias"]
+    matrices = [p for name, p in named.items() if "norm" not in name and name.endswith("weight")]
+    vectors = [p for p in named.values() if all(p is not other for other in matrices)]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2
+    )
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": _adamw, "sgd": _sgd}
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
+) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, batch(rank, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(v, b[k]) for k, v in a.items())
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def _save(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple[Any, list[float]]:
+    """Two steps, a checkpoint, two more steps: whole states at the checkpoint, later losses."""
+    model = _sharded(how)
+    optimizer = OPTIMIZERS[kind](model)
+    _train(model, optimizer, rank, range(2))
+    whole = FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, SHARDED):
+        states = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save(states, checkpoint_id=folder)
+    return whole, _train(model, optimizer, rank, range(2, 4))
+
+
+def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple[Any, list[float]]:
+    model = _sharded(how)
+    optimizer = OPTIMIZERS[kind](model)
+    _init_optim_state(optimizer)
+    with FSDP.state_dict_type(model, SHARDED):
+        states = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.load(states, checkpoint_id=folder)
+        model.load_state_dict(states["model"])
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states["optim"])
+        optimizer.load_state_dict(loaded)
+    return FSDP.optim_state_dict(model, optimizer), _train(model, optimizer, rank, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("how", "world_size", "kind", "loaders"),
+    [
+        ("blocks", 4, "adamw", [("blocks", 4), ("one unit", 3), ("composable", 1)]),
+        ("composable", 2, "sgd", [("composable", 2), ("replicas", 4), ("not sharded", 2)]),
+    ],
+)
+def test_another_sharding_loads_it(
+    ranks: RankPool,
+    tmp_path: Path,
+    how: str,
+    world_size: int,
+    kind: str,
+    loaders: list[tuple[str, int]],
+) -> None:
+    """Whole states are the same bit by bit; the same sharding goes on as if nothing had been."""
+    folder = str(tmp_path / "checkpoint")
+    saved = ranks.run(_save, world_size, how, kind, folder)
+    for whole, _ in saved:
+        assert _equal(whole, saved[0][0])
+    for other, size in loaders:
+        found = ranks.run(_load, size, other, kind, folder)
+        for rank, (whole, losses) in enumerate(found):
+            assert _equal(whole, saved[0][0])
+            if (other, size) == (how, world_size):
+                assert losses == saved[rank][1]
+
+
+def _of_the_plain_model(rank: int, world_size: int, kind: str) -> tuple[bool, list[float], Any]:
+    """Whole states are those of a plain optimizer, and go both ways."""
+    plain = _plain()
+    reference = OPTIMIZERS[kind](plain)
+    model = _sharded("blocks")
+    optimizer = OPTIMIZERS[kind](model)
+    for step in range(2):
+        plain.zero_grad()
+        (sum(loss_of(plain, batch(r, step)) for r in range(world_size)) / world_size).backward()
+        reference.step()
+    _train(model, optimizer, rank, range(2))
+    names = [n for n, p in plain.named_parameters()]
+    by_name = {p: n for n, p in plain.named_parameters()}
+    order = [by_name[p] for group in reference.param_groups for p in group["params"]]
+    whole = FSDP.optim_state_dict(model, optimizer)
+    close = []
+    for number, state in reference.state_dict()["state"].items():
+        for name, value in state.items():
+            close.append(torch.allclose(value, whole["state"][order[number]][name], 1e-4, 1e-6))
+    other = _sharded("one unit")
+    again = OPTIMIZERS[kind](other)
+    again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, whole))
+    same = _equal(FSDP.optim_state_dict(other, again), whole)
+    known = all(name in names for name in whole["state"])
+    groups = [group["params"] for group in whole["param_groups"]]
+    return all(close) and known and same, [len(g) for g in groups], sorted(whole["state"])[:2]
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_whole_states_are_the_plain_optimizers(ranks: RankPool, kind: str) -> None:
+    for same, groups, first in ranks.run(_of_the_plain_model, 2, kind):
+        assert same
+        assert sum(groups) == len(list(_plain().parameters())) - (kind == "adamw")
+        assert first == ["blocks.0.down.bias", "blocks.0.down.weight"]
+
+
+class _RowSums(torch.optim.SGD):
+    """Its state depends on how a parameter is sharded."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sums"] = torch.ones(3)
+
+
+def _options(rank: int, world_size: int) -> dict[str, bool]:
+    model = _sharded("blocks")
+    optimizer = _sgd(model)
+    _train(model, optimizer, rank, range(1))
+    first = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, first):
+        alone = FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = FSDP.optim_state_dict(model, optimizer)
+        given = FSDP.optim_state_dict_to_load(model, optimizer, local)
+    whole = FSDP.optim_state_dict(model, optimizer)
+    rows = _RowSums(model.parameters(), lr=0.1)
+    _train(model, rows, rank, range(1))
+    unknown = {**whole, "state": {**whole["state"], "nowhere": {}}}
+    shape = {"head.bias": {"momentum_buffer": torch.ones(5)}}
+    torn = [{"params": ["norm.weight"], "lr": 1.0}]
+    wrong: dict[str, tuple[Callable[[], object], type[Exception]]] = {
+        "state of the sharding": (lambda: FSDP.optim_state_dict(model, rows), UnsupportedError),
+        "unknown name": (
+            lambda: FSDP.optim_state_dict_to_load(model, optimizer, unknown),
+            FSDPValueError,
+        ),
+        "another shape": (
+            lambda: FSDP.optim_state_dict_to_load(
+                model, optimizer, {**whole, "state": {"norm.weight": shape["head.bias"]}}
+            ),
+            FSDPValueError,
+        ),
+        "another model": (
+            lambda: FSDP.optim_state_dict(model, _sgd(nn.Linear(2, 2))),
+            FSDPValueError,
+        ),
+        "torn groups": (
+            lambda: FSDP.optim_state_dict_to_load(
+                model, optimizer, {"state": {}, "param_groups": torn}
+            ),
+            FSDPValueError,
+        ),
+    }
+    refused = {}
+    for what, (call, kind) in wrong.items():
+        try:
+            call()
+            refused[what] = False
+        except kind:
+            refused[what] = True
+    state = optimizer.state_dict()["state"]
+    return {
+        "rank 0 alone": _equal(alone, whole) if rank == 0 else alone == {},
+        "local": all(_equal(value, given["state"][number]) for number, value in state.items()),
+        **refused,
+    }
+
+
+def test_options_and_bad_input(ranks: RankPool) -> None:
+    for found in ranks.run(_options, 2):
+        assert [what for what, holds in found.items() if not holds] == []
