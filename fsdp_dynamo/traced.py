@@ -165,7 +165,7 @@ def _name(dtype: torch.dtype | None) -> str:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str) -> tuple[Any, ...]:
     """``describe`` of the wrapper of this name, at the time of the trace, as plain tuples."""
-    fqn, input_dtype, device, flats = lookup(name).describe_for_trace()
+    fqn, input_dtype, device, flats = lookup(name)._fsdp_describe()
     return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
 
 

@@ -138,7 +138,7 @@ class UnitModule(UserMethods, StateDictMethods):
         with hooks_path.body_of(self, backend_key) as body:
             return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
 
-    def describe_for_trace(self) -> TracedUnit:
+    def _fsdp_describe(self) -> TracedUnit:
         """What the graph path's trace needs to know of this unit, as it is now."""
         unit = self._fsdp_unit
         reshards = unit.config.strategy.reshards_after_forward and not self._fsdp_is_outermost()
