@@ -155,7 +155,8 @@ class Root:
         unit = call.unit
         unit.machine.advance(UnitState.BACKWARD_PRE)
         call.backward_id = self._backward_id
-        call.inputs_left, call.grads = call.num_inputs, None
+        if call.segments is not None:
+            call.segments.begin()
         unit.pending_calls += 1
         unit.issue_unshard("backward")
         unit.wait_unshard()
@@ -167,30 +168,38 @@ class Root:
             unit.event = log.issue(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of a unit's views have come: if they are all, its backward is done.
+        """The gradients of a unit's views have come: its backward is done.
 
-        Where some are missing, the parameters may be unused, or more segments of reentrant
-        checkpointing may come. The gradients of the unit's inputs decide, or the end of the pass.
+        With segments it goes on: what ends it is the same on every rank, whichever gradients are
+        missing there, so that all reduce in one order.
         """
         if not self.in_backward:
             self._begin_backward()
-        if call.add(grads):
-            self._finish_backward(call)
-        else:
-            self._waiting.setdefault(id(call), call)
+        segments = call.segments
+        if segments is None:
+            self._finish_backward(call, grads)
+            return
+        segments.add(grads)
+        self._waiting.setdefault(id(call), call)
+        if segments.is_over:
+            self._finish_segments(call)
 
     def input_gradient(self, call: ForwardCall) -> None:
-        """The gradient of one of a unit's inputs has come."""
-        call.inputs_left -= 1
-        if call.inputs_left == 0 and id(call) in self._waiting:
-            self._finish_backward(call)
+        """The gradient of one of the inputs of a unit with segments has come."""
+        assert call.segments is not None
+        call.segments.inputs_left -= 1
+        if call.segments.is_over and id(call) in self._waiting:
+            self._finish_segments(call)
 
-    @torch.no_grad()
-    def _finish_backward(self, call: ForwardCall) -> None:
+    def _finish_segments(self, call: ForwardCall) -> None:
+        assert call.segments is not None
+        grads, call.segments.grads = call.segments.grads, None
+        del self._waiting[id(call)]
+        self._finish_backward(call, grads or ())
+
+    def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """Reshard a unit whose backward is done, and start to reduce its gradients."""
-        unit, grads = call.unit, call.grads or ()
-        call.grads = None
-        self._waiting.pop(id(call), None)
+        unit = call.unit
         events.finish(unit.event)
         unit.event = None
         if unit.machine.state is UnitState.BACKWARD_PRE:
@@ -214,7 +223,7 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         for call in list(self._waiting.values()):
-            self._finish_backward(call)
+            self._finish_segments(call)
         while self._pending:
             self._pending.popleft().finish()
         for unit in self.units:
@@ -241,6 +250,7 @@ class Root:
             unit.issue_unshard("backward")
             return
 
+    @torch.no_grad()
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         for pending in self._pending:
             pending.advance()

@@ -51,31 +51,50 @@ class ForwardCall:
         views: the parameter views of this call, one list a flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
-        num_inputs: inputs whose gradients tell that the unit's backward is over.
-        inputs_left: those of them whose gradients have not come in this backward pass.
-        grads: gradients of the views that have come in this backward pass, where more may come:
-            reentrant checkpointing gives those of each of its segments by themselves.
+        segments: what reentrant checkpointing needs to know; ``None``: it is not used.
     """
 
     unit: Unit
     views: list[list[torch.Tensor]]
     order: int = -1
     backward_id: int = 0
-    num_inputs: int = 0
+    segments: Segments | None = None
+
+
+@dataclass(eq=False)
+class Segments:
+    """The backward of a call whose views' gradients come segment by segment.
+
+    Reentrant checkpointing runs the backward of each of its segments by itself. The unit's backward
+    is over when the gradients of its inputs are there.
+
+    Attributes:
+        num_inputs: how many inputs' gradients are to come; 0: the end of the pass decides.
+        inputs_left: those of them that have not come in this backward pass.
+        grads: gradients of the views that have come in this backward pass.
+    """
+
+    num_inputs: int
     inputs_left: int = 0
     grads: list[torch.Tensor | None] | None = None
 
-    def add(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Take gradients of the views; returns whether none is missing, or none more can come."""
+    def begin(self) -> None:
+        """Another backward pass begins."""
+        self.inputs_left, self.grads = self.num_inputs, None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the gradients of all inputs have come."""
+        return self.num_inputs > 0 and self.inputs_left == 0
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take gradients of the views."""
         if self.grads is None:
             self.grads = list(grads)
-        else:
-            for i, (sum_, grad) in enumerate(zip(self.grads, grads, strict=True)):
-                if grad is not None:
-                    self.grads[i] = grad if sum_ is None else sum_ + grad
-        if not any(grad is None for grad in self.grads):
-            return True
-        return self.num_inputs > 0 and self.inputs_left == 0
+            return
+        for i, (total, grad) in enumerate(zip(self.grads, grads, strict=True)):
+            if grad is not None:
+                self.grads[i] = grad if total is None else total + grad
 
 
 @dataclass
@@ -154,6 +173,7 @@ class Unit:
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
+        self.has_segments: dict[bool, bool] = {}  # by its module's training mode, once known
         self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []

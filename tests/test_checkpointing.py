@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Transformer, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
@@ -142,3 +143,29 @@ def test_reentrant_segments_of_a_unit(ranks: RankPool) -> None:
             ("reduce_scatter", "1", "backward"),
             ("reduce_scatter", "", "backward"),
         ]
+
+
+class _Routed(nn.Module):
+    """Uses one of its layers on rank 0, both on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.routed = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.routed(x) if dist.get_rank() else y
+
+
+def _routed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), _Routed(), _Routed(), _Routed())
+    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Routed}))
+    with record_events() as log:
+        sharded(torch.ones(3, 6)).sum().backward()
+    return log.keys("all_gather", "reduce_scatter")
+
+
+def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> None:
+    first, second = ranks.run(_routed, 2)
+    assert first == second
