@@ -27,7 +27,6 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-ALL_WAYS = ["eager", "hooks", "graph", "graph-inductor"]
 POLICY = ModuleWrapPolicy({Block})
 
 
@@ -55,7 +54,9 @@ def _run(
     return losses, log.keys(), log.peak_unsharded_bytes()
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize(
+    "way", ["eager", "hooks", "graph", pytest.param("graph-inductor", marks=pytest.mark.slow)]
+)
 def test_events_are_the_wrappers(ranks: RankPool, way: str) -> None:
     wrapper = ranks.run(_run, 2, "wrapper", way, {})
     for kind in ("policy", "one by one") if way == "eager" else ("policy",):

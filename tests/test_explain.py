@@ -429,7 +429,9 @@ def _explained(rank: int, world_size: int, way: str) -> Any:
     return found, unchanged and same and wrapped.training, keys
 
 
-@pytest.mark.parametrize("way", ["fsdp_dynamo_aot_eager", "fsdp_dynamo"])
+@pytest.mark.parametrize(
+    "way", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
+)
 def test_graph_path(ranks: RankPool, way: str) -> None:
     results = ranks.run(_explained, 2, way)
     for found, unchanged, keys in results:

@@ -116,11 +116,11 @@ def _accumulate(rank: int, world_size: int, first: str, last: str) -> tuple[Any,
         ("eager sync", "eager"),
         ("eager", "eager"),
         ("hooks", "hooks"),
-        ("graph sync", "graph"),
+        pytest.param("graph sync", "graph", marks=pytest.mark.slow),
         ("graph", "graph"),
         pytest.param("graph-inductor", "graph-inductor", marks=pytest.mark.slow),
         ("eager", "graph"),
-        ("graph", "hooks"),
+        pytest.param("graph", "hooks", marks=pytest.mark.slow),
     ],
 )
 def test_accumulation(ranks: RankPool, first: str, last: str) -> None:

@@ -83,7 +83,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
     return list(zip(planned, generated, strict=True))
 
 
-@pytest.mark.parametrize("bucket", [False, True])
+@pytest.mark.parametrize("bucket", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_order_in_code_is_the_planned_one(ranks: RankPool, bucket: bool) -> None:
     """Forward and backward, collectives among the products around them."""
     for graphs in ranks.run(_orders, 2, bucket):

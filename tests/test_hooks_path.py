@@ -206,7 +206,7 @@ def _many_models(rank: int, world_size: int, way: str) -> list[bool]:
     return [*results, watch.outside == 0]
 
 
-@pytest.mark.parametrize("way", ["hooks", "graph"])
+@pytest.mark.parametrize("way", ["hooks", pytest.param("graph", marks=pytest.mark.slow)])
 def test_many_models_in_one_process(ranks: RankPool, way: str) -> None:
     """More models than Dynamo keeps entries of one code object: all are compiled."""
     assert ranks.run(_many_models, 2, way) == [[True] * 11] * 2

@@ -42,6 +42,7 @@ def test_step_equals_ddp(ranks: RankPool, name: str, way: str) -> None:
         assert got == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_step_under_inductor(ranks: RankPool) -> None:
     for expected, got in ranks.run(_compare, 2, "llama", "graph-inductor"):
         assert got == pytest.approx(expected, rel=1e-5)

@@ -64,7 +64,7 @@ def _as_ddp(
         ("eager", ShardingStrategy.HYBRID_SHARD_ZERO2, "mesh"),
         ("hooks", HYBRID, "mesh"),
         ("graph", HYBRID, "nodes"),
-        ("graph", ShardingStrategy._HYBRID_SHARD_ZERO2, "pair"),
+        pytest.param("graph", ShardingStrategy._HYBRID_SHARD_ZERO2, "pair", marks=pytest.mark.slow),
     ],
 )
 def test_equals_ddp(ranks: RankPool, way: str, strategy: ShardingStrategy, how: str) -> None:

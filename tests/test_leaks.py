@@ -46,7 +46,7 @@ def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, i
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tensor_is_kept(ranks: RankPool, way: str, backward: bool) -> None:
     for early, late in ranks.run(_steps, 2, way, backward):

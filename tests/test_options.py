@@ -56,7 +56,7 @@ def _each_off(rank: int, world_size: int) -> list[str]:
     return changed
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_results_are_bitwise_the_same_without_each_decision(
     ranks: RankPool, world_size: int
 ) -> None:
