@@ -1,6 +1,7 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
 import fsdp_dynamo.compile  # noqa: F401  # registers the backends of torch.compile
+from fsdp_dynamo import checkpoint
 from fsdp_dynamo.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -17,6 +18,7 @@ from fsdp_dynamo.api import (
 )
 from fsdp_dynamo.composable import FSDPModule, fully_shard, replicate
 from fsdp_dynamo.errors import (
+    CheckpointError,
     DivergenceError,
     FSDPError,
     FSDPStateError,
@@ -37,6 +39,7 @@ __all__ = [
     "FSDP",
     "BackwardPrefetch",
     "CPUOffload",
+    "CheckpointError",
     "DivergenceError",
     "Event",
     "EventLog",
@@ -59,6 +62,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnsupportedError",
+    "checkpoint",
     "explain",
     "fully_shard",
     "record_events",

@@ -27,6 +27,10 @@ class DivergenceError(FSDPError):
     """Ranks are about to run different collectives."""
 
 
+class CheckpointError(FSDPError):
+    """A checkpoint that cannot be written, or is not what should be loaded."""
+
+
 class UnsupportedError(FSDPError, NotImplementedError):
     """An argument that upstream knows and this version does not support."""
 

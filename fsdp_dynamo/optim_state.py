@@ -1,13 +1,15 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
 An optimizer holds this rank's 1-D parts, by number. In a state dict a state as large as its
-parameter is what the parameter would be: the whole tensor, or this rank's part of it. Numbers (step
-counts) stay as they are.
+parameter is what the parameter would be: the whole tensor, or this rank's part of it. Others (step
+counts, sums over rows of the whole parameter) stay as they are; they are the same on all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from torch import nn
 from fsdp_dynamo.agreement import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.build import plain_fqn
-from fsdp_dynamo.errors import FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.parts import gather_like, local_of, part_of, whole_shape
 from fsdp_dynamo.unit import Unit
@@ -97,8 +99,7 @@ def save(
         groups[group_number]["params"].append(place.fqn)
     form = settings.state_dict_type
     if form is not StateDictType.LOCAL_STATE_DICT:
-        for place, state in states.items():
-            _require_known(place, state)
+        _require_alike(named, states)
     if form is StateDictType.FULL_STATE_DICT:
         return _full(named, states, groups, settings)
     result: dict[str, Any] = {}
@@ -113,25 +114,6 @@ def save(
 
 def _is_like_param(place: Place, value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == place.param.shape
-
-
-def _require_known(place: Place, state: Mapping[str, Any]) -> None:
-    """A state that depends on how its parameter is sharded means nothing to another sharding."""
-    if place.flat is None or not place.flat.is_sharded:
-        return
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.numel() == 1:
-            continue
-        if not _is_like_param(place, value):
-            raise UnsupportedError(
-                explain(
-                    expected="states as large as this rank's part of the parameter, "
-                    f"{tuple(place.param.shape)}, or single numbers",
-                    got=f"'{name}' of shape {tuple(value.shape)}",
-                    where=f"{_WHERE}, parameter '{place.fqn}'",
-                    fix="Use LOCAL_STATE_DICT, which the same sharding loads.",
-                )
-            )
 
 
 def _part(place: Place, value: Any, form: StateDictType) -> Any:
@@ -156,7 +138,6 @@ def _full(
     result: dict[str, dict[str, Any]] = {place.fqn: {} for place, state in states.items() if state}
     first = all(g.rank() == 0 for flat in named.flats[:1] for g in flat.groups.all)
     wanted = first or not getattr(config, "rank0_only", False)
-    _require_alike(named, states)
     for flat in named.flats:
         members = [by_index.get((flat, i)) for i in range(len(flat.originals))]
         names = dict.fromkeys(n for m in members if m for n in states[m])
@@ -176,14 +157,27 @@ def _full(
 
 
 def _require_alike(named: Named, states: Mapping[Place, Mapping[str, Any]]) -> None:
-    """All ranks must gather the same."""
+    """All ranks must have the same states; those that are not as large as this rank's part of
+    their parameter mean something to another sharding only if they are the same everywhere."""
     if not named.flats:
         return
-    text = json.dumps(
-        {p.fqn: sorted(n for n, v in s.items() if _is_like_param(p, v)) for p, s in states.items()}
+    text = json.dumps({p.fqn: {n: _told(p, n, s[n]) for n in sorted(s)} for p, s in states.items()})
+    fix = (
+        "A state must be as large as this rank's part of its parameter, or the same on all ranks; "
+        "any other goes into a LOCAL_STATE_DICT, which the same sharding loads."
     )
     for group in named.flats[0].groups.all:
-        require_same(group, "optimizer states", text)
+        require_same(group, "optimizer states", text, fix=fix)
+
+
+def _told(place: Place, name: str, value: Any) -> str:
+    """What other ranks are told of a state."""
+    if _is_like_param(place, value):
+        return "part"
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return "number"
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(value.shape)} {zlib.crc32(content.numpy().tobytes()):08x}"
 
 
 # -- loading -------------------------------------------------------------------------------------
@@ -204,7 +198,9 @@ def load(
         raise _wrong("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
     state = {
         number: {
-            name: value if is_local else _loaded(place, name, value)
+            name: value
+            if is_local
+            else _loaded(place, name, value, optim.state.get(place.param, {}))
             for name, value in given["state"][place.fqn].items()
         }
         for _, number, place in places
@@ -213,13 +209,37 @@ def load(
     return {"state": state, "param_groups": _groups(places, optim, given["param_groups"])}
 
 
-def _loaded(place: Place, name: str, value: Any) -> Any:
+def _loaded(place: Place, name: str, value: Any, own: Mapping[str, Any]) -> Any:
     if place.flat is None or not isinstance(value, torch.Tensor):
         return value
-    of_whole = tuple(value.shape) == whole_shape(place.flat, place.index)
-    if value.numel() == 1 and (not of_whole or name == "step"):
+    known = own.get(name)
+    is_part = known is not None and _is_like_param(place, known) and value.numel() > 1
+    if not is_part and not _is_like_whole(place, name, tuple(value.shape)):
         return value
     return local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
+
+
+def _is_like_whole(place: Place, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a saved state is as large as its whole parameter."""
+    if place.flat is None or shape != whole_shape(place.flat, place.index):
+        return False
+    return math.prod(shape) > 1 or name != "step"
+
+
+def empty_like_saved(
+    place: Place, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Memory for a saved state: this rank's part of it if it is as large as its parameter.
+
+    Args:
+        place: of the parameter.
+        name: of the state.
+        shape, dtype: of the saved one, as a whole.
+    """
+    if place.flat is None or not _is_like_whole(place, name, shape):
+        return torch.empty(shape, dtype=dtype)
+    local = torch.empty_like(place.param, dtype=dtype, requires_grad=False)
+    return part_of(place.flat, place.index, local.detach())
 
 
 def _groups(

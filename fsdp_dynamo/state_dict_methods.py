@@ -44,14 +44,14 @@ class StateDictMethods(nn.Module):
         """
         before = StateDictMethods.get_state_dict_type(module)
         chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
-        for unit in _units_in(module):
+        for unit in units_in(module):
             unit.state_dict_settings = chosen
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """The form in which the units in ``module`` write their state dicts."""
-        found = {unit.state_dict_settings for unit in _units_in(module)}
+        found = {unit.state_dict_settings for unit in units_in(module)}
         if len(found) == 1:
             return found.pop()
         raise FSDPStateError(
@@ -78,7 +78,7 @@ class StateDictMethods(nn.Module):
         try:
             yield
         finally:
-            for unit in _units_in(module):
+            for unit in units_in(module):
                 unit.state_dict_settings = before
 
     @staticmethod
@@ -100,11 +100,11 @@ class StateDictMethods(nn.Module):
             ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``.
 
         Raises:
-            DivergenceError: ranks have states of different parameters.
-            UnsupportedError: a state is neither as large as its parameter nor one number.
+            DivergenceError: ranks have states of different parameters, or one that is not as
+                large as its parameter and not the same on all ranks.
         """
         settings = StateDictMethods.get_state_dict_type(model)
-        named = optim_state.named_places(model, _units_in(model))
+        named = optim_state.named_places(model, units_in(model))
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state.save(named, optim, given, settings)
 
@@ -119,11 +119,12 @@ class StateDictMethods(nn.Module):
             FSDPValueError: an FQN that the model does not have, a tensor of another shape, or
                 parameter groups that cannot be told apart.
         """
-        named = optim_state.named_places(model, _units_in(model))
+        named = optim_state.named_places(model, units_in(model))
         settings = StateDictMethods.get_state_dict_type(model)
         return optim_state.load(named, optim, optim_state_dict, settings)
 
 
-def _units_in(module: nn.Module) -> list[Unit]:
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of a module and of those below it."""
     modules = [m for _, m in build.raw_named_modules(module)]
     return [m._fsdp_unit for m in modules if isinstance(m, StateDictMethods)]

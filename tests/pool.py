@@ -1,5 +1,6 @@
 """A pool of ranks: processes started once, reused by every test that needs ranks.
 
+They are forked from a server that has imported torch, so to start them anew takes no time.
 A job is a top-level function ``fn(rank, world_size, *args)``. The first ``world_size``
 processes form a fresh default gloo group for it, run it, and give its return values back.
 """
@@ -14,7 +15,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +28,8 @@ RATES = {
     "device": {"flops_per_ms": 3e7, "bytes_per_ms": 5e6},
 }
 """In place of what is measured: where collectives go must not depend on the machine."""
+
+_PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "fsdp_dynamo"]
 
 _jobs = itertools.count()
 
@@ -102,18 +106,50 @@ class RankPool:
         Raises:
             RankFailedError: with the tracebacks of all ranks that failed.
         """
-        self._start(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / f"store{next(_jobs)}")
-            name = f"{fn.__module__}:{fn.__qualname__}"
-            for _, pipe in self._ranks[:world_size]:
-                pipe.send((name, world_size, store, args, timeout))
+        with self._job(fn, world_size, args, timeout):
             answers = [self._answer(pipe, timeout) for _, pipe in self._ranks[:world_size]]
         failed = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failed:
             self.stop()
             raise RankFailedError("\n".join(failed))
         return [value for _, value in answers]
+
+    def run_and_kill(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        victims: Sequence[int],
+        when: Callable[[], None],
+        timeout: float = 60.0,
+    ) -> dict[int, tuple[bool, Any]]:
+        """Start a job, and ``kill -9`` some ranks when ``when`` returns.
+
+        Returns:
+            Of each other rank, whether it has returned, and what, or its traceback.
+        """
+        with self._job(fn, world_size, args, timeout):
+            when()
+            for rank in victims:
+                self._ranks[rank][0].kill()
+            for rank in victims:
+                self._ranks[rank][0].join()
+            others = [rank for rank in range(world_size) if rank not in victims]
+            answers = {rank: self._answer(self._ranks[rank][1], timeout) for rank in others}
+        self.stop()
+        return answers
+
+    @contextmanager
+    def _job(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+    ) -> Iterator[None]:
+        self._start(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / f"store{next(_jobs)}")
+            name = f"{fn.__module__}:{fn.__qualname__}"
+            for _, pipe in self._ranks[:world_size]:
+                pipe.send((name, world_size, store, args, timeout))
+            yield
 
     @staticmethod
     def _answer(pipe: Connection, timeout: float) -> tuple[bool, Any]:
@@ -126,7 +162,8 @@ class RankPool:
         return False, f"no answer within {timeout} s"
 
     def _start(self, count: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         while len(self._ranks) < count:
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -108,8 +108,18 @@ LAYERS: dict[str, dict[str, int]] = {
         "state_dict": 8,
         "optim_state": 9,
         "state_dict_methods": 10,
+        "checkpoint.folder": 1,
+        "checkpoint.small_states": 1,
+        "checkpoint.manifest": 2,
+        "checkpoint.damage": 3,
+        "checkpoint.writing": 3,
+        "checkpoint.concert": 3,
+        "checkpoint.tensors": 11,
+        "checkpoint.saving": 12,
+        "checkpoint.loading": 13,
+        "checkpoint": 14,
         "wrapper": 12,
-        "__init__": 13,
+        "__init__": 15,
     },
     "benchmarks": {
         "__init__": 0,
@@ -128,7 +138,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "pictures": 1,
         "cluster_group": 2,
         "peers.base": 2,
-        "dynamo.__init__": 2,
+        "dynamo": 2,
         "dynamo.extras": 2,
         "link": 2,
         "cluster": 3,
@@ -160,7 +170,7 @@ def _files(package: str) -> dict[str, Path]:
     files = {}
     for path in (ROOT / package).rglob("*.py"):
         name = ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
-        files["peers" if name == "peers.__init__" else name] = path
+        files[name.removesuffix(".__init__")] = path
     return files
 
 

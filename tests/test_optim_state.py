@@ -9,25 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import (
     FSDP,
+    DivergenceError,
     FSDPValueError,
     FullOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
-    UnsupportedError,
+    checkpoint,
     fully_shard,
 )
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-
-SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def _plain() -> nn.Module:
@@ -66,7 +63,48 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": _adamw, "sgd": _sgd}
+class _Factored(torch.optim.Optimizer):
+    """Like Adafactor: of the squared gradients of a matrix it keeps the sums over rows and columns.
+
+    These are of the whole matrix, and of no rank's part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    def _places(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
+        if hasattr(self.model, "parameter_shards"):
+            shards = self.model.parameter_shards().values()  # type: ignore[operator]
+            return [(shard.param, shard.shape, shard.start) for shard in shards]
+        return [(p, tuple(p.shape), 0) for p in self.model.parameters()]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param, shape, start in self._places():
+            if param.grad is None:
+                continue
+            if len(shape) < 2:
+                param.sub_(param.grad, alpha=0.01)
+                continue
+            flat_grad = param.grad.reshape(-1)
+            positions = torch.arange(start, start + param.numel())
+            rows, columns = positions // shape[1], positions % shape[1]
+            state = self.state[param]
+            for name, size, index in (("row", shape[0], rows), ("column", shape[1], columns)):
+                sums = torch.zeros(size).index_add_(0, index, flat_grad.square())
+                if param.numel() < shape[0] * shape[1] or dist.get_world_size() > 1:
+                    dist.all_reduce(sums)
+                state[name] = 0.9 * state.get(name, torch.zeros(size)) + 0.1 * sums
+            scale = (state["row"][rows] * state["column"][columns] + 1e-6).rsqrt()
+            param.sub_((flat_grad * scale).view_as(param), alpha=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "factored": _Factored,
+}
 
 
 def _train(
@@ -94,22 +132,14 @@ def _save(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple
     optimizer = OPTIMIZERS[kind](model)
     _train(model, optimizer, rank, range(2))
     whole = FSDP.optim_state_dict(model, optimizer)
-    with FSDP.state_dict_type(model, SHARDED):
-        states = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        dcp.save(states, checkpoint_id=folder)
+    checkpoint.save(folder, model, optimizer, step=2)
     return whole, _train(model, optimizer, rank, range(2, 4))
 
 
 def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple[Any, list[float]]:
     model = _sharded(how)
     optimizer = OPTIMIZERS[kind](model)
-    _init_optim_state(optimizer)
-    with FSDP.state_dict_type(model, SHARDED):
-        states = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        dcp.load(states, checkpoint_id=folder)
-        model.load_state_dict(states["model"])
-        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states["optim"])
-        optimizer.load_state_dict(loaded)
+    checkpoint.load(folder, model, optimizer)
     return FSDP.optim_state_dict(model, optimizer), _train(model, optimizer, rank, range(2, 4))
 
 
@@ -118,6 +148,7 @@ def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple
     [
         ("blocks", 4, "adamw", [("blocks", 4), ("one unit", 3), ("composable", 1)]),
         ("composable", 2, "sgd", [("composable", 2), ("replicas", 4), ("not sharded", 2)]),
+        ("one unit", 2, "factored", [("one unit", 2), ("blocks", 3)]),
     ],
 )
 def test_another_sharding_loads_it(
@@ -169,7 +200,7 @@ def _of_the_plain_model(rank: int, world_size: int, kind: str) -> tuple[bool, li
     return all(close) and known and same, [len(g) for g in groups], sorted(whole["state"])[:2]
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_whole_states_are_the_plain_optimizers(ranks: RankPool, kind: str) -> None:
     for same, groups, first in ranks.run(_of_the_plain_model, 2, kind):
         assert same
@@ -184,7 +215,7 @@ class _RowSums(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param]["sums"] = torch.ones(3)
+                self.state[param]["sums"] = torch.full((3,), float(dist.get_rank()))
 
 
 def _options(rank: int, world_size: int) -> dict[str, bool]:
@@ -204,7 +235,7 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
     shape = {"head.bias": {"momentum_buffer": torch.ones(5)}}
     torn = [{"params": ["norm.weight"], "lr": 1.0}]
     wrong: dict[str, tuple[Callable[[], object], type[Exception]]] = {
-        "state of the sharding": (lambda: FSDP.optim_state_dict(model, rows), UnsupportedError),
+        "state of the sharding": (lambda: FSDP.optim_state_dict(model, rows), DivergenceError),
         "unknown name": (
             lambda: FSDP.optim_state_dict_to_load(model, optimizer, unknown),
             FSDPValueError,

@@ -1,0 +1,22 @@
+"""Checkpoints that survive: written beside, verified, then made current; checked before loading.
+
+    from fsdp_dynamo import checkpoint
+
+    loaded = checkpoint.load("run", model, optimizer, per_rank={"data": loader})
+    for step in range(loaded.step if loaded else 0, steps):
+        ...
+        if step % 100 == 99:
+            saving = checkpoint.async_save(
+                "run", model, optimizer, step=step + 1, per_rank={"data": loader}, keep_last=3
+            )
+    saving.wait()
+
+Tensors are written and read by torch.distributed.checkpoint, each rank's own part of them.
+"""
+
+from fsdp_dynamo.checkpoint.folder import complete
+from fsdp_dynamo.checkpoint.loading import Loaded, load
+from fsdp_dynamo.checkpoint.saving import Saving, async_save, save
+from fsdp_dynamo.errors import CheckpointError
+
+__all__ = ["CheckpointError", "Loaded", "Saving", "async_save", "complete", "load", "save"]

@@ -1,0 +1,160 @@
+"""Reading a checkpoint: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from fsdp_dynamo.checkpoint import folder as folders
+from fsdp_dynamo.checkpoint import manifest, saving, small_states, tensors
+from fsdp_dynamo.checkpoint.concert import Concert, meet, torchs_errors
+from fsdp_dynamo.checkpoint.damage import require_intact, require_present
+from fsdp_dynamo.checkpoint.manifest import Manifest
+from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
+from fsdp_dynamo.checkpoint.small_states import Kept
+from fsdp_dynamo.errors import CheckpointError, explain
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: of the run when it was saved.
+        path: the checkpoint's folder.
+        world_size: ranks that had saved it.
+        is_exact: whether states of each rank (random numbers, ``per_rank``) were put back, too.
+            Not so with another number of ranks: nobody can say which rank's are whose.
+    """
+
+    step: int
+    path: Path
+    world_size: int
+    is_exact: bool
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: OneOrMore = (),
+    *,
+    step: int | None = None,
+    shared: Mapping[str, Kept] | None = None,
+    per_rank: Mapping[str, Kept] | None = None,
+) -> Loaded | None:
+    """Load a checkpoint of ``save`` into a model of any sharding; every rank must call it.
+
+    All files are compared with their checksums first, each by one of the ranks. An optimizer need
+    not have made a step.
+
+    Args:
+        folder: of all checkpoints of the run.
+        model: of the same parameters as the one that was saved, sharded in any way or not.
+        optimizers: one or several; leave them out to load the model only.
+        step: which one to load; ``None``: the newest complete one.
+        shared, per_rank: as for ``save``; those that are given are put back.
+
+    Returns:
+        What was loaded; ``None`` where there is no checkpoint at all and ``step`` is not given.
+
+    Raises:
+        CheckpointError: a file is missing or damaged (names it, and the FQNs it holds), or the
+            checkpoint is one of another model, or of a newer format. On every rank; nothing was
+            changed.
+        DivergenceError: ranks want to load something different, or do not come.
+    """
+    kept, own = dict(shared or {}), dict(per_rank or {})
+    small_states.require_stateful(kept, "shared")
+    small_states.require_stateful(own, "per_rank")
+    saving.wait_for_last()
+    names = (tuple(sorted(kept)), tuple(sorted(own)))
+    concert = meet("checkpoint to load", f"step {step}, states {names}")
+    path = concert.first(lambda: folders.find(Path(folder), step))
+    if path is None:
+        return None
+    found = _checked(concert, path, names)
+    _load_tensors(concert, path, model, as_list(optimizers))
+    is_exact = found.world_size == concert.size
+    concert.all(lambda: _put_back(path, concert.rank, is_exact, kept, own))
+    if not is_exact:
+        warnings.warn(
+            f"'{path}' was saved by {found.world_size} ranks, and {concert.size} load it: states "
+            "of single ranks (random numbers, per_rank) stay as they are.",
+            stacklevel=2,
+        )
+    return Loaded(found.step, path, found.world_size, is_exact)
+
+
+def _checked(concert: Concert, path: Path, names: tuple[tuple[str, ...], ...]) -> Manifest:
+    def check() -> Manifest:
+        found = manifest.read(path)
+        for kind, wanted, saved in zip(
+            ("shared", "per_rank"), names, (found.shared, found.per_rank), strict=True
+        ):
+            _require_names(path, kind, wanted, saved)
+        require_present(path, found)
+        return found
+
+    found = concert.all(check)[0]
+    concert.all(lambda: require_intact(path, found, concert.rank, concert.size))
+    return found
+
+
+def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: Any) -> None:
+    """The states of optimizers first, into new memory: until all of it fits, nothing is changed."""
+    reader = FileSystemReader(path)
+    index = reader.read_metadata()
+    states: dict[str, dict[str, Any]] = {}
+
+    def prepare() -> None:
+        states["model"] = tensors.model_to_load(index, model)
+        states["optimizers"] = tensors.optimizers_to_load(index, model, optimizers)
+
+    def read(state: dict[str, Any]) -> None:
+        alone = concert.group is None
+        with torchs_errors():
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=concert.group, no_dist=alone
+            )
+
+    concert.all(prepare)
+    give: list[Callable[[], None]] = []
+    if optimizers:
+        concert.all(lambda: read(states["optimizers"]))
+        concert.all(
+            lambda: give.append(tensors.giver(states["optimizers"], index, model, optimizers))
+        )
+    concert.all(lambda: read(states["model"]))
+    concert.all(lambda: tensors.take(states["model"], model))
+    for one in give:
+        one()
+
+
+def _put_back(
+    path: Path, rank: int, is_exact: bool, shared: Mapping[str, Kept], own: Mapping[str, Kept]
+) -> None:
+    small_states.give_back(shared, small_states.unpacked((path / folders.SHARED).read_bytes()))
+    if is_exact:
+        states = small_states.unpacked((path / folders.own_file(rank)).read_bytes())
+        small_states.give_back(own, states["per_rank"])
+        small_states.set_random_state(states["random"])
+
+
+def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:
+    missing = [name for name in wanted if name not in saved]
+    if missing:
+        raise CheckpointError(
+            explain(
+                expected=f"{kind} states {', '.join(wanted)}",
+                got=f"a checkpoint without '{missing[0]}' (it has: {', '.join(saved) or 'none'})",
+                where=f"checkpoint '{path}'",
+                fix="Leave out what was not saved.",
+            )
+        )

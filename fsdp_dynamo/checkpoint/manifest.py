@@ -1,0 +1,120 @@
+"""What a checkpoint consists of: sizes and checksums of its files, and what can be loaded from it.
+
+The manifest is written last, and read and checked first. Checksums are CRC-32: they find what disks
+and networks do to bytes; they are no protection from somebody who changes files on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_dynamo.checkpoint.folder import MANIFEST
+from fsdp_dynamo.errors import CheckpointError, explain
+
+FORMAT = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A file's size in bytes and its CRC-32."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents.
+
+    Attributes:
+        step: of the training run.
+        world_size: ranks that have written it.
+        shared: names of states that all ranks have in common.
+        per_rank: names of states of each rank.
+        files: all files but the manifest, by name.
+        format: version of all this.
+    """
+
+    step: int
+    world_size: int
+    shared: tuple[str, ...]
+    per_rank: tuple[str, ...]
+    files: Mapping[str, Sum]
+    format: int = FORMAT
+
+
+def sum_of(path: Path) -> Sum:
+    """Read a file from its begin to its end."""
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            size += len(chunk)
+    return Sum(size, crc)
+
+
+def write(manifest: Manifest, folder: Path) -> None:
+    """Write it with a checksum of its own."""
+    content = _canonical(asdict(manifest))
+    text = f'{{"crc32": {zlib.crc32(content.encode())},\n"content": {content}}}\n'
+    with (folder / MANIFEST).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        given = json.loads(path.read_text())
+        content = given["content"]
+        is_whole = zlib.crc32(_canonical(content).encode()) == given["crc32"]
+    except FileNotFoundError:
+        raise _wrong(path, "a manifest", "no such file") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise _wrong(path, "a manifest", f"something unreadable ({error})") from None
+    if not is_whole:
+        raise _wrong(path, "content that fits its checksum", "a damaged file")
+    if content["format"] > FORMAT:
+        raise CheckpointError(
+            explain(
+                expected=f"format {FORMAT} or older",
+                got=f"format {content['format']}",
+                where=f"file '{path}'",
+                fix="It was written by a newer fsdp_dynamo: upgrade to load it.",
+            )
+        )
+    return _manifest(content)
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    files = {name: Sum(**one) for name, one in content["files"].items()}
+    lists = {name: tuple(content[name]) for name in ("shared", "per_rank")}
+    return Manifest(**{**content, **lists, "files": files})
+
+
+def _canonical(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _wrong(path: Path, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            expected=expected,
+            got=got,
+            where=f"file '{path}'",
+            fix="Load an older step, or restore the file from a copy.",
+        )
+    )

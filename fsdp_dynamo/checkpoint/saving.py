@@ -1,0 +1,275 @@
+"""Writing a checkpoint: beside the others, verified, then made current."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+
+from fsdp_dynamo.checkpoint import folder as folders
+from fsdp_dynamo.checkpoint import manifest, small_states, tensors
+from fsdp_dynamo.checkpoint.concert import Concert, meet, said_of, torchs_errors
+from fsdp_dynamo.checkpoint.damage import require_written
+from fsdp_dynamo.checkpoint.manifest import Manifest
+from fsdp_dynamo.checkpoint.small_states import Kept
+from fsdp_dynamo.checkpoint.writing import Planner, Writer
+from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, explain
+
+OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What this rank writes: nothing that training changes, where that goes on.
+
+    Attributes:
+        tensors: for torch.distributed.checkpoint.
+        shared, own: bytes of the files of small states.
+        names: of small states, shared and of each rank.
+    """
+
+    step: int
+    tensors: dict[str, Any]
+    shared: bytes
+    own: bytes
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class Saving:
+    """A checkpoint that is being written while training goes on."""
+
+    def __init__(self, write: Callable[[], Path]) -> None:
+        self._path: Path | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self._path = write()
+        except Exception as error:  # noqa: BLE001  # raised where somebody waits
+            self._error = error
+
+    def is_done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until it is complete; returns its folder.
+
+        Raises:
+            CheckpointError: it could not be written. Older checkpoints are as they were.
+        """
+        global _last
+        self._thread.join()
+        if _last is self:
+            _last = None
+        if self._error is not None:
+            raise CheckpointError(said_of(self._error)) from self._error
+        assert self._path is not None
+        return self._path
+
+
+_last: Saving | None = None
+"""The one that may still be written: there is never more than one."""
+
+
+def async_save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: OneOrMore = (),
+    *,
+    step: int,
+    shared: Mapping[str, Kept] | None = None,
+    per_rank: Mapping[str, Kept] | None = None,
+    keep_last: int | None = None,
+) -> Saving:
+    """``save`` whose writing goes on in the background; every rank must call it.
+
+    It returns when this rank's part of everything has been copied to memory on the CPU. If an
+    earlier one is still being written, it waits for that first, and raises what that has met.
+    Call ``wait()`` on what it returns before the process group is destroyed.
+
+    Args, Raises: see ``save``.
+    """
+    global _last
+    write = _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
+    _last = Saving(write)
+    return _last
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: OneOrMore = (),
+    *,
+    step: int,
+    shared: Mapping[str, Kept] | None = None,
+    per_rank: Mapping[str, Kept] | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Write a checkpoint; every rank must call it, with the same arguments.
+
+    Each rank writes its own part of the model's and the optimizers' tensors; nothing is gathered.
+    What is written is read back and compared. Only then does the folder get its final name, so a
+    run that is killed at any time leaves the checkpoints that were there, and perhaps this one.
+
+    Args:
+        folder: of all checkpoints of the run, on storage that all ranks see.
+        model: wrapped, composable, or plain on a single rank.
+        optimizers: one or several, of parameters of the model.
+        step: of the run; the checkpoint's name.
+        shared: states that are the same on all ranks (scheduler, gradient scaler), by name; what
+            has ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. Rank 0's is saved.
+        per_rank: the same, of states that each rank has for itself (data loader).
+        keep_last: how many checkpoints to keep, this one among them; ``None``: all.
+
+    Random number states of Python, NumPy and torch are always in it, for each rank.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written; names the file and what it was to hold. On every
+            rank; older checkpoints are as they were.
+        DivergenceError: ranks want to save something different, or do not come.
+        FSDPTypeError, FSDPValueError, UnsupportedError: wrong arguments; nothing was written.
+    """
+    return _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=False)()
+
+
+def _prepared(
+    folder: str | Path,
+    model: nn.Module,
+    optimizers: OneOrMore,
+    step: int,
+    shared: Mapping[str, Kept] | None,
+    per_rank: Mapping[str, Kept] | None,
+    keep_last: int | None,
+    *,
+    copied: bool,
+) -> Callable[[], Path]:
+    """Collect what is to be written; returns what writes it."""
+    _require_numbers(step, keep_last)
+    kept, own = dict(shared or {}), dict(per_rank or {})
+    small_states.require_stateful(kept, "shared")
+    small_states.require_stateful(own, "per_rank")
+    wait_for_last()
+    names = (tuple(sorted(kept)), tuple(sorted(own)))
+    concert = meet("checkpoint to save", f"step {step}, states {names}, keep_last {keep_last}")
+
+    def collect() -> _Content:
+        return _Content(
+            step,
+            tensors.to_save(model, as_list(optimizers), copied),
+            small_states.packed(small_states.states_of(kept), "shared"),
+            small_states.packed(
+                {"random": small_states.random_state(), "per_rank": small_states.states_of(own)},
+                "per_rank",
+            ),
+            names,
+        )
+
+    content: list[_Content] = []
+    concert.all(lambda: content.append(collect()))
+    return lambda: _write(concert, Path(folder), content.pop(), keep_last)
+
+
+def _write(concert: Concert, folder: Path, content: _Content, keep_last: int | None) -> Path:
+    part = concert.first(lambda: folders.begin(folder, content.step))
+    try:
+        sums = _written(concert, part, content)
+        path = concert.first(lambda: _published(part, content, concert.size, sums))
+    except CheckpointError:
+        if concert.rank == 0:
+            folders.discard(part)
+        raise
+    concert.first(lambda: folders.keep(folder, keep_last))
+    return path
+
+
+def _written(concert: Concert, part: Path, content: _Content) -> dict[str, manifest.Sum]:
+    """Write all files; the sums of those of all ranks."""
+    writer = Writer(part)
+    alone = concert.group is None
+
+    def write_tensors() -> None:
+        with torchs_errors():
+            state_dict_saver.save(
+                content.tensors,
+                storage_writer=writer,
+                planner=Planner(),
+                process_group=concert.group,
+                no_dist=alone,
+            )
+
+    def write_the_rest() -> dict[str, manifest.Sum]:
+        writer.write_bytes(folders.own_file(concert.rank), content.own)
+        if concert.rank == 0:
+            writer.write_bytes(folders.SHARED, content.shared)
+        for name, meant in writer.sums.items():
+            require_written(part / name, meant)
+        return writer.sums
+
+    concert.all(write_tensors)
+    every = concert.all(write_the_rest)
+    return {name: one for sums in every for name, one in sums.items()}
+
+
+def _published(
+    part: Path, content: _Content, world_size: int, sums: dict[str, manifest.Sum]
+) -> Path:
+    shared, per_rank = content.names
+    manifest.write(Manifest(content.step, world_size, shared, per_rank, sums), part)
+    return folders.publish(part)
+
+
+def wait_for_last() -> None:
+    """Wait for a checkpoint that is still being written.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if _last is not None:
+        _last.wait()
+
+
+def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:
+    """Optimizers as a list.
+
+    Raises:
+        FSDPTypeError: something else.
+    """
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for one in given:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise FSDPTypeError(
+                explain(
+                    expected="an optimizer, or a list of some",
+                    got=type(one).__name__,
+                    where="checkpoint",
+                    fix="Pass torch.optim.Optimizer objects; other states go to shared.",
+                )
+            )
+    return given
+
+
+def _require_numbers(step: int, keep_last: int | None) -> None:
+    for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1)):
+        if value is None and name == "keep_last":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise FSDPValueError(
+                explain(
+                    expected=f"a whole number, {least} or more",
+                    got=repr(value),
+                    where=name,
+                    fix="Nothing was written.",
+                )
+            )
