@@ -74,7 +74,6 @@ def require_same(
     name: str,
     text: str,
     *,
-    patience_s: float | None = None,
     fix: str = "Give all ranks the same, then start all ranks again.",
 ) -> None:
     """Return if all ranks of a group give the same text; every rank must call it.
@@ -83,7 +82,6 @@ def require_same(
         group: whose ranks.
         name: what the text is, in words, for messages.
         text: this rank's.
-        patience_s: how late a rank may come, if not ``set_agreement_timeout``'s seconds.
         fix: what to do about ranks that differ.
 
     Raises:
@@ -93,8 +91,7 @@ def require_same(
     store = shared_store(group)
     if store is None:
         return
-    too_late = _not_given(name, patience_s)
-    texts = _exchange(group, store, f"same/{name}", text, too_late, patience_s)
+    texts = _exchange(group, store, f"same/{name}", text, _not_given(name))
     ranks = list(texts)
     differing = [rank for rank in ranks[1:] if texts[rank] != texts[ranks[0]]]
     if differing:
@@ -152,13 +149,12 @@ def _exchange(
     purpose: str,
     text: str,
     too_late: Callable[[Sequence[int]], str],
-    patience_s: float | None = None,
 ) -> dict[int, str]:
     """Every rank's text, by rank."""
     ranks = dist.get_process_group_ranks(group)
     key = f"{purpose}/{_next_round(purpose, ranks)}"
     store.set(f"{key}/{dist.get_rank()}", text)
-    return wait_for_texts(group, store, key, ranks, too_late, patience_s)
+    return wait_for_texts(group, store, key, ranks, too_late)
 
 
 def _fail(store: Any, message: str) -> None:
@@ -283,11 +279,11 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
     )
 
 
-def _not_given(name: str, patience_s: float | None = None) -> Callable[[Sequence[int]], str]:
+def _not_given(name: str) -> Callable[[Sequence[int]], str]:
     def message(missing: Sequence[int]) -> str:
         return explain(
             expected=f"the {name} of rank(s) {_listed(missing)}",
-            got=f"nothing within {patience_s or agreement_timeout_s():g} s",
+            got=f"nothing within {agreement_timeout_s():g} s",
             where=name,
             fix=f"{_CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout().",
         )

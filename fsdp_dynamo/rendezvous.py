@@ -179,12 +179,7 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def wait_for_texts(
-    group: dist.ProcessGroup,
-    store: Any,
-    key: str,
-    ranks: Sequence[int],
-    too_late: TooLate,
-    patience_s: float | None = None,
+    group: dist.ProcessGroup, store: Any, key: str, ranks: Sequence[int], too_late: TooLate
 ) -> dict[int, str]:
     """Texts of ranks, by rank, from ``key/rank``.
 
@@ -194,27 +189,21 @@ def wait_for_texts(
         key: of this exchange.
         ranks: global ranks that have set, or will set, their text.
         too_late: makes the error's message of the ranks that have not come.
-        patience_s: how late they may be, if not ``set_agreement_timeout``'s seconds.
 
     Raises:
         DivergenceError: ranks that do not compile have not come within the timeout, or a rank has
             left a notice.
     """
     with _waiting():
-        keys = {rank: f"{key}/{rank}" for rank in ranks}
-        _wait_for_keys(group, store, keys, too_late, patience_s or _timeout_s)
+        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, too_late)
     return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
 
 
 def _wait_for_keys(
-    group: dist.ProcessGroup,
-    store: Any,
-    keys: dict[int, str],
-    too_late: TooLate,
-    patience_s: float,
+    group: dist.ProcessGroup, store: Any, keys: dict[int, str], too_late: TooLate
 ) -> None:
     began = heard = time.monotonic()
-    limit_s = max(group_timeout_s(group), patience_s)
+    limit_s = max(group_timeout_s(group), _timeout_s)
     poll_s, max_poll_s = _POLL_S
     missing = list(keys)
     while missing := [rank for rank in missing if not store.check([keys[rank]])]:
@@ -222,7 +211,7 @@ def _wait_for_keys(
         now = time.monotonic()
         if any(map(_is_busy, missing)):
             heard = now
-        if now - heard > patience_s or now - began > limit_s:
+        if now - heard > _timeout_s or now - began > limit_s:
             message = too_late(missing)
             leave_notice(store, message)
             raise DivergenceError(message)

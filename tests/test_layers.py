@@ -113,7 +113,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "checkpoint.manifest": 2,
         "checkpoint.damage": 3,
         "checkpoint.writing": 3,
-        "checkpoint.concert": 3,
+        "checkpoint.concert": 1,
         "checkpoint.tensors": 11,
         "checkpoint.saving": 12,
         "checkpoint.loading": 13,

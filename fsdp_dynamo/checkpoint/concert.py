@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_dynamo.agreement import require_same
-from fsdp_dynamo.errors import CheckpointError, FSDPError, explain
+from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, explain
 
 T = TypeVar("T")
 
@@ -66,15 +68,19 @@ class Concert:
         try:
             dist.all_gather_object(answers, own, group=self.group)
         except RuntimeError as error:
-            raise CheckpointError(
-                explain(
-                    expected=f"all {self.size} ranks to go on",
-                    got=str(error).split("\n")[0],
-                    where=f"rank {self.rank}",
-                    fix="A rank has died, or is stuck. Start all ranks again; complete checkpoints "
-                    "are as they were.",
-                )
-            ) from error
+            raise self.broken(error) from error
+
+    def broken(self, error: RuntimeError) -> CheckpointError:
+        """What is raised when ranks are out of reach."""
+        return CheckpointError(
+            explain(
+                expected=f"all {self.size} ranks to come and to go on",
+                got=str(error).split("\n")[0],
+                where=f"rank {self.rank}",
+                fix="A rank has died, is stuck, or does not save or load. Start all ranks again; "
+                "complete checkpoints are as they were.",
+            )
+        )
 
     def first(self, act: Callable[[], T]) -> T:
         """The first rank acts; every rank gets what it returned.
@@ -89,16 +95,41 @@ def meet(what: str, text: str) -> Concert:
     """Bring all ranks together; every rank must call it, with the same text.
 
     Raises:
-        DivergenceError: a rank's text differs, or it has not come within ``PATIENCE_S``.
+        DivergenceError: a rank's text differs. All ranks may go on.
+        CheckpointError: a rank has died, or has not come within ``PATIENCE_S``.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
         return Concert(None, 0, 1)
-    world = dist.group.WORLD
-    assert world is not None
-    require_same(world, what, text, patience_s=PATIENCE_S)
     if world not in _groups:
+        dist.barrier()  # finds out about a rank that has died, which making a group does not
         _groups[world] = dist.new_group(backend="gloo")
-    return Concert(_groups[world], dist.get_rank(), dist.get_world_size())
+    concert = Concert(_groups[world], world.rank(), world.size())
+    if not _is_same(concert, zlib.crc32(text.encode())):
+        _raise_difference(what, concert.all(lambda: text))
+    return concert
+
+
+def _is_same(concert: Concert, number: int) -> bool:
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(concert.size)]
+    work = dist.all_gather(numbers, torch.tensor([number]), group=concert.group, async_op=True)
+    try:
+        work.wait(timedelta(seconds=PATIENCE_S))
+    except RuntimeError as error:
+        raise concert.broken(error) from error
+    return len({int(one) for one in numbers}) == 1
+
+
+def _raise_difference(what: str, texts: list[str]) -> None:
+    differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    raise DivergenceError(
+        explain(
+            expected=f"the same on all ranks, {texts[0]} as on rank 0",
+            got=f"{texts[differing[0]]} on rank(s) {', '.join(map(str, differing))}",
+            where=what,
+            fix="Call it with the same arguments on all ranks. Nothing was changed.",
+        )
+    )
 
 
 @contextmanager
