@@ -132,7 +132,7 @@ def _goes_on(rank: int, world_size: int, how: str, folder: str) -> dict[str, Any
     again = [second.step() for _ in range(3)]
     return {
         "nothing yet": nothing_yet is None,
-        "path": path == Path(folder) / "step-0000000003",
+        "path": path == Path(folder) / "000001-step-3",
         "what was loaded": loaded == checkpoint.Loaded(3, path, world_size, True),
         "losses": losses == again,
         "scale": first.shared["scaler"].get_scale() == second.shared["scaler"].get_scale() > 4,
@@ -198,23 +198,22 @@ def _small() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     model, optimizer = _small()
-    (tmp_path / "step-0000000001.part").mkdir()
-    (tmp_path / "step-0000000001.gone").mkdir()
+    (tmp_path / "000007-step-1.part").mkdir()
+    (tmp_path / "000006-step-1.gone").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    for step in (5, 10, 20, 15):
+    for step in (5, 10, 20, 15):  # from 20 somebody went back
         checkpoint.save(tmp_path, model, optimizer, step=step, keep_last=3)
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [10, 15, 20]
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [10, 20, 15]
     newest = checkpoint.load(tmp_path, model)
     assert newest is not None
-    assert newest.step == 20
+    assert newest.step == 15
     with torch.no_grad():
         model[0].bias.fill_(3.0)
-    again = checkpoint.save(tmp_path, model, step=20)
-    assert again.name == "step-0000000020-1"
+    checkpoint.save(tmp_path, model, step=20, keep_last=2)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"step-0000000010", "step-0000000015", again.name, "notes.txt"}
+    assert names == {"000011-step-15", "000012-step-20", "notes.txt"}
     other, _ = _small()
-    checkpoint.load(tmp_path, other)
+    checkpoint.load(tmp_path, other, step=20)
     assert torch.equal(other[0].bias, model[0].bias)
     checkpoint.load(tmp_path, other, step=15)
     assert not torch.equal(other[0].bias, model[0].bias)
@@ -254,7 +253,7 @@ def _in_the_background(rank: int, world_size: int, folder: str) -> dict[str, boo
     return {
         "goes on meanwhile": waits,
         "one at a time": first_is_done,
-        "path": path == Path(folder) / "step-0000000001",
+        "path": path == Path(folder) / "000001-step-1",
         "as it was when saved": [other.step(), other.step()] == losses,
         "both": [step for step, _ in checkpoint.complete(Path(folder))] == [1, 3],
     }

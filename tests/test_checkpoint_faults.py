@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
 from fsdp_dynamo.checkpoint import writing
 
-NEWEST = "step-0000000002"
+NEWEST = "000002-step-2"
 
 
 def _model(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -220,7 +220,7 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(folder, model, optimizer, step=3)
     monkeypatch.undo()
-    assert {path.name for path in folder.iterdir()} == {"step-0000000001", NEWEST}
+    assert {path.name for path in folder.iterdir()} == {"000001-step-1", NEWEST}
     checkpoint.load(folder, model, optimizer)
 
 
@@ -285,7 +285,7 @@ def test_full_disk(ranks: RankPool, small_disk: Path) -> None:
             assert kind == "CheckpointError"
             assert ".distcp', while it got 'optim." in message or "'model." in message
             assert "expected to write all of it, got" in message
-        assert found["names"] == ["ballast", "step-0000000001"]
+        assert found["names"] == ["000001-step-1", "ballast"]
     assert [step for step, _ in checkpoint.complete(small_disk)] == [1, 2]
 
 

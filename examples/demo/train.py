@@ -5,7 +5,8 @@ Start it with ``make demo``, or::
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/demo/train.py
 
 It runs on CPUs (gloo) or, where every rank has a GPU of its own, on GPUs (NCCL), and writes
-``loss.png``, ``timeline.png``, ``summary.json`` and ``checkpoint/`` under ``--out``.
+``loss.png``, ``timeline.png``, ``summary.json`` and ``checkpoints/`` under ``--out``. With
+``--resume``, and ``--max-restarts 3`` before the script, it survives ranks that die.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import torch
 import torch.distributed as dist
 from data import TextBatches
@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from fsdp_dynamo import FSDP, EventLog, MixedPrecision, record_events
+from fsdp_dynamo import FSDP, CheckpointError, EventLog, MixedPrecision, checkpoint, record_events
 from fsdp_dynamo.events import COLLECTIVE_KINDS
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -90,7 +90,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--text-bytes", type=positive_int, default=4_000_000, help="bytes of text for all ranks"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument(
+        "--save-every", type=positive_int, default=100, help="steps from one checkpoint to the next"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out, if any"
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error(
@@ -122,6 +127,65 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
+class Progress:
+    """The losses of all steps so far: a state in checkpoints."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``checkpoint.save``."""
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """For ``checkpoint.load``."""
+        self.losses = list(state_dict["losses"])
+
+
+class Checkpoints:
+    """Saves in the background every few steps; everything that a run needs to go on.
+
+    Args:
+        folder: where they are.
+        batches: of this rank.
+        every: steps from one to the next.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: FSDP,
+        optimizer: torch.optim.Optimizer,
+        batches: TextBatches,
+        every: int,
+    ) -> None:
+        self.folder, self.every = folder, every
+        self.progress = Progress()
+        self._saved = (model, optimizer)
+        self._states: dict[str, Any] = {
+            "shared": {"progress": self.progress},
+            "per_rank": {"data": batches.generator},
+        }
+        self._saving: checkpoint.Saving | None = None
+
+    def load(self) -> None:
+        """Go on from the newest one; a new run begins where there is none."""
+        try:
+            checkpoint.load(self.folder, *self._saved, **self._states)
+        except CheckpointError as error:
+            raise SystemExit(f"--resume: {error}") from None
+
+    def after_step(self, is_last: bool) -> None:
+        """Save if it is time to; after the last step, wait until it is complete."""
+        step = len(self.progress.losses)
+        if is_last or step % self.every == 0:
+            self._saving = checkpoint.async_save(
+                self.folder, *self._saved, step=step, keep_last=2, **self._states
+            )
+        if is_last and self._saving is not None:
+            self._saving.wait()
+
+
 @dataclass
 class Training:
     """What training leaves behind.
@@ -145,11 +209,12 @@ def train(
     model: FSDP,
     optimizer: torch.optim.Optimizer,
     batches: TextBatches,
-    losses: list[float],
+    checkpoints: Checkpoints,
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> Training:
-    """Train from step ``len(losses)`` up to ``arguments.steps``; records the last step."""
+    """Train from where the checkpoints are up to ``arguments.steps``; records the last step."""
+    losses = checkpoints.progress.losses
     compiled = torch.compile(model, fullgraph=True, backend=arguments.backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokens_a_step = world_size * arguments.batch * arguments.length
@@ -185,6 +250,7 @@ def train(
             refresh=False,
         )
         bar.update()
+        checkpoints.after_step(is_last=step == arguments.steps - 1)
     bar.close()
     return Training(
         losses=losses,
@@ -289,21 +355,6 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train, save, draw and sample; every rank calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     folder: Path = arguments.out
-    identity = {
-        "world_size": world_size,
-        "dim": arguments.dim,
-        "blocks": arguments.blocks,
-        "length": arguments.length,
-    }
-    losses: list[float] = []
-    if arguments.resume:
-        losses = checkpoint.read_run(folder / "checkpoint", identity)["losses"]
-        if len(losses) >= arguments.steps:
-            raise SystemExit(
-                f"--steps: expected more than the checkpoint's {len(losses)} steps, "
-                f"got {arguments.steps}. Raise --steps."
-            )
-    resumed_from = len(losses)
     batches = TextBatches(
         rank, world_size, arguments.text_bytes, arguments.batch, arguments.length, SEED
     )
@@ -318,26 +369,33 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1
     )
+    checkpoints = Checkpoints(
+        folder / "checkpoints", model, optimizer, batches, arguments.save_every
+    )
     if arguments.resume:
-        checkpoint.load(folder / "checkpoint", model, optimizer, batches.generator)
+        checkpoints.load()
+    resumed_from = len(checkpoints.progress.losses)
+    if resumed_from >= arguments.steps:
+        raise SystemExit(
+            f"--steps: expected more than the checkpoint's {resumed_from} steps, "
+            f"got {arguments.steps}. Raise --steps."
+        )
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         print(
             f"{num_parameters:,} parameters in {len(FSDP.fsdp_modules(model))} units on "
             f"{world_size} ranks ({device.type}); {len(batches.text):,} bytes of text a rank"
         )
-    training = train(model, optimizer, batches, losses, arguments, device)
+    training = train(model, optimizer, batches, checkpoints, arguments, device)
     tokens_a_step = world_size * arguments.batch * arguments.length
     summary = summarize(training, model, num_parameters, resumed_from, tokens_a_step)
     if rank == 0:
         write_results(folder, training, summary, arguments)
-    record = {**identity, "step": len(training.losses), "losses": training.losses}
-    checkpoint.save(folder / "checkpoint", model, optimizer, batches.generator, record)
     text = sample(model, device, PROMPT, SAMPLE_BYTES)
     if rank == 0:
         print(json.dumps(summary, indent=2))
         print(f"sample at temperature {TEMPERATURE}:\n{text.decode('utf-8', 'replace')}")
-        print(f"wrote loss.png, timeline.png, summary.json and checkpoint/ to {folder}")
+        print(f"wrote loss.png, timeline.png, summary.json and checkpoints/ to {folder}")
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 ::
 
     run/
-        step-0000000100/              complete: its name says so
-        step-0000000200/
+        000001-step-100/              complete: its name says so
+        000002-step-200/
             manifest.json             what is in it: sizes, checksums, format (manifest.py)
             .metadata                 torch.distributed.checkpoint's index
             __0_0.distcp              rank 0's parts of tensors
@@ -12,10 +12,11 @@
             shared.pt                 states that all ranks have in common, by rank 0
             rank-0.pt                 states that rank 0 alone has
             rank-1.pt
-        step-0000000300.part/         being written, or left by a run that was killed
+        000003-step-300.part/         being written, or left by a run that was killed
 
 Nothing is ever written into a checkpoint that has its final name: renaming a folder is atomic, so
-whoever looks finds all of it or nothing. It goes the other way round.
+whoever looks finds all of it or nothing. It goes the other way round. The number in front tells
+which one is the newest: a run that went back to an earlier step has newer ones of lower steps.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fsdp_dynamo.errors import CheckpointError, explain
 
 MANIFEST = "manifest.json"
 SHARED = "shared.pt"
-_COMPLETE = re.compile(r"step-(\d{10,})(?:-(\d+))?")
-_LEFTOVERS = ("step-*.part", "step-*.gone")
+_COMPLETE = re.compile(r"(\d+)-step-(\d+)")
+_ANY = re.compile(_COMPLETE.pattern + r"(\.part|\.gone)?")
 
 
 def own_file(rank: int) -> str:
@@ -38,20 +39,16 @@ def own_file(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def complete(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of complete checkpoints, the newest last.
+def complete(folder: str | Path) -> list[tuple[int, Path]]:
+    """Steps and folders of complete checkpoints, in the order in which they were saved."""
+    return [(step, path) for _, step, path in sorted(_numbered(Path(folder), _COMPLETE))]
 
-    A step that was saved again counts once.
-    """
-    found: dict[int, tuple[int, Path]] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _COMPLETE.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
-        step, repeat = int(match[1]), int(match[2] or 0)
-        if step not in found or repeat > found[step][0]:
-            found[step] = (repeat, path)
-    return [(step, found[step][1]) for step in sorted(found)]
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Path]]:
+    """Number, step and folder of each."""
+    paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    matches = [(pattern.fullmatch(path.name), path) for path in paths]
+    return [(int(match[1]), int(match[2]), path) for match, path in matches if match]
 
 
 def find(folder: Path, step: int | None) -> Path | None:
@@ -63,7 +60,7 @@ def find(folder: Path, step: int | None) -> Path | None:
     there = complete(folder)
     if step is None:
         return there[-1][1] if there else None
-    for number, path in there:
+    for number, path in reversed(there):
         if number == step:
             return path
     listed = ", ".join(str(number) for number, _ in there)
@@ -80,14 +77,12 @@ def find(folder: Path, step: int | None) -> Path | None:
 def begin(folder: Path, step: int) -> Path:
     """Make an empty folder to write to; remove what killed runs have left."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _LEFTOVERS:
-        for path in folder.glob(pattern):
+    there = _numbered(folder, _ANY)
+    for _, _, path in there:
+        if path.suffix:
             shutil.rmtree(path)
-    name = f"step-{step:010d}"
-    repeat = 0
-    while (folder / (name if not repeat else f"{name}-{repeat}")).exists():
-        repeat += 1
-    part = folder / f"{name if not repeat else f'{name}-{repeat}'}.part"
+    number = 1 + max((number for number, _, _ in there), default=0)
+    part = folder / f"{number:06d}-step-{step}.part"
     part.mkdir()
     return part
 
@@ -102,14 +97,11 @@ def publish(part: Path) -> Path:
 
 
 def keep(folder: Path, last: int | None) -> None:
-    """Remove all but the newest ``last`` checkpoints (``None``: none), and repeated steps."""
-    there = complete(folder)
-    kept = {path for _, path in (there if last is None else there[-last:])}
-    for path in folder.iterdir():
-        if _COMPLETE.fullmatch(path.name) and path.is_dir() and path not in kept:
-            gone = path.with_name(f"{path.name}.gone")
-            path.rename(gone)  # half a checkpoint must not look like one
-            shutil.rmtree(gone)
+    """Remove all but the newest ``last`` checkpoints; ``None``: keep all."""
+    for _, path in complete(folder)[:-last] if last else ():
+        gone = path.with_name(f"{path.name}.gone")
+        path.rename(gone)  # half a checkpoint must not look like one
+        shutil.rmtree(gone)
 
 
 def discard(part: Path) -> None:

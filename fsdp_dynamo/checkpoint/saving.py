@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,8 @@ def _write(concert: Concert, folder: Path, content: _Content, keep_last: int | N
         sums = _written(concert, part, content)
         path = concert.first(lambda: _published(part, content, concert.size, sums))
     except CheckpointError:
-        if concert.rank == 0:
-            folders.discard(part)
+        with suppress(CheckpointError):  # a rank has died: the next save removes it
+            concert.first(lambda: folders.discard(part))
         raise
     concert.first(lambda: folders.keep(folder, keep_last))
     return path
