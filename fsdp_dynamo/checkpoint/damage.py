@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_dynamo.checkpoint.folder import SHARED
 from fsdp_dynamo.checkpoint.manifest import Manifest, Sum, sum_of
+from fsdp_dynamo.checkpoint.pace import Pace
 from fsdp_dynamo.errors import CheckpointError, explain
 
 INDEX = ".metadata"
@@ -49,13 +50,13 @@ def require_intact(folder: Path, manifest: Manifest, share: int, shares: int) ->
             raise _damaged(folder / name, f"checksum {kept.crc32:08x}", got, concerned)
 
 
-def require_written(path: Path, meant: Sum) -> None:
+def require_written(path: Path, meant: Sum, pace: Pace) -> None:
     """Read a file back.
 
     Raises:
         CheckpointError: it is not what was written.
     """
-    found = sum_of(path)
+    found = sum_of(path, pace)
     if found != meant:
         raise CheckpointError(
             explain(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_dynamo.checkpoint.folder import MANIFEST
+from fsdp_dynamo.checkpoint.pace import PIECE, Pace
 from fsdp_dynamo.errors import CheckpointError, explain
 
 FORMAT = 1
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,16 @@ class Manifest:
     format: int = FORMAT
 
 
-def sum_of(path: Path) -> Sum:
+def sum_of(path: Path, pace: Pace | None = None) -> Sum:
     """Read a file from its begin to its end."""
     size = crc = 0
+    buffer = memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-            size += len(chunk)
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
+            crc = zlib.crc32(buffer[:count], crc)
+            size += count
+            if pace is not None:
+                pace.rest()
     return Sum(size, crc)
 
 

@@ -18,9 +18,13 @@ from fsdp_dynamo.checkpoint import manifest, small_states, tensors
 from fsdp_dynamo.checkpoint.concert import Concert, meet, said_of, torchs_errors
 from fsdp_dynamo.checkpoint.damage import require_written
 from fsdp_dynamo.checkpoint.manifest import Manifest
+from fsdp_dynamo.checkpoint.pace import Pace
 from fsdp_dynamo.checkpoint.small_states import Kept
 from fsdp_dynamo.checkpoint.writing import Planner, Writer
 from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, explain
+
+_SHARE = 0.2
+"""Of a processor's time, for writing in the background."""
 
 OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...]
 
@@ -179,13 +183,17 @@ def _prepared(
 
     content: list[_Content] = []
     concert.all(lambda: content.append(collect()))
-    return lambda: _write(concert, Path(folder), content.pop(), keep_last)
+    pace = Pace(_SHARE if copied else 1.0)
+    return lambda: _write(concert, Path(folder), content.pop(), keep_last, pace)
 
 
-def _write(concert: Concert, folder: Path, content: _Content, keep_last: int | None) -> Path:
+def _write(
+    concert: Concert, folder: Path, content: _Content, keep_last: int | None, pace: Pace
+) -> Path:
+    pace.begin()
     part = concert.first(lambda: folders.begin(folder, content.step))
     try:
-        sums = _written(concert, part, content)
+        sums = _written(concert, part, content, pace)
         path = concert.first(lambda: _published(part, content, concert.size, sums))
     except CheckpointError:
         with suppress(CheckpointError):  # a rank has died: the next save removes it
@@ -195,9 +203,11 @@ def _write(concert: Concert, folder: Path, content: _Content, keep_last: int | N
     return path
 
 
-def _written(concert: Concert, part: Path, content: _Content) -> dict[str, manifest.Sum]:
+def _written(
+    concert: Concert, part: Path, content: _Content, pace: Pace
+) -> dict[str, manifest.Sum]:
     """Write all files; the sums of those of all ranks."""
-    writer = Writer(part)
+    writer = Writer(part, pace)
     alone = concert.group is None
 
     def write_tensors() -> None:
@@ -215,7 +225,7 @@ def _written(concert: Concert, part: Path, content: _Content) -> dict[str, manif
         if concert.rank == 0:
             writer.write_bytes(folders.SHARED, content.shared)
         for name, meant in writer.sums.items():
-            require_written(part / name, meant)
+            require_written(part / name, meant, pace)
         return writer.sums
 
     concert.all(write_tensors)

@@ -14,24 +14,26 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_dynamo.checkpoint.manifest import Sum
+from fsdp_dynamo.checkpoint.pace import Pace
 from fsdp_dynamo.errors import CheckpointError, explain
 
 
 class _Summed:
     """A file that sums up the bytes that are written to it."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, pace: Pace) -> None:
+        self._stream, self._pace = stream, pace
         self.size = self.crc32 = 0
         self.flush, self.close, self.fileno = stream.flush, stream.close, stream.fileno
 
     def write(self, content: Any) -> int:
         """Write and sum up."""
         view = memoryview(content).cast("B")
-        written: int = self._stream.write(view)
-        self.crc32 = zlib.crc32(view[:written], self.crc32)
-        self.size += written
-        return written
+        for piece in self._pace.pieces(view):
+            self._stream.write(piece)
+            self.crc32 = zlib.crc32(piece, self.crc32)
+            self.size += len(piece)
+        return len(view)
 
     def tell(self) -> int:
         """Bytes so far: files are written from begin to end."""
@@ -41,7 +43,8 @@ class _Summed:
 class _SummingFiles(FileSystem):
     """Files by path; those that were written have their sums in ``sums`` afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.sums: dict[str, Sum] = {}
         self.current: Path | None = None
 
@@ -53,7 +56,7 @@ class _SummingFiles(FileSystem):
             return
         self.current = Path(path)
         with super().create_stream(path, mode) as stream:
-            summed = _Summed(stream)
+            summed = _Summed(stream, self.pace)
             yield summed
         self.sums[self.current.name] = Sum(summed.size, summed.crc32)
 
@@ -76,9 +79,9 @@ class Planner(DefaultSavePlanner):
 class Writer(FileSystemWriter):
     """Writes this rank's files below ``path``; afterwards ``sums`` has them all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pace: Pace) -> None:
         super().__init__(path)
-        self.fs: _SummingFiles = _SummingFiles()
+        self.fs: _SummingFiles = _SummingFiles(pace)
 
     @property
     def sums(self) -> dict[str, Sum]:
