@@ -1,6 +1,7 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
-import fsdp_dynamo.compile  # noqa: F401  # registers the backends of torch.compile
+import fsdp_dynamo.compile  # registers the backends of torch.compile
+import fsdp_dynamo.dcp_glue  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
 from fsdp_dynamo.api import (
     BackwardPrefetch,
@@ -28,6 +29,7 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.explain import Explanation, explain
+from fsdp_dynamo.optim_state_variants import OptimStateKeyType
 from fsdp_dynamo.original_shards import ParameterShard
 from fsdp_dynamo.planning import record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
@@ -55,6 +57,7 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "OptimStateKeyType",
     "ParameterShard",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

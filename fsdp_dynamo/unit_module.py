@@ -22,6 +22,7 @@ from fsdp_dynamo.dynamo_glue import (
     with_own_code,
 )
 from fsdp_dynamo.graph_entry import carrier_of, mark_shard
+from fsdp_dynamo.optim_state_variants import OptimStateVariants
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.state_dict_methods import StateDictMethods
@@ -30,7 +31,7 @@ from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.user_methods import UserMethods
 
 
-class UnitModule(UserMethods, StateDictMethods):
+class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     """What the wrapper and a module of ``fully_shard`` share.
 
     All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is

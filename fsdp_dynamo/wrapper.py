@@ -142,6 +142,10 @@ class FullyShardedDataParallel(UnitModule):
                 raise
             return getattr(self._modules[build.WRAPPED], name)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells ``torch.distributed.checkpoint.state_dict`` whose name is in no key."""
+        return {"": build.WRAPPED}
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 

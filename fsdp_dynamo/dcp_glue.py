@@ -1,0 +1,146 @@
+"""``torch.distributed.checkpoint.state_dict`` for models of ours.
+
+Its ``get_state_dict``, ``set_state_dict`` and their kind look for torch's own wrappers, and take
+the states of any other optimizer for what a plain one would have: of ours they would save one
+rank's elements as the whole. Four internal functions, through which all of them go, are replaced;
+each asks first whether the model has units of ours, and is torch's own if it has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_dynamo import optim_state
+from fsdp_dynamo.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from fsdp_dynamo.build import plain_fqn
+from fsdp_dynamo.state_dict_methods import StateDictMethods, units_in
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+@contextmanager
+def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
+    """State dicts as torch's ``StateDictOptions`` ask for."""
+    to_cpu = info.cpu_offload
+    form: Any = (
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=to_cpu),
+        ShardedOptimStateDictConfig(offload_to_cpu=to_cpu),
+    )
+    if info.full_state_dict:
+        form = (
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
+            FullOptimStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
+        )
+    with StateDictMethods.state_dict_type(model, *form):
+        yield
+
+
+def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
+    if not info.handle_model:
+        return {}
+    with _as_asked(model, info):
+        state: dict[str, Any] = model.state_dict()
+    if info.ignore_frozen_params:
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                state.pop(plain_fqn(name), None)
+    prefixes = tuple(info.submodule_prefixes)
+    if not prefixes:
+        return state
+    kept = {name: value for name, value in state.items() if name.startswith(prefixes)}
+    if info.keep_submodule_prefixes:
+        return kept
+    longest = {name: max((p for p in prefixes if name.startswith(p)), key=len) for name in kept}
+    return {name[len(longest[name]) :]: value for name, value in kept.items()}
+
+
+def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+    # Ranks that receive were given nothing, which torch takes for "the optimizer only".
+    given = _from_first(state_dict if info.handle_model else {}, info)
+    if not given:
+        return _IncompatibleKeys([], [])
+    with _as_asked(model, info):
+        return model.load_state_dict(given, strict=info.strict)
+
+
+def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
+    if not info.handle_optim:
+        return {}
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        torchs._init_optim_state(optimizer)
+        with _as_asked(model, info):
+            one = StateDictMethods.optim_state_dict(model, optimizer)
+        if one:
+            merged["state"].update(one["state"])
+            merged["param_groups"].extend(one["param_groups"])
+    if not merged["param_groups"]:  # rank 0 alone has them
+        return {}
+    if info.flatten_optimizer_state_dict:
+        return torchs._flatten_optim_state_dict(merged)  # type: ignore[arg-type]
+    return merged
+
+
+def _load_optim_state(
+    model: nn.Module, optimizers: Optimizers, state_dict: dict[str, Any], info: Any
+) -> None:
+    if not info.handle_optim:
+        return
+    given = _from_first(state_dict, info)
+    named = optim_state.named_places(model, units_in(model))
+    for optimizer in optimizers:
+        torchs._init_optim_state(optimizer)
+        one: Any = given
+        if "state" not in given:
+            one = torchs._unflatten_optim_state_dict(optimizer, given, info)
+        fqns = {place.fqn for _, _, place in named.of(optimizer)}
+        own: dict[str, Any] = {
+            "state": {fqn: state for fqn, state in one["state"].items() if fqn in fqns},
+            "param_groups": one["param_groups"],
+        }
+        with _as_asked(model, info):
+            loaded = StateDictMethods.optim_state_dict_to_load(model, optimizer, own)
+        optimizer.load_state_dict(loaded)
+
+
+def _from_first(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+    """What rank 0 was given, if the others were given nothing."""
+    if not info.broadcast_from_rank0 or not dist.is_initialized():
+        return state_dict
+    given: list[Any] = [state_dict]
+    dist.broadcast_object_list(given)
+    received: dict[str, Any] = given[0]
+    return received
+
+
+def _replace(name: str, ours: Callable[..., Any]) -> None:
+    original = getattr(torchs, name)
+
+    @functools.wraps(original)
+    def either(model: nn.Module, *arguments: Any, **named: Any) -> Any:
+        return (ours if units_in(model) else original)(model, *arguments, **named)
+
+    setattr(torchs, name, either)
+
+
+_replace("_get_model_state_dict", _model_state)
+_replace("_load_model_state_dict", _load_model_state)
+_replace("_get_optim_state_dict", _optim_state)
+_replace("_load_optim_state_dict", _load_optim_state)
