@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ WRAPPED = "_fsdp_wrapped_module"
 _WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
 _MANAGED = "_fsdp_dynamo_owner"
 _SPLIT_BYTES = 1 << 20
+
+
+def is_inside_wrapper(prefix: str) -> bool:
+    """Whether what has this prefix was reached through a wrapper right around it."""
+    names = reversed(prefix.rstrip(".").split("."))
+    return WRAPPED in itertools.takewhile(_WRAPPER_NAMES.__contains__, names)
 
 
 def plain_fqn(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -64,6 +65,17 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         build.tag_for_dynamo((m for _, m in managed), may_compile)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        inner = self._fsdp_inner()
+        if inner is not self:
+            inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
+            inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
+        self._fsdp_tell_inner()
+
+    def _fsdp_tell_inner(self) -> None:
+        """Let the wrapped module's own state dicts be those of this unit."""
+        inner = self._fsdp_inner()
+        if inner is not self:
+            inner.__dict__["_fsdp_wrapper"] = weakref.ref(self)
 
     def _fsdp_become_root(self) -> None:
         """Take over the units of all unit modules below; the outermost one is built last."""
@@ -165,6 +177,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         for flat in new._fsdp_unit.flats:
             flat.point_originals_to_shard()
         build.mark_managed(new._fsdp_unit.fqn, new._fsdp_unit.originals())
+        new._fsdp_tell_inner()
         new._fsdp_bodies = {}
         new._fsdp_name = register(new)
         new._fsdp_share_shards()
@@ -207,8 +220,45 @@ def _load_hook(
     *_: object,
 ) -> None:
     assert isinstance(module, UnitModule)
+    _cut_out(module, source, prefix, local_metadata)
+    if module._fsdp_inner() is not module:
+        state_dict.plain_names_before_load(source, prefix, build.WRAPPED)
+
+
+def _cut_out(
+    module: UnitModule, source: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
     module._fsdp_unit.reshard("forward")
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     state_dict.load_unit(module._fsdp_unit, source, prefix, assign)
-    if module._fsdp_inner() is not module:
-        state_dict.plain_names_before_load(source, prefix, build.WRAPPED)
+
+
+# A wrapped module whose own state_dict() or load_state_dict() is called (``model.module``, or a
+# method of it like transformers' ``save_pretrained``) has hooks of its own: without them it would
+# write this rank's parts as if they were the parameters. Called by its wrapper they do nothing.
+
+
+def _called_on(inner: nn.Module, prefix: str) -> UnitModule | None:
+    """The wrapper of a module whose own method was called."""
+    wrapper: UnitModule | None = inner._fsdp_wrapper()  # type: ignore[operator]
+    return None if build.is_inside_wrapper(prefix) else wrapper
+
+
+def _inner_save_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    wrapper = _called_on(module, prefix)
+    if wrapper is not None:
+        _save_hook(wrapper, destination, prefix, metadata)
+
+
+def _inner_load_hook(
+    module: nn.Module,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    wrapper = _called_on(module, prefix)
+    if wrapper is not None:
+        _cut_out(wrapper, source, prefix, local_metadata)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import hf_models
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from ways import WAYS, in_way
 
-from fsdp_dynamo import FSDP
+from fsdp_dynamo import FSDP, FullStateDictConfig, StateDictType, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -40,6 +44,57 @@ def test_step_equals_ddp(ranks: RankPool, name: str, way: str) -> None:
     for expected, got in ranks.run(_compare, 2, name, way):
         assert expected[1] < expected[0]
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _pretrained(rank: int, world_size: int, name: str, how: str, folder: str) -> dict[str, bool]:
+    """Train, save_pretrained, from_pretrained: a plain model, and a wrapped one again."""
+    plain, layer = hf_models.make(name)
+    policy = ModuleWrapPolicy({layer})
+    model: Any = (
+        fully_shard(plain, policy=policy)
+        if how == "composable"
+        else FSDP(plain, auto_wrap_policy=policy)
+    )
+    _two_losses(model, rank)
+    if how == "own state dict":  # every rank calls it, one writes
+        model.save_pretrained(folder, is_main_process=rank == 0)
+    else:
+        form = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, form):
+            state = model.state_dict()
+        if rank == 0:
+            model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    expected = model.state_dict()
+    loaded = type(plain).from_pretrained(folder)
+    found = loaded.state_dict()
+    again = FSDP(type(plain).from_pretrained(folder), auto_wrap_policy=policy)
+    inner = FSDP(hf_models.make(name)[0], auto_wrap_policy=policy)
+    inner.module.load_state_dict(found)
+    return {
+        "plain": found.keys() == expected.keys()
+        and all(torch.equal(value, expected[key]) for key, value in found.items()),
+        "wrapped": all(map(torch.equal, again.state_dict().values(), expected.values())),
+        "into the inner one": all(map(torch.equal, inner.state_dict().values(), found.values())),
+        "trains on": _two_losses(again, rank) == _two_losses(model, rank),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama", "wrapper"),
+        ("t5", "wrapper"),
+        ("gpt2", "own state dict"),
+        ("bert", "composable"),
+        ("t5", "own state dict"),
+    ],
+)
+def test_saved_and_loaded_by_transformers(
+    ranks: RankPool, tmp_path: Path, name: str, how: str
+) -> None:
+    for found in ranks.run(_pretrained, 2, name, how, str(tmp_path)):
+        assert [what for what, holds in found.items() if not holds] == []
 
 
 @pytest.mark.slow
