@@ -143,17 +143,32 @@ def _full(
         names = dict.fromkeys(n for m in members if m for n in states[m])
         for name in names:
             values = [None if m is None else states[m].get(name) for m in members]
-            own = [v if m and _is_like_param(m, v) else None for m, v in zip(members, values)]  # noqa: B905
-            whole = gather_like(flat, own) if any(v is not None for v in own) else own
-            for member, value, gathered in zip(members, values, whole, strict=True):
-                if member is not None and value is not None and wanted:
-                    kept = value if gathered is None else gathered
-                    moves = config.offload_to_cpu and isinstance(kept, torch.Tensor)
-                    result[member.fqn][name] = kept.cpu() if moves else kept
+            for fqn, kept in _gathered(flat, members, values, wanted, config.offload_to_cpu):
+                result[fqn][name] = kept
     for place, state in states.items():
         if place.flat is None and state and wanted:
             result[place.fqn] = dict(state)
     return {"state": result, "param_groups": groups} if wanted else {}
+
+
+def _gathered(
+    flat: FlatParameter,
+    members: Sequence[Place | None],
+    values: Sequence[Any],
+    wanted: bool,
+    to_cpu: bool,
+) -> Iterator[tuple[str, Any]]:
+    """FQNs and whole states of one kind, as copies, where they are wanted."""
+    pairs = zip(members, values, strict=True)
+    own = [v if m is not None and _is_like_param(m, v) else None for m, v in pairs]
+    whole = gather_like(flat, own) if any(v is not None for v in own) else iter(own)
+    for member, value, gathered in zip(members, values, whole, strict=True):
+        if member is None or value is None or not wanted:
+            continue
+        kept = value if gathered is None else gathered
+        if isinstance(kept, torch.Tensor):
+            kept = kept.to("cpu" if to_cpu else kept.device, copy=True)
+        yield member.fqn, kept
 
 
 def _require_alike(named: Named, states: Mapping[Place, Mapping[str, Any]]) -> None:

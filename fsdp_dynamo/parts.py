@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,19 +12,17 @@ from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.tensor_part import TensorPart, require_same_part
 
 
-@torch.no_grad()
-def gather_originals(flat: FlatParameter) -> list[torch.Tensor]:
-    """Whole original parameters in their own dtype: every rank must call it.
+def gather_originals(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    """Whole original parameters in their own dtype: every rank must call it, and take the first.
 
-    At most this one flat parameter is unsharded at a time.
+    They share the memory of one unsharded flat parameter: copy what is to stay.
     """
     return _gathered(flat, flat.shard_on_device())
 
 
-@torch.no_grad()
 def gather_like(
     flat: FlatParameter, locals_: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
+) -> Iterator[torch.Tensor | None]:
     """The same of tensors of one dtype, each as large as this rank's part of an original parameter.
 
     Where one is ``None`` it is so on every rank.
@@ -34,21 +32,19 @@ def gather_like(
     for place, local in zip(flat.local_parts(shard), locals_, strict=True):
         if local is not None:
             place.copy_(local)
-    whole = _gathered(flat, shard)
-    return [
-        value if local is not None else None for value, local in zip(whole, locals_, strict=True)
-    ]
+    for value, local in zip(_gathered(flat, shard), locals_, strict=True):
+        yield value if local is not None else None
 
 
-def _gathered(flat: FlatParameter, shard: torch.Tensor) -> list[torch.Tensor]:
-    unsharded = shard
-    if flat.is_sharded:
-        unsharded = shard.new_empty(flat.layout.padded_numel)
-        all_gather(unsharded, shard, flat.group)
-    return [
-        view.clone() if original.parallel is None else original.parallel.whole(view)
-        for original, view in zip(flat.originals, flat.cut(unsharded), strict=True)
-    ]
+def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor]:
+    with torch.no_grad():
+        unsharded = shard.detach()
+        if flat.is_sharded:
+            unsharded = shard.new_empty(flat.layout.padded_numel)
+            all_gather(unsharded, shard, flat.group)
+        views = flat.cut(unsharded)
+        for original, view in zip(flat.originals, views, strict=True):
+            yield view if original.parallel is None else original.parallel.whole(view)
 
 
 def part_of(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:

@@ -80,10 +80,10 @@ def _kept(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings)
     config = settings.state_dict_config
     if _is_left_out(flat.groups, config):
         return None
-    if not config.offload_to_cpu:
-        return value
-    is_own = settings.state_dict_type is not StateDictType.FULL_STATE_DICT  # memory of the model
-    return value.to("cpu", copy=is_own)
+    if config.offload_to_cpu:
+        return value.to("cpu", copy=True)
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    return value.clone() if is_full else value  # a view of what is unsharded now, or of the model
 
 
 def _is_left_out(groups: Groups, config: StateDictConfig) -> bool:
@@ -122,7 +122,7 @@ def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
 
 
 _VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {
-    StateDictType.FULL_STATE_DICT: lambda flat: iter(gather_originals(flat)),
+    StateDictType.FULL_STATE_DICT: gather_originals,
     StateDictType.SHARDED_STATE_DICT: _sharded,
     StateDictType.LOCAL_STATE_DICT: _local,
 }
