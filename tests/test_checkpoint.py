@@ -14,6 +14,7 @@ import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
@@ -152,10 +153,11 @@ def test_goes_on_as_if_nothing_had_been(
 
 def _whole(run: Run) -> dict[str, torch.Tensor]:
     """Whole tensors of the model and of both optimizers."""
-    state = {f"model.{k}": v for k, v in run.model.state_dict().items()}
-    for optimizer in run.optimizers:
-        for fqn, values in FSDP.optim_state_dict(run.model, optimizer)["state"].items():
-            state.update({f"{fqn}.{name}": torch.as_tensor(v) for name, v in values.items()})
+    whole = StateDictOptions(full_state_dict=True)
+    model, optim = get_state_dict(run.model, run.optimizers, options=whole)
+    state = {f"model.{k}": v.detach() for k, v in model.items()}
+    for fqn, values in optim["state"].items():
+        state.update({f"{fqn}.{name}": torch.as_tensor(v) for name, v in values.items()})
     return state
 
 
@@ -172,8 +174,9 @@ def _pass_on(
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4 -> 3 -> 1 -> 2 -> 4 ranks, other units, strategies and ways: the same bit by bit."""
+    """4 -> 3 -> 1 -> 2 -> 4 -> 1 ranks, other units, strategies and ways: the same bit by bit."""
     hands = [("blocks", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
+    hands.append(("plain", 1))
     first: dict[str, torch.Tensor] = {}
     for step, (how, world_size) in enumerate(hands):
         for whole, is_exact in ranks.run(_pass_on, world_size, how, str(tmp_path), step):
@@ -181,7 +184,7 @@ def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path)
             assert is_exact is (None if step == 0 else False)
             assert whole.keys() == first.keys()
             assert all(torch.equal(value, first[name]) for name, value in whole.items())
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
 # -- which are kept ------------------------------------------------------------------------------
@@ -217,6 +220,32 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert torch.equal(other[0].bias, model[0].bias)
     checkpoint.load(tmp_path, other, step=15)
     assert not torch.equal(other[0].bias, model[0].bias)
+
+
+class _WithExtraState(nn.Linear):
+    """A module with a state beside its parameters, nested and with a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: dict[str, Any] = {"count": 0, "deep": {"tensor": torch.zeros(3)}}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    model = nn.Sequential(_WithExtraState())
+    model[0].extra = {"count": 4, "deep": {"tensor": torch.arange(3.0)}}
+    saving = checkpoint.async_save(tmp_path, model, step=1)
+    model[0].extra["deep"]["tensor"].zero_()
+    saving.wait()
+    other = nn.Sequential(_WithExtraState())
+    checkpoint.load(tmp_path, other)
+    assert other[0].extra["count"] == 4
+    assert torch.equal(other[0].extra["deep"]["tensor"], torch.arange(3.0))
 
 
 # -- in the background ---------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from ways import in_way
 
-from fsdp_dynamo import FSDP, ShardingStrategy, StateDictType, fully_shard
+from fsdp_dynamo import FSDP, ShardingStrategy, checkpoint, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 DIM, HIDDEN, LENGTH, STEPS = 8, 12, 6, 3
@@ -152,29 +152,48 @@ def test_equals_one_process(
         assert kinds == ["Parameter"]
 
 
-def _save(rank: int, world_size: int, folder: str) -> None:
+def _save(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = _parallelize(_model(), mesh["tp"])
     model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_mesh=mesh["dp"])
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
-        dcp.save(state, checkpoint_id=folder)
-        for value in state.values():
-            value.local.zero_()
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state)
-    expected = _model().state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    optimizer = torch.optim.AdamW(model.parameters())
+    _loss(model, _tokens(rank // 2, 0)).backward()
+    optimizer.step()
+    whole = _whole(model, optimizer)
+    checkpoint.save(folder, model, optimizer, step=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+            optimizer.state[param]["exp_avg"].zero_()
+    checkpoint.load(folder, model, optimizer)
+    again = _whole(model, optimizer)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    return whole
 
 
-def test_sharded_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    """Parts of parts: one process loads what a mesh of 2 x 2 wrote."""
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    options = StateDictOptions(full_state_dict=True)
+    state, optim = get_state_dict(model, optimizer, options=options)
+    moments = {f"{fqn}.exp_avg": one["exp_avg"] for fqn, one in optim["state"].items()}
+    return {**{fqn: value.detach() for fqn, value in state.items()}, **moments}
+
+
+def _load(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    model = _model() if world_size == 1 else FSDP(_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load(folder, model, optimizer)
+    return _whole(model, optimizer)
+
+
+def test_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    """Parts of parts: one process, and ranks without tensor parallelism, load what a mesh of 2 x 2
+    wrote, model and optimizer."""
     folder = str(tmp_path / "checkpoint")
-    ranks.run(_save, 4, folder)
-    expected = _model().state_dict()
-    state = {key: torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    whole = ranks.run(_save, 4, folder)[0]
+    for world_size in (1, 2):
+        for found in ranks.run(_load, world_size, folder):
+            assert found.keys() == whole.keys()
+            assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def _refused(rank: int, world_size: int) -> list[str]:

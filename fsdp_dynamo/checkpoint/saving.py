@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ class Saving:
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self._path = write()
-        except Exception as error:  # noqa: BLE001  # raised where somebody waits
+        except Exception as error:  # noqa: BLE001  # raised where somebody waits; perhaps nobody
             self._error = error
+            warnings.warn(f"a checkpoint was not saved: {said_of(error)}", stacklevel=1)
 
     def is_done(self) -> bool:
         """Whether it is complete, or has failed."""

@@ -102,11 +102,12 @@ def model_to_load(index: Metadata, model: nn.Module) -> dict[str, Any]:
         CheckpointError: the checkpoint is one of another model.
     """
     state = _model_state(model)
-    saved = {path[1]: index.state_dict_metadata[key] for key, path in _below(index, MODEL)}
-    _require_same_keys(set(saved), set(state), "state dict")
-    for fqn, entry in saved.items():
-        if isinstance(entry, TensorStorageMetadata):
-            _require_shape(f"{MODEL}.{fqn}", entry.size, state[fqn])
+    saved = list(_below(index, MODEL))
+    _require_same_keys({path[1] for _, path in saved}, set(state), "state dict")
+    for key, path in saved:
+        entry = index.state_dict_metadata[key]
+        if len(path) == 2 and isinstance(entry, TensorStorageMetadata):
+            _require_shape(key, entry.size, state[path[1]])
     return {MODEL: state}
 
 
