@@ -80,6 +80,7 @@ def full_set(out: Path) -> list[Part]:
         Part("compiled", "compare.py", (*link, "--peers", COMPILED, "--rounds", "7")),
         Part("host_overhead", "host_overhead.py", ()),
         Part("compile_time", "compile_time.py", ()),
+        Part("saving", "saving.py", ("--rounds", "7")),
         Part("scaling", "scaling.py", ("--cluster", "slow_ethernet", "--rounds", "5")),
         # Without SimpleFSDP: DTensor traces for minutes where rows do not divide by 4096 ranks.
         Part(

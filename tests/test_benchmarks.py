@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import RankPool
 from torch import nn
 
-from benchmarks import bench, link, pictures, workloads
+from benchmarks import bench, link, pictures, saving, workloads
 from benchmarks.bound import flat_cluster, lower_bound, wire_bytes
 from benchmarks.comparison_report import Row, comparison_table, memory_table, rows
 from benchmarks.errors import BadInputError
@@ -27,7 +27,7 @@ from benchmarks.peers import Setting, Trainee, named, simple_fsdp
 from benchmarks.report import table
 from benchmarks.rounds import Comparison
 from benchmarks.step_profile import Collective, StepProfiler
-from fsdp_dynamo import collectives
+from fsdp_dynamo import checkpoint, collectives
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTED = ROOT / "benchmarks" / "dynamo" / "distributed.py"
@@ -184,6 +184,22 @@ def test_sends_and_receives_are_counted_as_collectives(ranks: RankPool, world_si
         assert seen["bytes"] == {"all_gather": 2 * whole, "all_to_all": whole}
         assert seen["unsharded"] == 2 * whole  # the first is alive until the second one replaces it
         assert seen["gradients"] == whole - 4096  # what others send
+
+
+def _saving(rank: int, world_size: int, folder: str) -> tuple[list[list[str]], str, list[int]]:
+    """One round of both ways of saving, of a small decoder."""
+    found = saving.measure(Setting(workloads.decoder("small", 2, 16), CPU), 1, Path(folder))
+    steps = [step for step, _ in checkpoint.complete(Path(folder) / "ours")]
+    return [sorted(rounds[0]) for rounds in found.values()], saving.report(found), steps
+
+
+def test_saving_is_measured(ranks: RankPool, tmp_path: Path) -> None:
+    for names, shown, steps in ranks.run(_saving, 2, str(tmp_path)):
+        assert names == [["blocking", "call", "during", "step_ms", "steps"]] * 2
+        assert "checkpoint.async_save" in shown
+        assert "dcp.async_save" in shown
+        assert len(steps) == 1  # the last one is kept
+        assert steps[0] >= saving.WARMUP + 2 * saving.BEFORE
 
 
 def test_bound_by_hand() -> None:

@@ -86,7 +86,7 @@ class Concert:
         """The first rank acts; every rank gets what it returned.
 
         Raises:
-            CheckpointError: on every rank, if the first one raised.
+            CheckpointError: on every rank, if the first one raised; see ``all``.
         """
         return self.all(lambda: act() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -71,16 +72,22 @@ def load(
         DivergenceError: ranks want to load something different, or do not come.
     """
     kept, own = dict(shared or {}), dict(per_rank or {})
-    small_states.require_stateful(kept, "shared")
-    small_states.require_stateful(own, "per_rank")
     saving.wait_for_last()
     names = (tuple(sorted(kept)), tuple(sorted(own)))
-    concert = meet("checkpoint to load", f"step {step}, states {names}")
+    concert = meet("checkpoint to load", f"step {step!r}, states {names}")
+    given: list[list[torch.optim.Optimizer]] = []
+
+    def check() -> None:
+        small_states.require_stateful(kept, "shared")
+        small_states.require_stateful(own, "per_rank")
+        given.append(as_list(optimizers))
+
+    concert.all(check)
     path = concert.first(lambda: folders.find(Path(folder), step))
     if path is None:
         return None
     found = _checked(concert, path, names)
-    _load_tensors(concert, path, model, as_list(optimizers))
+    _load_tensors(concert, path, model, given[0])
     is_exact = found.world_size == concert.size
     concert.all(lambda: _put_back(path, concert.rank, is_exact, kept, own))
     if not is_exact:

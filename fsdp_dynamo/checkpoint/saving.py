@@ -163,15 +163,15 @@ def _prepared(
     copied: bool,
 ) -> Callable[[], Path]:
     """Collect what is to be written; returns what writes it."""
-    _require_numbers(step, keep_last)
     kept, own = dict(shared or {}), dict(per_rank or {})
-    small_states.require_stateful(kept, "shared")
-    small_states.require_stateful(own, "per_rank")
     wait_for_last()
     names = (tuple(sorted(kept)), tuple(sorted(own)))
-    concert = meet("checkpoint to save", f"step {step}, states {names}, keep_last {keep_last}")
+    concert = meet("checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}")
 
     def collect() -> _Content:
+        _require_numbers(step, keep_last)
+        small_states.require_stateful(kept, "shared")
+        small_states.require_stateful(own, "per_rank")
         return _Content(
             step,
             tensors.to_save(model, as_list(optimizers), copied),
