@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
+import pickle
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ from pool import RankPool
 from torch import nn
 
 from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
-from fsdp_dynamo.checkpoint import writing
+from fsdp_dynamo.checkpoint import manifest, reading, writing
 
 NEWEST = "000002-step-2"
 
@@ -222,6 +225,63 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert {path.name for path in folder.iterdir()} == {"000001-step-1", NEWEST}
     checkpoint.load(folder, model, optimizer)
+
+
+# -- files that want to run code -----------------------------------------------------------------
+
+
+class _Evil:
+    """Unpickled by somebody careless, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def _replace(path: Path, name: str, content: bytes) -> None:
+    """Put other content into a file, and make the manifest agree."""
+    (path / name).write_bytes(content)
+    found = manifest.read(path)
+    files = {**found.files, name: manifest.sum_of(path / name)}
+    manifest.write(dataclasses.replace(found, files=files), path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "rank-0.pt", "shared.pt"])
+def test_no_code_is_run(folder: Path, tmp_path: Path, name: str) -> None:
+    mark = tmp_path / "was here"
+    buffer = io.BytesIO()
+    torch.save(_Evil(mark), buffer)
+    evil = pickle.dumps(_Evil(mark)) if name == ".metadata" else buffer.getvalue()
+    _replace(folder / NEWEST, name, evil)
+    model, _ = _model()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"asks for 'posix.mkdir'|weights_only|Weights only"):
+        checkpoint.load(folder, model)
+    assert not mark.exists()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+class _EvilState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return _Evil(Path("was here"))
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError
+
+
+def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(_EvilState(1, 1))
+    with pytest.raises(CheckpointError, match=r"'model.0._extra_state': expected an entry of"):
+        checkpoint.save(tmp_path, model, step=1)
+    assert checkpoint.complete(tmp_path) == []
+    monkeypatch.setattr(reading, "_require_readable", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(CheckpointError, match=r"'model.0._extra_state': expected tensors, numbers"):
+        checkpoint.load(tmp_path, model)
+    assert not (tmp_path / "was here").exists()
 
 
 # -- with ranks ----------------------------------------------------------------------------------

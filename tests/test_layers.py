@@ -111,6 +111,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "optim_state_variants": 11,
         "dcp_glue": 11,
         "checkpoint.pace": 0,
+        "checkpoint.reading": 1,
         "checkpoint.folder": 1,
         "checkpoint.small_states": 1,
         "checkpoint.manifest": 2,

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_dynamo.checkpoint.folder import SHARED
 from fsdp_dynamo.checkpoint.manifest import Manifest, Sum, sum_of
 from fsdp_dynamo.checkpoint.pace import Pace
+from fsdp_dynamo.checkpoint.reading import INDEX, Reader
 from fsdp_dynamo.errors import CheckpointError, explain
 
-INDEX = ".metadata"
 _SHOWN = 3
 
 
@@ -80,7 +79,7 @@ def _index(folder: Path, manifest: Manifest) -> Metadata | None:
     path = folder / INDEX
     if not path.exists() or sum_of(path) != manifest.files[INDEX]:
         return None
-    return FileSystemReader(folder).read_metadata()
+    return Reader(folder).read_metadata()
 
 
 def _entries(index: Metadata | None, name: str) -> Iterator[tuple[str, Any]]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_dynamo.checkpoint import folder as folders
 from fsdp_dynamo.checkpoint import manifest, saving, small_states, tensors
 from fsdp_dynamo.checkpoint.concert import Concert, meet, torchs_errors
 from fsdp_dynamo.checkpoint.damage import require_intact, require_present
 from fsdp_dynamo.checkpoint.manifest import Manifest
+from fsdp_dynamo.checkpoint.reading import LoadPlanner, Reader
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
 from fsdp_dynamo.checkpoint.small_states import Kept
 from fsdp_dynamo.errors import CheckpointError, explain
@@ -87,9 +87,11 @@ def load(
     if path is None:
         return None
     found = _checked(concert, path, names)
-    _load_tensors(concert, path, model, given[0])
     is_exact = found.world_size == concert.size
-    concert.all(lambda: _put_back(path, concert.rank, is_exact, kept, own))
+    states: list[tuple[Any, Any]] = []
+    concert.all(lambda: states.append(_small_states(path, concert.rank, is_exact)))
+    _load_tensors(concert, path, model, given[0])
+    concert.all(lambda: _put_back(*states[0], kept, own))
     if not is_exact:
         warnings.warn(
             f"'{path}' was saved by {found.world_size} ranks, and {concert.size} load it: states "
@@ -116,7 +118,7 @@ def _checked(concert: Concert, path: Path, names: tuple[tuple[str, ...], ...]) -
 
 def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: Any) -> None:
     """The states of optimizers first, into new memory: until all of it fits, nothing is changed."""
-    reader = FileSystemReader(path)
+    reader = Reader(path)
     index = reader.read_metadata()
     states: dict[str, dict[str, Any]] = {}
 
@@ -128,7 +130,11 @@ def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: An
         alone = concert.group is None
         with torchs_errors():
             state_dict_loader.load(
-                state, storage_reader=reader, process_group=concert.group, no_dist=alone
+                state,
+                storage_reader=reader,
+                planner=LoadPlanner(),
+                process_group=concert.group,
+                no_dist=alone,
             )
 
     concert.all(prepare)
@@ -144,14 +150,21 @@ def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: An
         one()
 
 
+def _small_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
+    """States of all ranks, and of this one (``None`` where nobody can say which are whose)."""
+    shared = small_states.unpacked((path / folders.SHARED).read_bytes())
+    if not is_exact:
+        return shared, None
+    return shared, small_states.unpacked((path / folders.own_file(rank)).read_bytes())
+
+
 def _put_back(
-    path: Path, rank: int, is_exact: bool, shared: Mapping[str, Kept], own: Mapping[str, Kept]
+    shared: Mapping[str, Any], own: Any, kept: Mapping[str, Kept], per_rank: Mapping[str, Kept]
 ) -> None:
-    small_states.give_back(shared, small_states.unpacked((path / folders.SHARED).read_bytes()))
-    if is_exact:
-        states = small_states.unpacked((path / folders.own_file(rank)).read_bytes())
-        small_states.give_back(own, states["per_rank"])
-        small_states.set_random_state(states["random"])
+    small_states.give_back(kept, shared)
+    if own is not None:
+        small_states.give_back(per_rank, own["per_rank"])
+        small_states.set_random_state(own["random"])
 
 
 def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:

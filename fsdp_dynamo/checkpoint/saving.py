@@ -20,8 +20,9 @@ from fsdp_dynamo.checkpoint.concert import Concert, meet, said_of, torchs_errors
 from fsdp_dynamo.checkpoint.damage import require_written
 from fsdp_dynamo.checkpoint.manifest import Manifest
 from fsdp_dynamo.checkpoint.pace import Pace
+from fsdp_dynamo.checkpoint.reading import SavePlanner
 from fsdp_dynamo.checkpoint.small_states import Kept
-from fsdp_dynamo.checkpoint.writing import Planner, Writer
+from fsdp_dynamo.checkpoint.writing import Writer
 from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, explain
 
 _SHARE = 0.2
@@ -217,7 +218,7 @@ def _written(
             state_dict_saver.save(
                 content.tensors,
                 storage_writer=writer,
-                planner=Planner(),
+                planner=SavePlanner(),
                 process_group=concert.group,
                 no_dist=alone,
             )

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_dynamo.checkpoint.manifest import Sum
 from fsdp_dynamo.checkpoint.pace import Pace
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.checkpoint.reading import SavePlanner
+from fsdp_dynamo.errors import CheckpointError, FSDPError, explain
 
 
 class _Summed:
@@ -66,16 +66,6 @@ class _SummingFiles(FileSystem):
             self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
-class Planner(DefaultSavePlanner):
-    """Knows which entry is being written."""
-
-    current: str | None = None
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self.current = write_item.index.fqn
-        return super().resolve_data(write_item)
-
-
 class Writer(FileSystemWriter):
     """Writes this rank's files below ``path``; afterwards ``sums`` has them all."""
 
@@ -105,9 +95,11 @@ class Writer(FileSystemWriter):
 
         self._named(None, write)
 
-    def _named(self, planner: Planner | None, write: Callable[[], Any]) -> Any:
+    def _named(self, planner: SavePlanner | None, write: Callable[[], Any]) -> Any:
         try:
             return write()
+        except FSDPError:
+            raise
         except (OSError, RuntimeError) as error:
             entry = f", while it got '{planner.current}'" if planner and planner.current else ""
             raise CheckpointError(
