@@ -92,19 +92,30 @@ def require_same(
     if store is None:
         return
     texts = _exchange(group, store, f"same/{name}", text, _not_given(name))
+    message = difference(name, texts, fix)
+    if message is not None:
+        _fail(store, message)
+
+
+def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
+    """What is said where ranks' texts are not all the same.
+
+    Args:
+        name: what the texts are, in words.
+        texts: by rank.
+        fix: what to do about it.
+    """
     ranks = list(texts)
     differing = [rank for rank in ranks[1:] if texts[rank] != texts[ranks[0]]]
-    if differing:
-        first, other = _where_they_differ(texts[ranks[0]], texts[differing[0]])
-        _fail(
-            store,
-            explain(
-                expected=f"the same {name} on all ranks, {first!r} as on rank {ranks[0]}",
-                got=f"{other!r} on rank(s) {_listed(differing)}",
-                where=name,
-                fix=fix,
-            ),
-        )
+    if not differing:
+        return None
+    first, other = _where_they_differ(texts[ranks[0]], texts[differing[0]])
+    return explain(
+        expected=f"the same {name} on all ranks, {first!r} as on rank {ranks[0]}",
+        got=f"{other!r} on rank(s) {_listed(differing)}",
+        where=name,
+        fix=fix,
+    )
 
 
 def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str]) -> str:

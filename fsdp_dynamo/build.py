@@ -279,6 +279,11 @@ def _build_unit(
     return Unit(module, flats, config)
 
 
+def is_managed(param: nn.Parameter) -> bool:
+    """Whether a unit holds a parameter."""
+    return hasattr(param, _MANAGED)
+
+
 def mark_managed(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
     """Let parameters say that a unit holds them, and under which name."""
     for original in originals:

@@ -28,6 +28,8 @@ from fsdp_dynamo.api import (
     StateDictType,
 )
 from fsdp_dynamo.build import plain_fqn
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.from_first import from_first
 from fsdp_dynamo.state_dict_methods import StateDictMethods, units_in
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -57,6 +59,10 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
         return {}
     with _as_asked(model, info):
         state: dict[str, Any] = model.state_dict()
+    if info.full_state_dict and info.cpu_offload:  # of parameters that no unit holds, too
+        state = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return {}
     if info.ignore_frozen_params:
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -73,7 +79,7 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
     # Ranks that receive were given nothing, which torch takes for "the optimizer only".
-    given = _from_first(state_dict if info.handle_model else {}, info)
+    given = _given(state_dict if info.handle_model else {}, info)
     if not given:
         return _IncompatibleKeys([], [])
     with _as_asked(model, info):
@@ -103,7 +109,7 @@ def _load_optim_state(
 ) -> None:
     if not info.handle_optim:
         return
-    given = _from_first(state_dict, info)
+    given = _given(state_dict, info)
     named = optim_state.named_places(model, units_in(model))
     for optimizer in optimizers:
         torchs._init_optim_state(optimizer)
@@ -111,6 +117,8 @@ def _load_optim_state(
         if "state" not in given:
             one = torchs._unflatten_optim_state_dict(optimizer, given, info)
         fqns = {place.fqn for _, _, place in named.of(optimizer)}
+        if info.strict:
+            _require_states(optimizer, one["state"], named)
         own: dict[str, Any] = {
             "state": {fqn: state for fqn, state in one["state"].items() if fqn in fqns},
             "param_groups": one["param_groups"],
@@ -120,13 +128,25 @@ def _load_optim_state(
         optimizer.load_state_dict(loaded)
 
 
-def _from_first(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+def _require_states(
+    optimizer: torch.optim.Optimizer, states: dict[str, Any], named: optim_state.Named
+) -> None:
+    """As torch does: a trained parameter without a state in the checkpoint is an error."""
+    for _, _, place in named.of(optimizer):
+        if optimizer.state.get(place.param) and place.fqn not in states:
+            raise FSDPValueError(
+                explain(
+                    expected="a state of every parameter that the optimizer has one of",
+                    got="none in the checkpoint",
+                    where=f"parameter '{place.fqn}'",
+                    fix="Use StateDictOptions(strict=False) to let it begin anew.",
+                )
+            )
+
+
+def _given(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
     """What rank 0 was given, if the others were given nothing."""
-    if not info.broadcast_from_rank0 or not dist.is_initialized():
-        return state_dict
-    given: list[Any] = [state_dict]
-    dist.broadcast_object_list(given)
-    received: dict[str, Any] = given[0]
+    received: dict[str, Any] = from_first(state_dict) if info.broadcast_from_rank0 else state_dict
     return received
 
 
@@ -135,7 +155,10 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def either(model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        return (ours if units_in(model) else original)(model, *arguments, **named)
+        inner = getattr(model, "_orig_mod", model)  # of torch.compile
+        if units_in(inner):
+            return ours(inner, *arguments, **named)
+        return original(model, *arguments, **named)
 
     setattr(torchs, name, either)
 

@@ -10,22 +10,34 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.agreement import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
-from fsdp_dynamo.build import plain_fqn
+from fsdp_dynamo.build import is_managed, plain_fqn
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.parts import gather_like, local_of, part_of, whole_shape
+from fsdp_dynamo.tensor_part import TensorPart
 from fsdp_dynamo.unit import Unit
 
+Agree = Callable[[Sequence[dist.ProcessGroup], str], None]
+
 _WHERE = "optimizer state dict"
+STATES = "optimizer states"
+ALIKE = (
+    "A state must be as large as this rank's part of its parameter, or the same on all ranks; "
+    "any other goes into a LOCAL_STATE_DICT, which the same sharding loads."
+)
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of torch's optimizers that are numbers: of a parameter of one element nothing but the name
+tells them from a state that is as large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +83,24 @@ class Named:
 
 
 def named_places(model: nn.Module, units: Sequence[Unit]) -> Named:
-    """Find every parameter of a model under its plain FQN, tied ones under their first."""
+    """Find every parameter of a model under its plain FQN, tied ones under their first.
+
+    Raises:
+        FSDPValueError: a parameter is held by a unit that is not among ``units``.
+    """
     flats = [flat for unit in units for flat in unit.flats]
     held = {o.param: (flat, i) for flat in flats for i, o in enumerate(flat.originals)}
     places: dict[nn.Parameter, Place] = {}
     for name, param in model.named_parameters():
+        if param not in held and is_managed(param):
+            raise FSDPValueError(
+                explain(
+                    expected="a model with all units that hold its parameters",
+                    got="a part of one, whose parameter is held by a unit above it",
+                    where=f"parameter '{plain_fqn(name)}'",
+                    fix="Pass the whole wrapped model.",
+                )
+            )
         places[param] = Place(plain_fqn(name), param, *held.get(param, ()))
     return Named(places, flats)
 
@@ -88,8 +113,15 @@ def save(
     optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
     settings: StateDictSettings,
+    agree: Agree | None = None,
 ) -> dict[str, Any]:
-    """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings."""
+    """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings.
+
+    Args:
+        agree: raises where ranks of the groups do not give the same text; by default they compare
+            through their store.
+    """
+    agree = agree or _through_the_store
     places = list(named.of(optim))
     states = {place: given["state"].get(number, {}) for _, number, place in places}
     groups = [dict(group) for group in given["param_groups"]]
@@ -98,8 +130,8 @@ def save(
     for group_number, _, place in places:
         groups[group_number]["params"].append(place.fqn)
     form = settings.state_dict_type
-    if form is not StateDictType.LOCAL_STATE_DICT:
-        _require_alike(named, states)
+    if form is not StateDictType.LOCAL_STATE_DICT and named.flats:
+        agree(named.flats[0].groups.all, _told_of(states))
     if form is StateDictType.FULL_STATE_DICT:
         return _full(named, states, groups, settings)
     result: dict[str, Any] = {}
@@ -108,7 +140,7 @@ def save(
             continue
         result[place.fqn] = {name: _part(place, v, form) for name, v in state.items()}
         if settings.optim_state_dict_config.offload_to_cpu:
-            result[place.fqn] = {n: _copied(v) for n, v in result[place.fqn].items()}
+            result[place.fqn] = {n: _moved(v, True) for n, v in result[place.fqn].items()}
     return {"state": result, "param_groups": groups}
 
 
@@ -122,8 +154,11 @@ def _part(place: Place, value: Any, form: StateDictType) -> Any:
     return part_of(place.flat, place.index, value) if _is_like_param(place, value) else value
 
 
-def _copied(value: Any) -> Any:
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _moved(value: Any, to_cpu: bool) -> Any:
+    """A copy of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
 def _full(
@@ -147,7 +182,7 @@ def _full(
                 result[fqn][name] = kept
     for place, state in states.items():
         if place.flat is None and state and wanted:
-            result[place.fqn] = dict(state)
+            result[place.fqn] = {n: _moved(v, config.offload_to_cpu) for n, v in state.items()}
     return {"state": result, "param_groups": groups} if wanted else {}
 
 
@@ -165,34 +200,51 @@ def _gathered(
     for member, value, gathered in zip(members, values, whole, strict=True):
         if member is None or value is None or not wanted:
             continue
-        kept = value if gathered is None else gathered
-        if isinstance(kept, torch.Tensor):
-            kept = kept.to("cpu" if to_cpu else kept.device, copy=True)
-        yield member.fqn, kept
+        yield member.fqn, _moved(value if gathered is None else gathered, to_cpu)
 
 
-def _require_alike(named: Named, states: Mapping[Place, Mapping[str, Any]]) -> None:
-    """All ranks must have the same states; those that are not as large as this rank's part of
-    their parameter mean something to another sharding only if they are the same everywhere."""
-    if not named.flats:
-        return
-    text = json.dumps({p.fqn: {n: _told(p, n, s[n]) for n in sorted(s)} for p, s in states.items()})
-    fix = (
-        "A state must be as large as this rank's part of its parameter, or the same on all ranks; "
-        "any other goes into a LOCAL_STATE_DICT, which the same sharding loads."
+def _through_the_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
+    for group in groups:
+        require_same(group, STATES, text, fix=ALIKE)
+
+
+def _told_of(states: Mapping[Place, Mapping[str, Any]]) -> str:
+    """What all ranks must have in common: which states there are, and the content of those that are
+    not as large as this rank's part of their parameter. Those mean something to another sharding
+    only if they are the same everywhere."""
+    numbers = _read_numbers(v for state in states.values() for v in state.values())
+    return json.dumps(
+        {p.fqn: {n: _told(p, s[n], numbers) for n in sorted(s)} for p, s in states.items()}
     )
-    for group in named.flats[0].groups.all:
-        require_same(group, "optimizer states", text, fix=fix)
 
 
-def _told(place: Place, name: str, value: Any) -> str:
+def _read_numbers(values: Iterable[Any]) -> dict[int, float]:
+    """Values of all tensors of one element, by ``id``: one copy from each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            by_device.setdefault(value.device, []).append(value)
+    result: dict[int, float] = {}
+    for tensors in by_device.values():
+        stacked = torch.stack([t.detach().reshape(()).to(torch.float64) for t in tensors])
+        result.update(zip(map(id, tensors), stacked.tolist(), strict=True))
+    return result
+
+
+def _told(place: Place, value: Any, numbers: Mapping[int, float]) -> Any:
     """What other ranks are told of a state."""
     if _is_like_param(place, value):
         return "part"
-    if not isinstance(value, torch.Tensor) or value.numel() == 1:
-        return "number"
-    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(value.shape)} {zlib.crc32(content.numpy().tobytes()):08x}"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return numbers.get(id(value), float(value))
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{tuple(value.shape)} {zlib.crc32(content.numpy().tobytes()):08x}"
+    if isinstance(value, Mapping):
+        return {str(key): _told(place, one, numbers) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_told(place, one, numbers) for one in value]
+    return repr(value)
 
 
 # -- loading -------------------------------------------------------------------------------------
@@ -231,14 +283,15 @@ def _loaded(place: Place, name: str, value: Any, own: Mapping[str, Any]) -> Any:
     is_part = known is not None and _is_like_param(place, known) and value.numel() > 1
     if not is_part and not _is_like_whole(place, name, tuple(value.shape)):
         return value
-    return local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
+    local = local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
+    return local if isinstance(value, TensorPart) else local.clone()  # the whole may go
 
 
 def _is_like_whole(place: Place, name: str, shape: tuple[int, ...]) -> bool:
     """Whether a saved state is as large as its whole parameter."""
     if place.flat is None or shape != whole_shape(place.flat, place.index):
         return False
-    return math.prod(shape) > 1 or name != "step"
+    return math.prod(shape) > 1 or name not in _NUMBERS
 
 
 def empty_like_saved(
@@ -277,7 +330,8 @@ def _groups(
                 "one saved group (or groups of equal settings) for each of the optimizer's",
                 f"{len(settings)} for the group of '{names[0]}'",
             )
-        chosen = settings[0] if settings else {}
+        own_settings = {k: v for k, v in optim.param_groups[group_number].items() if k != "params"}
+        chosen = settings[0] if settings else own_settings  # of a group without parameters
         result.append({**chosen, "params": [number for number, _ in own]})
     return result
 

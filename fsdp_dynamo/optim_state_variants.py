@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_dynamo.api import FullOptimStateDictConfig, StateDictType
 from fsdp_dynamo.build import plain_fqn
 from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.from_first import from_first
 from fsdp_dynamo.state_dict_methods import StateDictMethods
 
 _FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -87,11 +88,8 @@ class OptimStateVariants(nn.Module):
 
         Every rank must call it; the others pass ``None``.
         """
-        given: list[Any] = [full_optim_state_dict]
-        if dist.is_initialized():
-            first = dist.get_global_rank(group, 0) if group is not None else 0
-            dist.broadcast_object_list(given, src=first, group=group)
-        return OptimStateVariants.shard_full_optim_state_dict(given[0], model, None, optim)
+        given = from_first(full_optim_state_dict, group)
+        return OptimStateVariants.shard_full_optim_state_dict(given, model, None, optim)
 
     @staticmethod
     def rekey_optim_state_dict(

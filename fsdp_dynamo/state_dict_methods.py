@@ -125,6 +125,10 @@ class StateDictMethods(nn.Module):
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a module and of those below it."""
+    """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
     modules = [m for _, m in build.raw_named_modules(module)]
+    reference = module.__dict__.get("_fsdp_wrapper")
+    wrapper = None if reference is None else reference()
+    if wrapper is not None and wrapper._fsdp_inner() is module:
+        modules.insert(0, wrapper)
     return [m._fsdp_unit for m in modules if isinstance(m, StateDictMethods)]

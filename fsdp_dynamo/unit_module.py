@@ -241,7 +241,9 @@ def _cut_out(
 def _called_on(inner: nn.Module, prefix: str) -> UnitModule | None:
     """The wrapper of a module whose own method was called."""
     wrapper: UnitModule | None = inner._fsdp_wrapper()  # type: ignore[operator]
-    return None if build.is_inside_wrapper(prefix) else wrapper
+    if wrapper is None or wrapper._fsdp_inner() is not inner or build.is_inside_wrapper(prefix):
+        return None  # the wrapper's work; or a copy of the inner module alone
+    return wrapper
 
 
 def _inner_save_hook(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from fsdp_dynamo import (
     FSDP,
+    FSDPError,
     FSDPTypeError,
     FSDPValueError,
     ShardingStrategy,
@@ -237,15 +239,179 @@ class _WithExtraState(nn.Linear):
 
 
 def test_extra_state(tmp_path: Path) -> None:
-    model = nn.Sequential(_WithExtraState())
-    model[0].extra = {"count": 4, "deep": {"tensor": torch.arange(3.0)}}
-    saving = checkpoint.async_save(tmp_path, model, step=1)
-    model[0].extra["deep"]["tensor"].zero_()
-    saving.wait()
-    other = nn.Sequential(_WithExtraState())
-    checkpoint.load(tmp_path, other)
-    assert other[0].extra["count"] == 4
-    assert torch.equal(other[0].extra["deep"]["tensor"], torch.arange(3.0))
+    """As it was when it was saved, whatever the new model has: more keys, odd keys, none."""
+    states: list[dict[Any, Any]] = [
+        {"count": 4, "deep": {"tensor": torch.arange(3.0)}, "more": [1]},
+        {0: 5, (1, 2): "pair"},
+        {},
+    ]
+    for step, state in enumerate(states):
+        model = nn.Sequential(_WithExtraState())
+        model[0].extra = {**state}
+        saving = checkpoint.async_save(tmp_path, model, step=step)
+        model[0].extra.clear()
+        saving.wait()
+        other = nn.Sequential(_WithExtraState())
+        checkpoint.load(tmp_path, other)
+        found = other[0].extra.pop("deep", {}).get("tensor")
+        expected = state.pop("deep", {}).get("tensor")
+        assert other[0].extra == state
+        assert expected is None or torch.equal(found, expected)
+
+
+def _special_groups(tensor_lr: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = _small()
+    lr: Any = torch.tensor(1e-3) if tensor_lr else 1e-3
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.1}]
+    optimizer = torch.optim.Adam(groups, lr=lr)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_tensor_for_a_learning_rate_and_an_empty_group(tmp_path: Path, tensor_lr: bool) -> None:
+    model, optimizer = _special_groups(tensor_lr)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 3
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    other, fresh = _special_groups(tensor_lr)
+    checkpoint.load(tmp_path, other, fresh)
+    assert float(fresh.param_groups[0]["lr"]) == pytest.approx(3e-3)
+    assert fresh.param_groups[1]["weight_decay"] == 0.1
+    fresh.step()
+
+
+class _Scaled(nn.Linear):
+    """Has a parameter that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def _parameters_that_are_numbers(rank: int, world_size: int, folder: str) -> list[bool]:
+    """NAdam's products and ASGD's rates are numbers, its moments are as large as the parameter."""
+    same = []
+    for number, kind in enumerate((torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW)):
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(2)
+            model = FSDP(_Scaled())
+            runs.append((model, kind(model.parameters(), lr=0.1)))
+        (model, optimizer), (other, fresh) = runs
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        checkpoint.save(folder, model, optimizer, step=number)
+        checkpoint.load(folder, other, fresh)
+        for one, its in runs:
+            its.zero_grad()
+            one(torch.ones(1, 3)).sum().backward()
+            its.step()
+        whole = other.state_dict()
+        same.append(all(torch.equal(v, whole[k]) for k, v in model.state_dict().items()))
+    return same
+
+
+def test_parameters_that_are_numbers(ranks: RankPool, tmp_path: Path) -> None:
+    for same in ranks.run(_parameters_that_are_numbers, 2, str(tmp_path)):
+        assert same == [True] * 3
+
+
+def _special_models(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    """The wrapped module itself, a part of a unit, compiled around units, a copy of the inside."""
+
+    def parts() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(2, 4), FSDP(nn.Linear(4, 3)))
+
+    run = Run(rank, "blocks")
+    run.step()
+    whole = _whole(run)
+    checkpoint.save(f"{folder}/inner", run.model.module, run.optimizers, **run.states(1))
+    other = Run(rank, "one unit")
+    other.load(f"{folder}/inner")
+    try:
+        checkpoint.save(f"{folder}/part", run.model.module.norm, step=1)
+        refused = False
+    except FSDPValueError:
+        refused = True
+    inner_copy = copy.deepcopy(FSDP(nn.Linear(4, 4)).module)
+    with torch.no_grad():
+        inner_copy.weight.fill_(2.0)
+    outer = parts()
+    optimizer = torch.optim.AdamW(outer.parameters(), lr=0.1)
+    outer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    compiled = torch.compile(outer, backend="eager")
+    checkpoint.save(f"{folder}/compiled", compiled, optimizer, step=1)
+    fresh = parts()
+    checkpoint.load(f"{folder}/compiled", fresh, torch.optim.AdamW(fresh.parameters()))
+    full = FSDP.full_optim_state_dict(outer, optimizer, rank0_only=False)["state"]
+    own = optimizer.state[outer[0].weight]["exp_avg"]
+    return {
+        "the inner module": all(torch.equal(v, whole[k]) for k, v in _whole(other).items()),
+        "a part of a unit": refused,
+        "a copy of the inside": bool((inner_copy.state_dict()["weight"] == 2.0).all()),
+        "compiled": all(map(torch.equal, fresh.state_dict().values(), outer.state_dict().values())),
+        "own memory": full["0.weight"]["exp_avg"].data_ptr() != own.data_ptr(),
+    }
+
+
+def test_special_models(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(_special_models, 2, str(tmp_path)):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+class _Lists(torch.optim.SGD):
+    """Keeps lists of what depends on this rank's part."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sums"] = [torch.full((2,), float(dist.get_rank()))]
+
+
+def _one_fails_alone(rank: int, world_size: int, folder: str) -> list[str]:
+    """Whatever one rank does wrong: all learn it, and the next save works."""
+    model = wrap(make_transformer(num_blocks=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    lists = _Lists(model.parameters())
+    loss_of(model, batch(rank, 0)).backward()
+    lists.step()
+    optimizer.step()
+    bad: Any = {"data": 5 if rank == 1 else Loader(rank)}
+    unreadable: Any = {"data": _Unreadable() if rank == 0 else Loader(rank)}
+    calls: list[dict[str, Any]] = [
+        {"per_rank": bad},
+        {"per_rank": unreadable},
+        {"optimizers": [optimizer] if rank else [optimizer, 5]},
+        {"optimizers": torch.optim.SGD(nn.Linear(1, 1).parameters()) if rank else optimizer},
+        {"optimizers": lists},
+        {"step": rank},
+    ]
+    errors = []
+    for arguments in calls:
+        try:
+            checkpoint.save(folder, model, **{"optimizers": optimizer, "step": 1, **arguments})
+            errors.append("")
+        except FSDPError as error:
+            errors.append(type(error).__name__)
+    checkpoint.save(folder, model, optimizer, step=1)
+    checkpoint.load(folder, model, optimizer)
+    return errors
+
+
+def test_one_rank_that_fails_alone(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(_one_fails_alone, 2, str(tmp_path))
+    alone = "CheckpointError"
+    both = ["DivergenceError"] * 2
+    assert first == [alone, "UnsupportedError", "FSDPTypeError", alone, *both]
+    assert second == ["FSDPTypeError", alone, alone, "FSDPValueError", *both]
+    assert len(checkpoint.complete(tmp_path)) == 1
 
 
 # -- in the background ---------------------------------------------------------------------------

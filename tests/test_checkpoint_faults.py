@@ -263,24 +263,18 @@ def test_no_code_is_run(folder: Path, tmp_path: Path, name: str) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-class _EvilState(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return _Evil(Path("was here"))
-
-    def set_extra_state(self, state: Any) -> None:
-        raise AssertionError
-
-
 def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(_EvilState(1, 1))
-    with pytest.raises(CheckpointError, match=r"'model.0._extra_state': expected an entry of"):
-        checkpoint.save(tmp_path, model, step=1)
+    model, optimizer = _model()
+    optimizer.param_groups[0]["evil"] = _Evil(Path("was here"))
+    monkeypatch.chdir(tmp_path)
+    entry = r"'optim.param_groups.0.evil': expected"
+    with pytest.raises(CheckpointError, match=f"{entry} an entry of tensors, numbers"):
+        checkpoint.save(tmp_path, model, optimizer, step=1)
     assert checkpoint.complete(tmp_path) == []
     monkeypatch.setattr(reading, "_require_readable", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
-    checkpoint.save(tmp_path, model, step=1)
-    with pytest.raises(CheckpointError, match=r"'model.0._extra_state': expected tensors, numbers"):
-        checkpoint.load(tmp_path, model)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match=f"{entry} tensors, numbers"):
+        checkpoint.load(tmp_path, model, optimizer)
     assert not (tmp_path / "was here").exists()
 
 

@@ -57,7 +57,8 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 def _losses(results: Path) -> list[float]:
     """Of the newest checkpoint."""
     step, path = checkpoint.complete(results / "checkpoints")[-1]
-    losses: list[float] = torch.load(path / "shared.pt", weights_only=True)["progress"]["losses"]
+    states = torch.load(path / "shared.pt", weights_only=True)["shared"]
+    losses: list[float] = states["progress"]["losses"]
     assert len(losses) == step
     return losses
 

@@ -62,6 +62,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "groups": 2,
         "accumulation": 0,
         "boxes": 0,
+        "from_first": 0,
         "tensor_part": 1,
         "tensor_parallel": 1,
         "watching": 1,

@@ -72,12 +72,14 @@ def load(
         DivergenceError: ranks want to load something different, or do not come.
     """
     kept, own = dict(shared or {}), dict(per_rank or {})
-    saving.wait_for_last()
+    failure = saving.failure_of_last()
     names = (tuple(sorted(kept)), tuple(sorted(own)))
     concert = meet("checkpoint to load", f"step {step!r}, states {names}")
     given: list[list[torch.optim.Optimizer]] = []
 
     def check() -> None:
+        if failure is not None:
+            raise failure
         small_states.require_stateful(kept, "shared")
         small_states.require_stateful(own, "per_rank")
         given.append(as_list(optimizers))
@@ -90,8 +92,9 @@ def load(
     is_exact = found.world_size == concert.size
     states: list[tuple[Any, Any]] = []
     concert.all(lambda: states.append(_small_states(path, concert.rank, is_exact)))
-    _load_tensors(concert, path, model, given[0])
-    concert.all(lambda: _put_back(*states[0], kept, own))
+    shared_states, own_states = states[0]
+    _load_tensors(concert, path, model, given[0], shared_states["model"])
+    concert.all(lambda: _put_back(shared_states["shared"], own_states, kept, own))
     if not is_exact:
         warnings.warn(
             f"'{path}' was saved by {found.world_size} ranks, and {concert.size} load it: states "
@@ -116,14 +119,20 @@ def _checked(concert: Concert, path: Path, names: tuple[tuple[str, ...], ...]) -
     return found
 
 
-def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: Any) -> None:
+def _load_tensors(
+    concert: Concert,
+    path: Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    others: Mapping[str, Any],
+) -> None:
     """The states of optimizers first, into new memory: until all of it fits, nothing is changed."""
     reader = Reader(path)
     index = reader.read_metadata()
     states: dict[str, dict[str, Any]] = {}
 
     def prepare() -> None:
-        states["model"] = tensors.model_to_load(index, model)
+        states["model"] = tensors.model_to_load(index, others, model)
         states["optimizers"] = tensors.optimizers_to_load(index, model, optimizers)
 
     def read(state: dict[str, Any]) -> None:
@@ -145,7 +154,7 @@ def _load_tensors(concert: Concert, path: Path, model: nn.Module, optimizers: An
             lambda: give.append(tensors.giver(states["optimizers"], index, model, optimizers))
         )
     concert.all(lambda: read(states["model"]))
-    concert.all(lambda: tensors.take(states["model"], model))
+    concert.all(lambda: tensors.take(states["model"], others, model))
     for one in give:
         one()
 

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 
+from fsdp_dynamo import optim_state
+from fsdp_dynamo.agreement import difference
 from fsdp_dynamo.checkpoint import folder as folders
 from fsdp_dynamo.checkpoint import manifest, small_states, tensors
 from fsdp_dynamo.checkpoint.concert import Concert, meet, said_of, torchs_errors
-from fsdp_dynamo.checkpoint.damage import require_written
+from fsdp_dynamo.checkpoint.damage import require_present, require_written
 from fsdp_dynamo.checkpoint.manifest import Manifest
 from fsdp_dynamo.checkpoint.pace import Pace
 from fsdp_dynamo.checkpoint.reading import SavePlanner
 from fsdp_dynamo.checkpoint.small_states import Kept
 from fsdp_dynamo.checkpoint.writing import Writer
-from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import (
+    CheckpointError,
+    DivergenceError,
+    FSDPTypeError,
+    FSDPValueError,
+    explain,
+)
 
 _SHARE = 0.2
 """Of a processor's time, for writing in the background."""
+
+Told = tuple[Sequence[dist.ProcessGroup], str]
+"""Whose ranks must tell the same, and what this one tells."""
 
 OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...]
 
@@ -165,29 +178,57 @@ def _prepared(
 ) -> Callable[[], Path]:
     """Collect what is to be written; returns what writes it."""
     kept, own = dict(shared or {}), dict(per_rank or {})
-    wait_for_last()
     names = (tuple(sorted(kept)), tuple(sorted(own)))
+    failure = failure_of_last()
     concert = meet("checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}")
+    content: list[_Content] = []
+    told: list[Told] = []
 
-    def collect() -> _Content:
+    def collect() -> None:  # without communication: a rank may fail alone
+        if failure is not None:
+            raise failure
         _require_numbers(step, keep_last)
         small_states.require_stateful(kept, "shared")
         small_states.require_stateful(own, "per_rank")
-        return _Content(
-            step,
-            tensors.to_save(model, as_list(optimizers), copied),
-            small_states.packed(small_states.states_of(kept), "shared"),
-            small_states.packed(
-                {"random": small_states.random_state(), "per_rank": small_states.states_of(own)},
-                "per_rank",
-            ),
-            names,
+        state, others = tensors.to_save(model, as_list(optimizers), lambda *one: told.append(one))
+        content.append(
+            _Content(
+                step,
+                tensors.copied(state) if copied else state,
+                small_states.packed({"shared": small_states.states_of(kept), "model": others}),
+                small_states.packed(
+                    {
+                        "random": small_states.random_state(),
+                        "per_rank": small_states.states_of(own),
+                    }
+                ),
+                names,
+            )
         )
 
-    content: list[_Content] = []
-    concert.all(lambda: content.append(collect()))
+    concert.all(collect)
+    _require_alike(concert, told)
     pace = Pace(_SHARE if copied else 1.0)
     return lambda: _write(concert, Path(folder), content.pop(), keep_last, pace)
+
+
+def _require_alike(concert: Concert, told: list[Told]) -> None:
+    """Compare what ranks tell of their optimizers' states; checksums first, which are short."""
+    sums = concert.all(lambda: zlib.crc32("\n".join(text for _, text in told).encode()))
+    if len(set(sums)) == 1:
+        return
+    every = concert.all(lambda: [text for _, text in told])
+
+    def compare() -> None:
+        for position, (groups, _) in enumerate(told):
+            for group in groups:
+                ranks = dist.get_process_group_ranks(group)
+                texts = {rank: every[rank][position] for rank in ranks}
+                message = difference(optim_state.STATES, texts, optim_state.ALIKE)
+                if message is not None:
+                    raise DivergenceError(message)
+
+    concert.all(compare)
 
 
 def _write(
@@ -197,7 +238,9 @@ def _write(
     part = concert.first(lambda: folders.begin(folder, content.step))
     try:
         sums = _written(concert, part, content, pace)
-        path = concert.first(lambda: _published(part, content, concert.size, sums))
+        listed = Manifest(content.step, concert.size, *content.names, sums)
+        concert.all(lambda: require_present(part, listed))  # is it one storage that all ranks see?
+        path = concert.first(lambda: _published(part, listed))
     except CheckpointError:
         with suppress(CheckpointError):  # a rank has died: the next save removes it
             concert.first(lambda: folders.discard(part))
@@ -236,22 +279,19 @@ def _written(
     return {name: one for sums in every for name, one in sums.items()}
 
 
-def _published(
-    part: Path, content: _Content, world_size: int, sums: dict[str, manifest.Sum]
-) -> Path:
-    shared, per_rank = content.names
-    manifest.write(Manifest(content.step, world_size, shared, per_rank, sums), part)
+def _published(part: Path, listed: Manifest) -> Path:
+    manifest.write(listed, part)
     return folders.publish(part)
 
 
-def wait_for_last() -> None:
-    """Wait for a checkpoint that is still being written.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    if _last is not None:
-        _last.wait()
+def failure_of_last() -> CheckpointError | None:
+    """Wait for a checkpoint that is still being written; why it could not be, if nobody knows."""
+    try:
+        if _last is not None:
+            _last.wait()
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:

@@ -65,26 +65,34 @@ def give_back(kept: Mapping[str, Kept], states: Mapping[str, Any]) -> None:
             one.load_state_dict(states[name])
 
 
-def packed(states: Mapping[str, Any], where: str) -> bytes:
-    """States as the bytes of a file; a copy.
+def packed(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """States, by kind and name, as the bytes of a file; a copy.
 
     Raises:
         UnsupportedError: a state has an object that would not be read again.
     """
+    content = _saved({kind: dict(states) for kind, states in kinds.items()})
+    if _is_read_again(content):
+        return content
+    wrong = next(
+        f"{kind}['{name}']"
+        for kind, states in kinds.items()
+        for name, state in states.items()
+        if not _is_read_again(_saved(state))
+    )
+    raise UnsupportedError(
+        explain(
+            expected="a state of tensors, numbers, texts, lists and dicts",
+            got="an object that torch.load(weights_only=True) does not read",
+            where=wrong,
+            fix="Leave the object out of its state, or say it with numbers and texts.",
+        )
+    )
+
+
+def _saved(state: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(dict(states), buffer)
-    try:
-        unpacked(buffer.getvalue())
-    except Exception as error:
-        name = next((n for n, state in states.items() if not _is_read_again(state)), "?")
-        raise UnsupportedError(
-            explain(
-                expected="a state of tensors, numbers, texts, lists and dicts",
-                got="an object that torch.load(weights_only=True) does not read",
-                where=f"{where}['{name}']",
-                fix="Leave the object out of its state_dict(), or say it with numbers and texts.",
-            )
-        ) from error
+    torch.save(state, buffer)
     return buffer.getvalue()
 
 
@@ -93,11 +101,9 @@ def unpacked(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _is_read_again(state: Any) -> bool:
+def _is_read_again(content: bytes) -> bool:
     try:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        unpacked(buffer.getvalue())
+        unpacked(content)
     except Exception:  # noqa: BLE001  # what is not read again raises all sorts of errors
         return False
     return True

@@ -43,28 +43,40 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def to_save(model: nn.Module, optimizers: Optimizers, copied: bool) -> dict[str, Any]:
-    """This rank's parts of everything; every rank must call it.
+def to_save(
+    model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's parts of all tensors, and what else is in the model's state dict (extra states).
 
     Args:
-        copied: to memory of their own, on the CPU, so that training may go on.
+        agree: as for ``optim_state.save``, which alone would communicate.
 
     Raises:
-        FSDPValueError: two optimizers have the same parameter.
+        FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
     """
-    state: dict[str, Any] = {MODEL: _model_state(model)}
+    model = _uncompiled(model)
+    optim_state.named_places(model, units_in(model))
+    found = _model_state(model)
+    others = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
+    state: dict[str, Any] = {MODEL: {k: v for k, v in found.items() if k not in others}}
     if optimizers:
-        state[OPTIM] = _merged(model, optimizers)
-    return _copied(state) if copied else state
+        state[OPTIM] = _merged(model, optimizers, agree)
+    return state, others
 
 
-def _merged(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: its prefix is in no key."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _merged(model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree) -> dict[str, Any]:
     """The states of several optimizers in one state dict: their parameters are not the same."""
     named = optim_state.named_places(model, units_in(model))
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     seen: set[str] = set()
     for optimizer in optimizers:
-        one = optim_state.save(named, optimizer, optimizer.state_dict(), _SETTINGS)
+        one = optim_state.save(named, optimizer, optimizer.state_dict(), _SETTINGS, agree)
         own = {fqn for group in one["param_groups"] for fqn in group["params"]}
         if seen & own:
             raise FSDPValueError(
@@ -81,34 +93,38 @@ def _merged(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     return result
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """All tensors on the CPU, none of them shared with the training; other values as copies."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: copied(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(one) for one in value)
+        return type(value)(copied(one) for one in value)
     return copy.deepcopy(value)
 
 
 # -- loading -------------------------------------------------------------------------------------
 
 
-def model_to_load(index: Metadata, model: nn.Module) -> dict[str, Any]:
+def model_to_load(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The model's own memory, for torch.distributed.checkpoint to fill.
+
+    Args:
+        others: what else is in the saved state dict (extra states).
 
     Raises:
         CheckpointError: the checkpoint is one of another model.
     """
+    model = _uncompiled(model)
+    optim_state.named_places(model, units_in(model))
     state = _model_state(model)
-    saved = list(_below(index, MODEL))
-    _require_same_keys({path[1] for _, path in saved}, set(state), "state dict")
-    for key, path in saved:
-        entry = index.state_dict_metadata[key]
-        if len(path) == 2 and isinstance(entry, TensorStorageMetadata):
-            _require_shape(key, entry.size, state[path[1]])
-    return {MODEL: state}
+    saved = {path[1]: index.state_dict_metadata[key] for key, path in _below(index, MODEL)}
+    _require_same_keys({*saved, *others}, set(state), "state dict")
+    for fqn, entry in saved.items():
+        shape = entry.size if isinstance(entry, TensorStorageMetadata) else ()
+        _require_shape(f"{MODEL}.{fqn}", shape, state[fqn])
+    return {MODEL: {fqn: state[fqn] for fqn in saved}}
 
 
 def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
@@ -121,6 +137,7 @@ def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers
     """
     if not optimizers:
         return {}
+    model = _uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
     own = {place.fqn: place for one in optimizers for _, _, place in named.of(one)}
     entries = list(_below(index, OPTIM))
@@ -139,10 +156,13 @@ def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers
     for key, path in entries:
         entry = index.state_dict_metadata[key]
         result[key] = None
-        if path[1] == "state" and isinstance(entry, TensorStorageMetadata):
-            result[key] = optim_state.empty_like_saved(
-                own[path[2]], path[3], tuple(entry.size), entry.properties.dtype
-            )
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        if path[1] == "state" and len(path) == 4:
+            result[key] = optim_state.empty_like_saved(own[path[2]], path[3], shape, dtype)
+        else:  # within a list, or a learning rate
+            result[key] = torch.empty(shape, dtype=dtype)
     return result
 
 
@@ -162,6 +182,7 @@ def giver(
     Raises:
         FSDPValueError: their parameter groups are not those that were saved.
     """
+    model = _uncompiled(model)
     merged = unflatten_state_dict(dict(state), {key: index.planner_data[key] for key in state})
     named = optim_state.named_places(model, units_in(model))
     states = merged[OPTIM].get("state", {})
@@ -179,10 +200,11 @@ def giver(
     return give
 
 
-def take(state: Mapping[str, Any], model: nn.Module) -> None:
+def take(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
     """Give the model what was filled: parts are its own memory already, other values are not."""
+    model = _uncompiled(model)
     with _in_parts(model):
-        model.load_state_dict(state[MODEL])
+        model.load_state_dict({**state[MODEL], **others})
 
 
 def _require_same_keys(

@@ -24,7 +24,13 @@ class _Summed:
     def __init__(self, stream: Any, pace: Pace) -> None:
         self._stream, self._pace = stream, pace
         self.size = self.crc32 = 0
-        self.flush, self.close, self.fileno = stream.flush, stream.close, stream.fileno
+        self.flush, self.close = stream.flush, stream.close
+
+    def fileno(self) -> int:
+        """For fsync, which torch calls before the last bytes have left this process."""
+        self._stream.flush()
+        number: int = self._stream.fileno()
+        return number
 
     def write(self, content: Any) -> int:
         """Write and sum up."""
@@ -70,7 +76,7 @@ class Writer(FileSystemWriter):
     """Writes this rank's files below ``path``; afterwards ``sums`` has them all."""
 
     def __init__(self, path: Path, pace: Pace) -> None:
-        super().__init__(path)
+        super().__init__(path, per_thread_copy_ahead=0)  # else it asks for this thread's device
         self.fs: _SummingFiles = _SummingFiles(pace)
 
     @property
@@ -90,7 +96,6 @@ class Writer(FileSystemWriter):
         def write() -> None:
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
                 stream.write(content)
-                stream.flush()
                 os.fsync(stream.fileno())
 
         self._named(None, write)

@@ -1,0 +1,47 @@
+"""Nested states that rank 0 alone has, brought to all ranks one tensor at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """What the first rank of a group gives, on every rank, with its tensors on the CPU.
+
+    Args:
+        value: nested dicts, lists and tuples of tensors and other values; ignored on other ranks.
+        group: whose ranks; the default group if ``None``.
+    """
+    if not dist.is_initialized():
+        return value
+    group = group or dist.group.WORLD
+    assert group is not None
+    first = dist.get_process_group_ranks(group)[0]
+    is_first = dist.get_rank() == first
+    leaves, spec = tree_flatten(value) if is_first else ([], None)
+    shapes = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in leaves]
+    skeleton: list[Any] = [(shapes, spec)]
+    dist.broadcast_object_list(skeleton, src=first, group=group)
+    shapes, spec = skeleton[0]
+    received = []
+    for position, one in enumerate(shapes):
+        if isinstance(one, torch.Tensor):
+            one = _broadcast(leaves[position] if is_first else None, one, first, group)
+        received.append(one)
+    return tree_unflatten(received, spec)
+
+
+def _broadcast(
+    own: torch.Tensor | None, like: torch.Tensor, first: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    device = dist.distributed_c10d._get_pg_default_device(group)  # type: ignore[attr-defined]
+    if own is None:
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=device)
+    else:
+        buffer = own.detach().to(device).contiguous()
+    dist.broadcast(buffer, src=first, group=group)
+    return buffer.cpu()
