@@ -30,7 +30,7 @@ from fsdp_dynamo.api import (
 from fsdp_dynamo.build import plain_fqn
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.from_first import from_first
-from fsdp_dynamo.state_dict_methods import StateDictMethods, units_in
+from fsdp_dynamo.state_dict_methods import StateDictMethods, uncompiled, units_in
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -155,7 +155,7 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def either(model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        inner = getattr(model, "_orig_mod", model)  # of torch.compile
+        inner = uncompiled(model)
         if units_in(inner):
             return ours(inner, *arguments, **named)
         return original(model, *arguments, **named)

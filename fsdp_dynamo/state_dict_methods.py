@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from fsdp_dynamo import build, optim_state
 from fsdp_dynamo.api import (
@@ -132,3 +133,9 @@ def units_in(module: nn.Module) -> list[Unit]:
     if wrapper is not None and wrapper._fsdp_inner() is module:
         modules.insert(0, wrapper)
     return [m._fsdp_unit for m in modules if isinstance(m, StateDictMethods)]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: its prefix is in no key."""
+    inner: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    return inner

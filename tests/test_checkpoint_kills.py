@@ -16,7 +16,7 @@ from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch.nn import functional as F
 
-from fsdp_dynamo import FSDP, checkpoint, set_agreement_timeout
+from fsdp_dynamo import FSDP, checkpoint
 
 RANKS = 2
 Record = dict[int, tuple[float, int]]
@@ -41,7 +41,6 @@ def _train(rank: int, world_size: int, folder: str, steps: int, background: bool
     A record of each step is appended to a file, before it is saved; what was loaded must be what a
     run had then.
     """
-    set_agreement_timeout(2.0)  # states are compared before a save
     torch.manual_seed(rank)
     model = wrap(make_transformer(num_blocks=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_dynamo import optim_state
 from fsdp_dynamo.api import StateDictType, settings_of
 from fsdp_dynamo.errors import CheckpointError, FSDPValueError, explain
-from fsdp_dynamo.state_dict_methods import StateDictMethods, units_in
+from fsdp_dynamo.state_dict_methods import StateDictMethods, uncompiled, units_in
 
 MODEL, OPTIM = "model", "optim"
 _SHARDED = StateDictType.SHARDED_STATE_DICT
@@ -54,7 +54,7 @@ def to_save(
     Raises:
         FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
     """
-    model = _uncompiled(model)
+    model = uncompiled(model)
     optim_state.named_places(model, units_in(model))
     found = _model_state(model)
     others = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
@@ -62,12 +62,6 @@ def to_save(
     if optimizers:
         state[OPTIM] = _merged(model, optimizers, agree)
     return state, others
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given: its prefix is in no key."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
 
 
 def _merged(model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree) -> dict[str, Any]:
@@ -116,7 +110,7 @@ def model_to_load(index: Metadata, others: Mapping[str, Any], model: nn.Module) 
     Raises:
         CheckpointError: the checkpoint is one of another model.
     """
-    model = _uncompiled(model)
+    model = uncompiled(model)
     optim_state.named_places(model, units_in(model))
     state = _model_state(model)
     saved = {path[1]: index.state_dict_metadata[key] for key, path in _below(index, MODEL)}
@@ -137,7 +131,7 @@ def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers
     """
     if not optimizers:
         return {}
-    model = _uncompiled(model)
+    model = uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
     own = {place.fqn: place for one in optimizers for _, _, place in named.of(one)}
     entries = list(_below(index, OPTIM))
@@ -182,7 +176,7 @@ def giver(
     Raises:
         FSDPValueError: their parameter groups are not those that were saved.
     """
-    model = _uncompiled(model)
+    model = uncompiled(model)
     merged = unflatten_state_dict(dict(state), {key: index.planner_data[key] for key in state})
     named = optim_state.named_places(model, units_in(model))
     states = merged[OPTIM].get("state", {})
@@ -202,7 +196,7 @@ def giver(
 
 def take(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
     """Give the model what was filled: parts are its own memory already, other values are not."""
-    model = _uncompiled(model)
+    model = uncompiled(model)
     with _in_parts(model):
         model.load_state_dict({**state[MODEL], **others})
 
