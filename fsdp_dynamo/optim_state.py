@@ -233,17 +233,20 @@ def _read_numbers(values: Iterable[Any]) -> dict[int, float]:
 
 def _told(place: Place, value: Any, numbers: Mapping[int, float]) -> Any:
     """What other ranks are told of a state."""
-    if _is_like_param(place, value):
-        return "part"
+    return "part" if _is_like_param(place, value) else _content(value, numbers)
+
+
+def _content(value: Any, numbers: Mapping[int, float]) -> Any:
+    """Text, or lists and dicts of it, which is another one for another value."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return numbers.get(id(value), float(value))
+        return numbers[id(value)] if id(value) in numbers else float(value)
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{tuple(value.shape)} {zlib.crc32(content.numpy().tobytes()):08x}"
     if isinstance(value, Mapping):
-        return {str(key): _told(place, one, numbers) for key, one in value.items()}
+        return {str(key): _content(one, numbers) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_told(place, one, numbers) for one in value]
+        return [_content(one, numbers) for one in value]
     return repr(value)
 
 
