@@ -28,7 +28,7 @@ from torch._C._profiler import (  # the event tree has no public reader
 )
 from torch.profiler import profile
 
-from fsdp_dynamo.point_to_point import ALL_GATHER_TAG, REDUCE_SCATTER_TAG
+from fsdp_dynamo.order_log import kind_of_tag
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
@@ -112,8 +112,8 @@ _ROLES = {
 # Our collectives on gloo are sends and receives, told apart by their tag. A reduce-scatter by sends
 # and receives moves what an all-to-all moves; gloo's own reduce-scatter moves twice that.
 _TAGGED_ROLES = {
-    ALL_GATHER_TAG: _Role("all_gather", unsharded=_first),
-    REDUCE_SCATTER_TAG: _Role("all_to_all", gradients=_first),
+    "all_gather": _Role("all_gather", unsharded=_first),
+    "reduce_scatter": _Role("all_to_all", gradients=_first),
 }
 _SEND = "c10d::send"
 _RECEIVE = "c10d::recv_"
@@ -125,7 +125,8 @@ def _role(event: Any) -> _Role | None:
         return None
     if event.name not in (_SEND, _RECEIVE):
         return _ROLES.get(event.name)
-    role = _TAGGED_ROLES.get(event.extra_fields.inputs[-1])
+    tag = event.extra_fields.inputs[-1]
+    role = _TAGGED_ROLES.get(kind_of_tag(tag) or "") if isinstance(tag, int) else None
     if role is not None and role.op == "all_gather" and event.name == _SEND:
         return role._replace(unsharded=lambda _: [])  # what is sent is the shard
     return role

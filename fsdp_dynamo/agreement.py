@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.errors import DivergenceError, explain
+from fsdp_dynamo.order_check import difference_of_orders
 from fsdp_dynamo.rendezvous import (
     agreement_timeout_s,
     busy,
@@ -44,6 +45,9 @@ _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]
     WeakKeyDictionary()
 )
 """Exchanges so far, by purpose and ranks; by the default group, with which its store ends."""
+
+_names: WeakKeyDictionary[dist.ProcessGroup, dict[dist.ProcessGroup, str]] = WeakKeyDictionary()
+"""Of the groups whose waits are watched; by the default group, too."""
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """Stores of the groups that tell each other, by their ranks; by the default group, too."""
@@ -197,7 +201,26 @@ def tell_each_other(groups: Iterable[dist.ProcessGroup]) -> None:
         store = shared_store(group)
         if store is not None:  # else a group of one, or of ranks that share nothing
             known.setdefault(_ranks(group), store)
-            watch(group, partial(_pass_notices_on, known))
+            watch(group, partial(_look, known, group, store, _name_of(group)))
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    """Which one of the groups of the same ranks it is: names of groups are local to a rank."""
+    names = _names.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    if group not in names:
+        names[group] = str(sum(_ranks(other) == _ranks(group) for other in names))
+    return names[group]
+
+
+def _look(
+    known: Mapping[tuple[int, ...], Any], group: dist.ProcessGroup, store: Any, name: str
+) -> None:
+    """Raise what another rank has left, or where the order of a group's ranks is not the same."""
+    _pass_notices_on(known)
+    message = difference_of_orders(group, store, name)
+    if message is not None:
+        _tell_all(known, message)
+        raise DivergenceError(message)
 
 
 def _known() -> dict[tuple[int, ...], Any]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo import events, point_to_point
+from fsdp_dynamo import events, order_log, point_to_point
 from fsdp_dynamo.point_to_point import Work
 from fsdp_dynamo.watching import wait_watching
 
@@ -102,10 +102,17 @@ def issue_all_gather(
     shard: torch.Tensor,
     group: dist.ProcessGroup,
     event: events.Event | None = None,
+    label: str = "",
 ) -> InFlight:
-    """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``."""
+    """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
+
+    Args:
+        label: FQN of the unit, for ranks that compare what they have issued.
+    """
+    order_log.note(group, "all_gather", label, output.numel())
     if way_of(group, output.device) == "point_to_point":
-        works = point_to_point.issue_all_gather(output, shard, group)
+        tag = order_log.tag_of("all_gather", label, output.numel())
+        works = point_to_point.issue_all_gather(output, shard, group, tag)
     else:
         works = [_all_gather(output, shard, group=group, async_op=True)]
     return InFlight(works, (output, shard), event, group=group)
@@ -121,12 +128,15 @@ def issue_reduce_mean(
     unsharded: torch.Tensor,
     group: dist.ProcessGroup,
     event: events.Event | None = None,
+    label: str = "",
 ) -> InFlight:
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
     ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
-    itself (an all-reduce).
+    itself (an all-reduce). ``label``: see ``issue_all_gather``.
     """
+    kind = "all_reduce" if output is unsharded else "reduce_scatter"
+    order_log.note(group, kind, label, unsharded.numel())
     op, divisor = _divide_first(unsharded, group)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
@@ -136,7 +146,8 @@ def issue_reduce_mean(
         work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
         return InFlight([work], (output, unsharded), event, group=group)
     if way == "point_to_point":
-        works, parts = point_to_point.issue_exchange(output, unsharded, group)
+        tag = order_log.tag_of(kind, label, unsharded.numel())
+        works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
         finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
         whole = torch.empty_like(unsharded)
@@ -183,6 +194,8 @@ def issue_all_gathers(
     if len(outputs) == 1 or way_of(group, outputs[0].device) != "library":
         triples = zip(outputs, shards, noted, strict=True)
         return [issue_all_gather(output, shard, group, event) for output, shard, event in triples]
+    for output in outputs:
+        order_log.note(group, "all_gather", "", output.numel())
     with _one_launch(group) as launch:
         for output, shard in zip(outputs, shards, strict=True):
             _all_gather(output, shard, group=group, async_op=True)

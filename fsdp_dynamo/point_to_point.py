@@ -6,8 +6,8 @@ A send reads the caller's tensor and a receive writes it: nothing is copied but 
 each rank sends no more than a ring would.
 
 Messages between two ranks match by tag, in order of issue. All ranks issue a group's collectives
-in one order, so each kind needs but one tag, kept apart from a user's. Groups have connections of
-their own.
+in one order; a tag tells kinds and units apart (``order_log``), so messages of a rank that does
+something else never match. Groups have connections of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-ALL_GATHER_TAG = 0x0F5D0001
-REDUCE_SCATTER_TAG = 0x0F5D0002
 
 
 class Work(Protocol):
@@ -35,7 +32,7 @@ def _others(group: dist.ProcessGroup) -> Iterator[int]:
 
 
 def issue_all_gather(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
 ) -> list[Work]:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
@@ -49,8 +46,8 @@ def issue_all_gather(
     # Through ``data``: a collective does not raise its output's version, nor is it differentiated.
     shard = shard.data
     slots = output.data.chunk(group.size())
-    works: list[Work] = [group.recv([slots[r]], r, ALL_GATHER_TAG) for r in _others(group)]
-    works += [group.send([shard], r, ALL_GATHER_TAG) for r in _others(group)]
+    works: list[Work] = [group.recv([slots[r]], r, tag) for r in _others(group)]
+    works += [group.send([shard], r, tag) for r in _others(group)]
     own = slots[group.rank()]
     if own.data_ptr() != shard.data_ptr():
         own.copy_(shard.view_as(own))
@@ -58,7 +55,7 @@ def issue_all_gather(
 
 
 def issue_exchange(
-    output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup, tag: int
 ) -> tuple[list[Work], list[torch.Tensor]]:
     """Start sending each rank its chunk of ``unsharded`` ``(n * world_size,)``.
 
@@ -78,8 +75,8 @@ def issue_exchange(
     parts.insert(rank, own)
     if own.numel() == 0:
         return [], parts
-    works: list[Work] = [group.recv([parts[r]], r, REDUCE_SCATTER_TAG) for r in _others(group)]
-    works += [group.send([chunks[r]], r, REDUCE_SCATTER_TAG) for r in _others(group)]
+    works: list[Work] = [group.recv([parts[r]], r, tag) for r in _others(group)]
+    works += [group.send([chunks[r]], r, tag) for r in _others(group)]
     return works, parts
 
 

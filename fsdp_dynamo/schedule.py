@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fsdp_dynamo import events
+from fsdp_dynamo import events, order_log
 from fsdp_dynamo.accumulation import Accumulation
 from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
@@ -79,6 +79,7 @@ class Root:
     def pre_forward(self, unit: Unit) -> ForwardCall:
         """Unshard ``unit``, start the prefetch of the next one, show the views."""
         if self.is_outside:
+            order_log.begin_step()
             self._begin_forward()
         unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)

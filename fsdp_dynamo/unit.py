@@ -229,7 +229,8 @@ class Unit:
             event = None
             if log is not None:
                 event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
-            self._gathers.append(collectives.issue_all_gather(output, shard, flat.group, event))
+            gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
+            self._gathers.append(gather)
 
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""
@@ -329,14 +330,16 @@ class Unit:
             if event is not None:
                 events.complete(event, began_ns)
             return PendingReduce(flat, collectives.InFlight([]), output)
-        in_flight = collectives.issue_reduce_mean(output, unsharded_grad, groups[0], event)
+        in_flight = collectives.issue_reduce_mean(
+            output, unsharded_grad, groups[0], event, self.fqn
+        )
         follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
         return PendingReduce(flat, in_flight, output, follow)
 
     def _follow(self, group: dist.ProcessGroup, reduced: torch.Tensor) -> collectives.InFlight:
         """Start the mean over replicas of a gradient that was reduced inside one, in place."""
         event = self._note_reduction(reduced, reduced)
-        return collectives.issue_reduce_mean(reduced, reduced, group, event)
+        return collectives.issue_reduce_mean(reduced, reduced, group, event, self.fqn)
 
     def _note_reduction(self, grad: torch.Tensor, output: torch.Tensor) -> events.Event | None:
         kind: events.Kind = "all_reduce" if output is grad else "reduce_scatter"

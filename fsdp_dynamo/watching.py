@@ -24,7 +24,7 @@ from fsdp_dynamo.point_to_point import Work
 
 PERIOD_S = 1.0
 _MAX_IDLE_PERIODS = 30
-_INTERRUPT_TAG = 0x0F5D0003
+_INTERRUPT_TAG = 0x0D000001
 
 _Wait = tuple[int, dist.ProcessGroup]
 

@@ -62,6 +62,8 @@ LAYERS: dict[str, dict[str, int]] = {
         "groups": 2,
         "accumulation": 0,
         "boxes": 0,
+        "order_log": 0,
+        "order_check": 1,
         "from_first": 0,
         "tensor_part": 1,
         "tensor_parallel": 1,

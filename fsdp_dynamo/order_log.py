@@ -1,0 +1,83 @@
+"""What this rank has issued lately: every rank must issue a group's collectives in one order.
+
+Collectives that differ do not fail. Those of one size mix up their data, others wait for ever. So
+each message carries a tag made from what it belongs to (another one never matches), and each rank
+remembers its last collectives, so that ranks which wait can compare (``order_check``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+KEPT = 128
+_GATHERS, _EXCHANGES = 0x0E, 0x0F
+_LABEL_BITS = 24
+
+
+class Entry(NamedTuple):
+    """A collective.
+
+    Attributes:
+        number: in its group, from 0.
+        step: how many outermost forwards had begun.
+        kind: of the collective.
+        label: FQN of the unit; empty for the root and for what belongs to none.
+        numel: elements of the unsharded side.
+    """
+
+    number: int
+    step: int
+    kind: str
+    label: str
+    numel: int
+
+
+class _Log:
+    def __init__(self) -> None:
+        self.count = 0
+        self.entries: deque[Entry] = deque(maxlen=KEPT)
+
+
+_logs: WeakKeyDictionary[dist.ProcessGroup, _Log] = WeakKeyDictionary()
+_step = 0
+
+
+def begin_step() -> None:
+    """An outermost forward begins."""
+    global _step
+    _step += 1
+
+
+def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> None:
+    """A collective is issued."""
+    log = _logs.get(group)
+    if log is None:
+        log = _logs[group] = _Log()
+    log.entries.append(Entry(log.count, _step, kind, label, numel))
+    log.count += 1
+
+
+def recent(group: dist.ProcessGroup) -> list[Entry]:
+    """The last ``KEPT`` collectives of a group, the newest last."""
+    log = _logs.get(group)
+    return [] if log is None else list(log.entries)
+
+
+@lru_cache(maxsize=4096)
+def tag_of(kind: str, label: str, numel: int) -> int:
+    """A message's tag: the same on all ranks, apart from a user's, and another one for another
+    kind, unit or size (but for one pair in 16 million). gloo ends a process that gets more than it
+    expects."""
+    first = _GATHERS if kind == "all_gather" else _EXCHANGES
+    return first << _LABEL_BITS | zlib.crc32(f"{label} {numel}".encode()) >> (32 - _LABEL_BITS)
+
+
+def kind_of_tag(tag: int) -> str | None:
+    """Of a message; ``None``: it is none of ours."""
+    return {_GATHERS: "all_gather", _EXCHANGES: "reduce_scatter"}.get(tag >> _LABEL_BITS)

@@ -1,0 +1,135 @@
+"""Ranks that run different units, in eager and on the hooks path: an error on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+from ways import in_way
+
+from fsdp_dynamo import FSDP, DivergenceError
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+LIMIT_S = 10.0
+
+
+class _Branching(Transformer):
+    """Leaves blocks out where it is told to."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            if number not in self.skipped:
+                x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+def _branching() -> nn.Module:
+    torch.manual_seed(7)
+    return _Branching(num_blocks=3)
+
+
+def _skip(model: Any, rank: int) -> None:
+    model.module.skipped = frozenset({1}) if rank == 1 else frozenset()
+    loss_of(model, batch(rank, 1)).backward()
+
+
+def _skip_the_last(model: Any, rank: int) -> None:
+    model.module.skipped = frozenset({2}) if rank == 0 else frozenset()
+    loss_of(model, batch(rank, 1)).backward()
+
+
+def _one_forward_more(model: Any, rank: int) -> None:
+    loss = loss_of(model, batch(rank, 1))
+    if rank == 0:
+        loss = loss + loss_of(model, batch(rank, 2))
+    loss.backward()
+
+
+def _no_backward(model: Any, rank: int) -> None:
+    loss = loss_of(model, batch(rank, 1))
+    if rank == 1:
+        loss = loss_of(model, batch(rank, 2))
+    loss.backward()
+    loss_of(model, batch(rank, 3)).backward()
+
+
+def _a_full_state_dict_of_one(model: Any, rank: int) -> None:
+    if rank == 0:
+        model.state_dict()
+    loss_of(model, batch(rank, 1)).backward()
+
+
+CASES: dict[str, tuple[Callable[[Any, int], None], str]] = {
+    "a unit left out": (_skip, "unit 'blocks.1'"),
+    "the last unit left out": (_skip_the_last, "unit 'blocks.2'"),
+    "one forward more": (_one_forward_more, "rank"),
+    "a backward left out": (_no_backward, "rank"),
+    "a state dict of one rank": (_a_full_state_dict_of_one, "rank"),
+}
+
+
+def _diverge(rank: int, world_size: int, way: str, case: str) -> tuple[str, str, float]:
+    """A step that is the same on all ranks, then one that is not."""
+    policy = ModuleWrapPolicy({Block})
+    model: Any = FSDP(_branching(), auto_wrap_policy=policy)
+    run = in_way(model, way)
+    loss_of(run, batch(rank, 0)).backward()
+    began = time.monotonic()
+    try:
+        CASES[case][0](run, rank)
+        return "", "", time.monotonic() - began
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+def test_every_rank_gets_an_error(ranks: RankPool, way: str, case: str) -> None:
+    found = ranks.run(_diverge, 2, way, case)
+    for kind, message, seconds in found:
+        assert kind == DivergenceError.__name__, message
+        assert CASES[case][1] in message
+        assert "step " in message
+        assert seconds < LIMIT_S  # the promise; the wait itself is one period of the watcher
+    assert found[0][1] == found[1][1]
+
+
+def _another_wrap(rank: int, world_size: int) -> tuple[str, str]:
+    plain = make_transformer(num_blocks=2)
+    model = wrap(plain) if rank == 0 else FSDP(plain)
+    try:
+        loss_of(model, batch(rank, 0)).backward()
+    except DivergenceError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_another_wrap(ranks: RankPool) -> None:
+    for kind, message in ranks.run(_another_wrap, 2):
+        assert kind == DivergenceError.__name__
+        assert "elements" in message
+
+
+def _late(rank: int, world_size: int) -> float:
+    """One rank is slow: nothing is wrong with that."""
+    model = wrap(make_transformer(num_blocks=2))
+    if rank == 1:
+        time.sleep(3.5)
+    loss = loss_of(model, batch(rank, 0))
+    if rank == 0:
+        time.sleep(2.5)
+    loss.backward()
+    return loss.item()
+
+
+def test_a_slow_rank_is_waited_for(ranks: RankPool) -> None:
+    assert all(loss > 0 for loss in ranks.run(_late, 2))
