@@ -29,6 +29,7 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.explain import Explanation, explain
+from fsdp_dynamo.flight_recorder import record_flight
 from fsdp_dynamo.optim_state_variants import OptimStateKeyType
 from fsdp_dynamo.original_shards import ParameterShard
 from fsdp_dynamo.planning import record_plans
@@ -69,6 +70,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "record_events",
+    "record_flight",
     "record_plans",
     "replicate",
     "set_agreement_timeout",

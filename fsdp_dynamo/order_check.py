@@ -22,6 +22,10 @@ _CAUSE = (
 )
 
 
+_TOLD = 128
+"""Collectives that ranks show each other."""
+
+
 def difference_of_orders(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
     """Tell the others of a group what this rank has issued; what is said where one differs.
 
@@ -30,7 +34,7 @@ def difference_of_orders(group: dist.ProcessGroup, store: Any, name: str) -> str
         store: of the group's ranks.
         name: of the group among those of the same ranks, the same on all of them.
     """
-    own = recent(group)
+    own = recent(group, _TOLD)
     ranks = dist.get_process_group_ranks(group)
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
@@ -49,20 +53,15 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
     known = {entry.number: entry for entry in own}
     for entry in theirs:
         mine = known.get(entry.number)
-        if mine is not None and mine[2:] != entry[2:]:
+        if mine is not None and mine.what != entry.what:
             return mine, entry
     return None
 
 
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     return explain(
-        expected=f"rank {other} to issue what rank {rank} does, {_described(mine)}",
-        got=_described(theirs),
+        expected=f"rank {other} to issue what rank {rank} does, {mine.described()}",
+        got=theirs.described(),
         where=f"step {mine.step}, {unit_name(mine.label)}",
         fix=_CAUSE,
     )
-
-
-def _described(entry: Entry) -> str:
-    kind = entry.kind.replace("_", "-")
-    return f"the {kind} of {unit_name(entry.label)} ({entry.numel} elements, step {entry.step})"

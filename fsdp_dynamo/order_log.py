@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-KEPT = 128
+from fsdp_dynamo.errors import unit_name
+
+KEPT = 1000
 _GATHERS, _EXCHANGES = 0x0E, 0x0F
 _LABEL_BITS = 24
 
@@ -36,6 +38,17 @@ class Entry(NamedTuple):
     kind: str
     label: str
     numel: int
+
+    @property
+    def what(self) -> tuple[str, str, int]:
+        """What must be the same on all ranks."""
+        return self.kind, self.label, self.numel
+
+    def described(self) -> str:
+        """In words."""
+        name = unit_name(self.label)
+        kind = self.kind.replace("_", "-")
+        return f"the {kind} of {name} ({self.numel} elements, step {self.step})"
 
 
 class _Log:
@@ -63,10 +76,18 @@ def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> None:
     log.count += 1
 
 
-def recent(group: dist.ProcessGroup) -> list[Entry]:
-    """The last ``KEPT`` collectives of a group, the newest last."""
+def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:
+    """The last collectives of a group, the newest last."""
     log = _logs.get(group)
-    return [] if log is None else list(log.entries)
+    return [] if log is None else list(log.entries)[-most:]
+
+
+def all_recent() -> list[tuple[list[int], int, list[Entry]]]:
+    """Of each group, in the order of first use: its ranks, how many, and the last ``KEPT``."""
+    return [
+        (dist.get_process_group_ranks(group), log.count, list(log.entries))
+        for group, log in list(_logs.items())
+    ]
 
 
 @lru_cache(maxsize=4096)
