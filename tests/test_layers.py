@@ -90,7 +90,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "full_params": 6,
         "comm_hooks": 4,
         "copying": 5,
-        "execution_order": 3,
+        "execution_order": 4,
         "user_methods": 8,
         "original_shards": 6,
         "arguments": 6,
