@@ -15,6 +15,8 @@ from ways import WAYS, in_way
 
 from fsdp_dynamo import collectives, events, point_to_point
 
+TAG = 77
+
 
 def _comes(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
     """Whether tensors are filled with values soon, while this thread computes."""
@@ -35,7 +37,9 @@ def _progress(rank: int, world_size: int) -> list[bool]:
     gather = collectives.issue_all_gather(unsharded, shard, group)
     done = [_comes(unsharded.chunk(world_size), range(world_size))]
     output = torch.empty_like(shard)
-    works, parts = point_to_point.issue_exchange(output, torch.full_like(unsharded, 5.0), group)
+    works, parts = point_to_point.issue_exchange(
+        output, torch.full_like(unsharded, 5.0), group, TAG
+    )
     done.append(_comes(parts, [5.0] * world_size))
     gather.wait()
     for work in works:
@@ -161,7 +165,7 @@ def _received_bytes(rank: int, world_size: int) -> list[Any]:
     assert group is not None
     unsharded = torch.arange(8.0 * world_size).add(rank)
     output = torch.empty(8)
-    works, parts = point_to_point.issue_exchange(output, unsharded, group)
+    works, parts = point_to_point.issue_exchange(output, unsharded, group, TAG)
     for work in works:
         work.wait()
     others = {p.untyped_storage().data_ptr(): p for r, p in enumerate(parts) if r != rank}
