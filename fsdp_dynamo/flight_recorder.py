@@ -100,10 +100,12 @@ def _write_at_exceptions() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _recorder is not None:
-            lines = traceback.format_exception(kind, error, trace)
-            _recorder.write(f"{kind.__name__}: {error}", lines)
-        before(kind, error, trace)
+        try:
+            if _recorder is not None:
+                lines = traceback.format_exception(kind, error, trace)
+                _recorder.write(f"{kind.__name__}: {error}", lines)
+        finally:
+            before(kind, error, trace)
 
     sys.excepthook = hook
 

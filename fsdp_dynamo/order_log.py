@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -52,7 +53,10 @@ class Entry(NamedTuple):
 
 
 class _Log:
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = list(range(group.size()))
+        with suppress(ValueError, RuntimeError, KeyError):  # a group that torch does not know
+            self.ranks = dist.get_process_group_ranks(group)
         self.count = 0
         self.entries: deque[Entry] = deque(maxlen=KEPT)
 
@@ -71,7 +75,7 @@ def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> None:
     """A collective is issued."""
     log = _logs.get(group)
     if log is None:
-        log = _logs[group] = _Log()
+        log = _logs[group] = _Log(group)
     log.entries.append(Entry(log.count, _step, kind, label, numel))
     log.count += 1
 
@@ -84,10 +88,7 @@ def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:
 
 def all_recent() -> list[tuple[list[int], int, list[Entry]]]:
     """Of each group, in the order of first use: its ranks, how many, and the last ``KEPT``."""
-    return [
-        (dist.get_process_group_ranks(group), log.count, list(log.entries))
-        for group, log in list(_logs.items())
-    ]
+    return [(log.ranks, log.count, list(log.entries)) for log in list(_logs.values())]
 
 
 @lru_cache(maxsize=4096)

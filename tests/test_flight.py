@@ -27,12 +27,15 @@ dist.init_process_group("gloo")
 record_flight(sys.argv[1])
 plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-for step in range(3):
-    if step == 2 and dist.get_rank() == 1:
-        if sys.argv[2] == "raises":
-            raise ValueError("no more data")
-        os.kill(os.getpid(), 9)
-    model(torch.ones(1, 4)).sum().backward()
+try:
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            if sys.argv[2] == "raises":
+                raise ValueError("no more data")
+            os.kill(os.getpid(), 9)
+        model(torch.ones(1, 4)).sum().backward()
+finally:
+    dist.destroy_process_group()
 """
 
 
