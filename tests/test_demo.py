@@ -30,6 +30,7 @@ def _start(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--max-restarts", str(restarts), "--nproc-per-node", "2"]
     environment = dict(os.environ, PYTHONPATH=str(REPOSITORY), CUDA_VISIBLE_DEVICES="")
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/checkpoints.md says why
     return subprocess.Popen(
         [*launcher, str(DEMO / "train.py"), *TINY, *arguments],
         cwd=folder,

@@ -414,7 +414,8 @@ def test_results_are_those_without_the_pass(ranks: RankPool, case: str, world_si
                 assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("case", ["mixed", pytest.param("twice", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mixed", "twice"])
 def test_results_under_inductor(ranks: RankPool, case: str) -> None:
     """Sums and casts of low precision may be fused otherwise: equal to rounding."""
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if case == "mixed" else {"rtol": 1e-5, "atol": 1e-7}

@@ -350,8 +350,8 @@ def _swapped_on_one_rank(rank: int, world_size: int) -> str:
 def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool) -> None:
     first, second = ranks.run(_swapped_on_one_rank, 2)
     assert first == second
-    assert "order of units in the forward" in first
-    assert "rank(s) 1" in first
+    # By which of the two comparisons: whichever is first to see it.
+    assert "order of units in the forward" in first or "expected rank 1 to issue what" in first
 
 
 # -- fine-tuning -----------------------------------------------------------------------------------
