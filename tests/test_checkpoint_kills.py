@@ -121,7 +121,8 @@ def _kill_and_go_on(
         newest = there[-1]
     assert torn  # some were killed while files were being written
     ranks.run(_train, RANKS, str(killed), newest + 1, False)
-    ranks.run(_train, RANKS, str(straight), newest + 1, False)
+    trained = max(step for rank in range(RANKS) for _, step, *_ in _records(killed, rank))
+    ranks.run(_train, RANKS, str(straight), trained, False)
     for rank in range(RANKS):
         expected = {
             s: (loss, crc) for w, s, loss, crc in _records(straight, rank) if w == "trained"
