@@ -55,7 +55,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) in _HARMLESS:
             return _HARMLESS[module, name]
         value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, (torch.dtype, torch.layout)) or value is torch.Size:
+        if isinstance(value, (torch.dtype, torch.layout)):
             return value
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePath
