@@ -1,5 +1,10 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
+from fsdp_dynamo.versions import check_torch
+
+check_torch()  # before any import that an older torch would fail in a way of its own
+
+# ruff: noqa: E402
 import fsdp_dynamo.compile  # registers the backends of torch.compile
 import fsdp_dynamo.dcp_glue  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
@@ -25,6 +30,7 @@ from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
     FSDPValueError,
+    RankFailedError,
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
@@ -34,6 +40,7 @@ from fsdp_dynamo.optim_state_variants import OptimStateKeyType
 from fsdp_dynamo.original_shards import ParameterShard
 from fsdp_dynamo.planning import record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
+from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
 
 FSDP = FullyShardedDataParallel
@@ -60,6 +67,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateKeyType",
     "ParameterShard",
+    "RankFailedError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -69,9 +77,11 @@ __all__ = [
     "checkpoint",
     "explain",
     "fully_shard",
+    "limit_recompiles",
     "record_events",
     "record_flight",
     "record_plans",
     "replicate",
     "set_agreement_timeout",
+    "warmup",
 ]

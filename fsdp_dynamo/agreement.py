@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -20,8 +21,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_dynamo.errors import DivergenceError, explain
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, explain
 from fsdp_dynamo.order_check import difference_of_orders
+from fsdp_dynamo.order_log import current_step
 from fsdp_dynamo.rendezvous import (
     agreement_timeout_s,
     busy,
@@ -40,14 +42,18 @@ _CAUSE = (
 _SHOWN = 60
 """Characters of a text that a message shows."""
 
+_SHOWN_OF_ERROR = 300
+
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
     WeakKeyDictionary()
 )
 """Exchanges so far, by purpose and ranks; by the default group, with which its store ends."""
 
-_names: WeakKeyDictionary[dist.ProcessGroup, dict[dist.ProcessGroup, str]] = WeakKeyDictionary()
-"""Of the groups whose waits are watched; by the default group, too."""
+_names: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, str]] = (
+    WeakKeyDictionary()
+)
+"""Of the groups whose waits are watched; by the default group, too, which is often one of them."""
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """Stores of the groups that tell each other, by their ranks; by the default group, too."""
@@ -144,7 +150,8 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
             with busy():
                 text = make()
         except Exception as error:
-            leave_notice(store, f"{name}: rank {ranks[0]} failed: {type(error).__name__}: {error}")
+            what = f"{type(error).__name__}: {error}"
+            leave_notice(store, RankFailedError(f"{name}: rank {ranks[0]} failed: {what}"))
             raise
         store.set(f"{key}/{ranks[0]}", text)
         return text
@@ -173,8 +180,9 @@ def _exchange(
 
 
 def _fail(store: Any, message: str) -> None:
-    leave_notice(store, message)
-    raise DivergenceError(message)
+    error = DivergenceError(message)
+    leave_notice(store, error)
+    raise error
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -190,7 +198,7 @@ def _require_same_graph(fingerprint: str) -> None:
         for ranks in [ranks for ranks in found if ranks in known]:
             _compare_graphs(found[ranks][0], known[ranks], _as_seen_by(ranks, fingerprint))
     except DivergenceError as error:
-        _tell_all(known, str(error))
+        _tell_all(known, error)
         raise
 
 
@@ -201,35 +209,50 @@ def tell_each_other(groups: Iterable[dist.ProcessGroup]) -> None:
         store = shared_store(group)
         if store is not None:  # else a group of one, or of ranks that share nothing
             known.setdefault(_ranks(group), store)
-            watch(group, partial(_look, known, group, store, _name_of(group)))
+            watch(group, partial(_look, known, store, _name_of(group)), partial(_tell_all, known))
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
     """Which one of the groups of the same ranks it is: names of groups are local to a rank."""
-    names = _names.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    names = _names.setdefault(dist.group.WORLD, WeakKeyDictionary())  # type: ignore[arg-type]
     if group not in names:
         names[group] = str(sum(_ranks(other) == _ranks(group) for other in names))
     return names[group]
 
 
 def _look(
-    known: Mapping[tuple[int, ...], Any], group: dist.ProcessGroup, store: Any, name: str
+    known: Mapping[tuple[int, ...], Any], store: Any, name: str, group: dist.ProcessGroup
 ) -> None:
     """Raise what another rank has left, or where the order of a group's ranks is not the same."""
     _pass_notices_on(known)
     message = difference_of_orders(group, store, name)
     if message is not None:
-        _tell_all(known, message)
-        raise DivergenceError(message)
+        error = DivergenceError(message)
+        _tell_all(known, error)
+        raise error
 
 
 def _known() -> dict[tuple[int, ...], Any]:
     return _stores.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
 
 
-def _tell_all(stores: Mapping[tuple[int, ...], Any], message: str) -> None:
+def _tell_all(stores: Mapping[tuple[int, ...], Any], error: DivergenceError) -> None:
     for store in stores.values():
-        leave_notice(store, message)
+        leave_notice(store, error)
+
+
+def tell_of_failure(error: BaseException) -> None:
+    """Let all whom this rank knows learn that an exception ends it."""
+    if isinstance(error, DivergenceError) or not dist.is_initialized():
+        return  # they have been told, or cannot be
+    message = explain(
+        expected="all ranks to go on",
+        got=f"{type(error).__name__}: {str(error)[:_SHOWN_OF_ERROR]}",
+        where=f"rank {dist.get_rank()}, step {current_step()}",
+        fix="Look at what that rank has printed, and start all ranks again.",
+    )
+    with suppress(dist.DistError):  # the store has gone with the rank that served it
+        _tell_all(_known(), RankFailedError(message))
 
 
 def _pass_notices_on(stores: Mapping[tuple[int, ...], Any]) -> None:
@@ -239,7 +262,7 @@ def _pass_notices_on(stores: Mapping[tuple[int, ...], Any]) -> None:
         for store in stores.values():
             raise_if_noticed(store)
     except DivergenceError as error:
-        _tell_all(stores, str(error))
+        _tell_all(stores, error)
         raise
 
 

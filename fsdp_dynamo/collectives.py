@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -44,9 +44,10 @@ class InFlight:
         finish: what is left to do locally when all has come, or ``None``.
         group: whose ranks they are. Waiting for CPU tensors blocks the host, so somebody looks
             whether one of the ranks has said that it will not come.
+        entry: what it is, for messages.
     """
 
-    __slots__ = ("_buffers", "_event", "_finish", "_group", "_works")
+    __slots__ = ("_buffers", "_entry", "_event", "_finish", "_group", "_works")
 
     def __init__(
         self,
@@ -55,8 +56,10 @@ class InFlight:
         event: events.Event | None = None,
         finish: Callable[[], None] | None = None,
         group: dist.ProcessGroup | None = None,
+        entry: order_log.Entry | None = None,
     ) -> None:
         self._works = works
+        self._entry = entry
         self._buffers = buffers
         self._finish = finish
         self._group = group
@@ -69,7 +72,7 @@ class InFlight:
         finish, self._finish = self._finish, None
         began_ns = time.perf_counter_ns() if event is not None else 0
         if self._group is not None and self._buffers[0].device.type == "cpu":
-            wait_watching(works, self._group)
+            wait_watching(works, self._group, self._entry)
         else:
             for work in works:
                 work.wait()
@@ -78,6 +81,15 @@ class InFlight:
         self._buffers = ()
         if event is not None:
             events.complete(event, began_ns)
+
+    def abandon(self) -> None:
+        """Wait, whether it comes or fails: what it writes to is free afterwards."""
+        works, self._works = self._works, ()
+        self._event = self._finish = None
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait()
+        self._buffers = ()
 
 
 Way = Literal["library", "all_to_all", "point_to_point"]
@@ -109,13 +121,13 @@ def issue_all_gather(
     Args:
         label: FQN of the unit, for ranks that compare what they have issued.
     """
-    order_log.note(group, "all_gather", label, output.numel())
+    entry = order_log.note(group, "all_gather", label, output.numel())
     if way_of(group, output.device) == "point_to_point":
         tag = order_log.tag_of("all_gather", label, output.numel())
         works = point_to_point.issue_all_gather(output, shard, group, tag)
     else:
         works = [_all_gather(output, shard, group=group, async_op=True)]
-    return InFlight(works, (output, shard), event, group=group)
+    return InFlight(works, (output, shard), event, group=group, entry=entry)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -136,15 +148,15 @@ def issue_reduce_mean(
     itself (an all-reduce). ``label``: see ``issue_all_gather``.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
-    order_log.note(group, kind, label, unsharded.numel())
+    entry = order_log.note(group, kind, label, unsharded.numel())
     op, divisor = _divide_first(unsharded, group)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight([work], (unsharded,), event, group=group)
+        return InFlight([work], (unsharded,), event, group=group, entry=entry)
     way = way_of(group, unsharded.device)
     if way == "library":
         work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
-        return InFlight([work], (output, unsharded), event, group=group)
+        return InFlight([work], (output, unsharded), event, group=group, entry=entry)
     if way == "point_to_point":
         tag = order_log.tag_of(kind, label, unsharded.numel())
         works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
@@ -153,7 +165,7 @@ def issue_reduce_mean(
         whole = torch.empty_like(unsharded)
         works = [dist.all_to_all_single(whole, unsharded, group=group, async_op=True)]
         finish = partial(_sum_rows, output, whole.view(group.size(), -1), divisor)
-    return InFlight(works, (output, unsharded), event, finish, group)
+    return InFlight(works, (output, unsharded), event, finish, group, entry)
 
 
 def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: int) -> None:
@@ -184,18 +196,28 @@ def issue_all_gathers(
     shards: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     noted: Events,
+    labels: Sequence[str],
 ) -> list[InFlight]:
     """``issue_all_gather`` of several tensors of one dtype as one launch, without a copy.
+
+    Args:
+        outputs: of each.
+        shards: what each gathers.
+        group: of all.
+        noted: what the recorder knows of each.
+        labels: FQN of the unit of each.
 
     Returns:
         One handle a tensor. Where the backend gives one for all, waiting for the first waits for
         all, and waiting for the others returns at once.
     """
     if len(outputs) == 1 or way_of(group, outputs[0].device) != "library":
-        triples = zip(outputs, shards, noted, strict=True)
-        return [issue_all_gather(output, shard, group, event) for output, shard, event in triples]
-    for output in outputs:
-        order_log.note(group, "all_gather", "", output.numel())
+        each = zip(outputs, shards, noted, labels, strict=True)
+        return [
+            issue_all_gather(out, shard, group, event, name) for out, shard, event, name in each
+        ]
+    for output, label in zip(outputs, labels, strict=True):
+        order_log.note(group, "all_gather", label, output.numel())
     with _one_launch(group) as launch:
         for output, shard in zip(outputs, shards, strict=True):
             _all_gather(output, shard, group=group, async_op=True)
@@ -207,12 +229,18 @@ def issue_reduce_means(
     unsharded: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     noted: Events,
+    labels: Sequence[str],
 ) -> list[InFlight]:
     """``issue_reduce_mean`` of several tensors of one dtype, all reduce-scatters or all
-    all-reduces, as one launch; handles as of ``issue_all_gathers``."""
+    all-reduces, as one launch; arguments and handles as of ``issue_all_gathers``."""
     if len(outputs) == 1 or way_of(group, outputs[0].device) != "library":
-        triples = zip(outputs, unsharded, noted, strict=True)
-        return [issue_reduce_mean(output, whole, group, event) for output, whole, event in triples]
+        each = zip(outputs, unsharded, noted, labels, strict=True)
+        return [
+            issue_reduce_mean(out, whole, group, event, name) for out, whole, event, name in each
+        ]
+    for output, whole, label in zip(outputs, unsharded, labels, strict=True):
+        kind = "all_reduce" if output is whole else "reduce_scatter"
+        order_log.note(group, kind, label, whole.numel())
     ops = [_divide_first(whole, group)[0] for whole in unsharded]
     with _one_launch(group) as launch:
         for output, whole, op in zip(outputs, unsharded, ops, strict=True):

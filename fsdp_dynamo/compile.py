@@ -21,9 +21,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
-from fsdp_dynamo import generated_code
+from fsdp_dynamo import generated_code, graph_ops
 from fsdp_dynamo import lowering as lowering_module
-from fsdp_dynamo.dynamo_glue import GRAPH_WAY, declare_way, one_schema_a_region
+from fsdp_dynamo.dynamo_glue import (
+    GRAPH_WAY,
+    declare_way,
+    one_schema_a_region,
+    warn_if_the_graph_breaks,
+)
 from fsdp_dynamo.graph_entry import with_entry
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.lowering import (
@@ -117,7 +122,11 @@ def _run_as_python(
     forward = gm.forward
 
     def run(inputs: list[Any]) -> Any:
-        return forward(inputs)
+        try:
+            return forward(inputs)
+        except BaseException:
+            graph_ops.abandon()
+            raise
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -172,6 +181,7 @@ Options = Mapping[str, Any] | None
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     """Read the options; make equal unit bodies regions, if the user asked for it."""
     announce_this_compilation()
+    warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
     if parsed.regions:
         report = outline_regions(gm)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import arguments, build
-from fsdp_dynamo.agreement import tell_each_other
+from fsdp_dynamo.agreement import tell_each_other, tell_of_failure
 from fsdp_dynamo.api import BackwardPrefetch, coerce_enum, coerce_mixed_precision
 from fsdp_dynamo.arguments import (
     clamped,
@@ -20,6 +20,8 @@ from fsdp_dynamo.arguments import (
     strategy_of,
     warn_of_cpu_start,
 )
+from fsdp_dynamo.failing import on_failure
+from fsdp_dynamo.flight_recorder import record_flight_by_default
 from fsdp_dynamo.groups import groups_of
 from fsdp_dynamo.starting_values import Values, device_for
 from fsdp_dynamo.unit import Unit, UnitConfig
@@ -83,6 +85,8 @@ def construct(
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
     tell_each_other(groups.all)
+    on_failure(tell_of_failure)
+    record_flight_by_default()
     prefetch = given.backward_prefetch
     config = UnitConfig(
         groups=groups,

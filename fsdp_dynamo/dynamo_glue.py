@@ -4,6 +4,7 @@ Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode i
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
 code is shared), ``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
+``GraphModule.compile_subgraph_reason`` (whether a graph break ends the graph that is compiled),
 ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
 of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
 state dict has plain names, so it must also load them; there is no hook on a class).
@@ -11,6 +12,7 @@ state dict has plain names, so it must also load them; there is no hook on a cla
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -197,6 +199,29 @@ def entry_of(body: Callable[..., Any], own_code: bool) -> Callable[..., Any]:
 
     own: Callable[..., Any] = with_own_code(call)
     return own if own_code else call
+
+
+_has_warned = False
+
+
+def warn_if_the_graph_breaks(gm: torch.fx.GraphModule) -> None:
+    """Say, once, that a graph break ends a graph that is to be compiled."""
+    global _has_warned
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if _has_warned or reason is None or not reason.graph_break:
+        return
+    _has_warned = True
+    warnings.warn(
+        explain(
+            expected="one graph of the whole model",
+            got="a graph break",
+            where="torch.compile",
+            fix="Results are the same, but a unit in which a graph ends stays unsharded until its "
+            "backward. TORCH_LOGS=graph_breaks and explain(model) say where and why; with "
+            "fullgraph=True it is an error.",
+        ),
+        stacklevel=2,
+    )
 
 
 def cannot_capture(what: str, fix: str) -> NoReturn:

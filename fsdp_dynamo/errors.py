@@ -27,6 +27,10 @@ class DivergenceError(FSDPError):
     """Ranks are about to run different collectives."""
 
 
+class RankFailedError(DivergenceError):
+    """Another rank has failed, has been killed, or does not come."""
+
+
 class CheckpointError(FSDPError):
     """A checkpoint that cannot be written, or is not what should be loaded."""
 

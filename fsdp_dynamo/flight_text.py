@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fsdp_dynamo.errors import RankFailedError
 from fsdp_dynamo.order_log import Entry
 
 Record = Mapping[str, Any]
+
+_FOUND_OUT = RankFailedError.__name__
 
 
 def explained(records: Sequence[Record]) -> str:
@@ -38,7 +41,7 @@ def explained(records: Sequence[Record]) -> str:
 
 def _is_consequence(reason: str) -> bool:
     """Whether a rank has only found out that another one failed."""
-    return reason == "SIGTERM" or "Connection" in reason or "peer" in reason
+    return reason == "SIGTERM" or reason.startswith(_FOUND_OUT) or "Connection" in reason
 
 
 Logs = dict[int, tuple[int, list[Entry]]]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
-from fsdp_dynamo import events, graph_ops
+from fsdp_dynamo import events, graph_ops, order_log
 from fsdp_dynamo.flat_parameter import FlatParameter
 
 _OWNER = "_fsdp_dynamo_flat"
-_TAKER = "_fsdp_dynamo_taker"
+_CARRIED = "_fsdp_dynamo_carried"
 
 Taker = Callable[[torch.Tensor], None]
 """Does with an input's gradient what is to be done."""
 
 
 def mark_shard(flat: FlatParameter) -> None:
-    """Let a shard that is handed to a compiled graph lead back to its flat parameter."""
-    setattr(flat.sharded, _OWNER, flat)
+    """Let a shard that is handed to a compiled graph lead back to its flat parameter.
+
+    Weakly: autograd's nodes hold the shard, and nobody finds cycles through them.
+    """
+    setattr(flat.sharded, _OWNER, ref(flat))
 
 
 def carrier_of(flat: FlatParameter) -> torch.Tensor:
@@ -29,8 +33,12 @@ def carrier_of(flat: FlatParameter) -> torch.Tensor:
     """
     one = torch.zeros((), dtype=flat.reduce_dtype, device=flat.device)
     carrier = one.expand(flat.layout.padded_numel).requires_grad_(flat.requires_grad)
-    setattr(carrier, _TAKER, flat.add_unsharded_grad)
+    setattr(carrier, _CARRIED, ref(flat))
     return carrier
+
+
+def _nobody() -> None:
+    """Of a tensor that is no unit's."""
 
 
 def _taker_of(flat: FlatParameter) -> Taker:
@@ -55,7 +63,7 @@ class _ShardsIn(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, takers: Sequence[Taker], *inputs: torch.Tensor
+        ctx: Any, takers: Collection[Taker], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.takers = takers
@@ -72,31 +80,49 @@ class _ShardsIn(torch.autograd.Function):
         return (None,) * (len(grads) + 1)
 
 
+def _run(compiled: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    try:
+        return compiled(*arguments)
+    except BaseException:
+        graph_ops.abandon()
+        raise
+
+
 def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Route the shards among a compiled graph's inputs through ``_ShardsIn``."""
 
     def run(*inputs: Any) -> Any:
-        where: list[int] = []
-        takers: list[Taker] = []
-        for position, value in enumerate(inputs):
-            flat = getattr(value, _OWNER, None)
-            taker = getattr(value, _TAKER, None)
-            if flat is not None:
-                flat.check_originals()
-                flat.refuse_comm_hook()
-                taker = _taker_of(flat)
-            if taker is not None and value.requires_grad and torch.is_grad_enabled():
-                where.append(position)
-                takers.append(taker)
-        if not where:
-            return compiled(*inputs)
+        graph_ops.abandon()  # a backward that failed may have left some
+        takers = _takers_of(inputs)
+        if not takers or not torch.is_grad_enabled():
+            return _run(compiled, inputs)
         arguments = list(inputs)
-        tracked = _ShardsIn.apply(takers, *[inputs[i] for i in where])  # type: ignore[no-untyped-call]
-        for position, shard in zip(where, tracked, strict=True):
+        tracked = _ShardsIn.apply(list(takers.values()), *[inputs[i] for i in takers])  # type: ignore[no-untyped-call]
+        for position, shard in zip(takers, tracked, strict=True):
             arguments[position] = shard
-        outputs = compiled(*arguments)
+        outputs = _run(compiled, arguments)
         if events.recorder is not None:
             graph_ops.end_of_graph()
         return outputs
 
     return run
+
+
+def _takers_of(inputs: Sequence[Any]) -> dict[int, Taker]:
+    """By position, who takes the gradients of the shards, and of their carriers, that need one."""
+    takers: dict[int, Taker] = {}
+    has_units = False
+    for position, value in enumerate(inputs):
+        flat: FlatParameter | None = getattr(value, _OWNER, _nobody)()
+        carried: FlatParameter | None = getattr(value, _CARRIED, _nobody)()
+        if flat is not None:
+            has_units = True
+            flat.check_originals()
+            flat.refuse_comm_hook()
+        if flat is not None and value.requires_grad:
+            takers[position] = _taker_of(flat)
+        elif carried is not None and value.requires_grad:
+            takers[position] = carried.add_unsharded_grad
+    if has_units:
+        order_log.begin_step()
+    return takers

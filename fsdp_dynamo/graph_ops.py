@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -131,9 +132,16 @@ def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
 
 
 _Issue = Callable[
-    [Sequence[torch.Tensor], Sequence[torch.Tensor], dist.ProcessGroup, collectives.Events],
+    [
+        Sequence[torch.Tensor],
+        Sequence[torch.Tensor],
+        dist.ProcessGroup,
+        collectives.Events,
+        Sequence[str],
+    ],
     list[collectives.InFlight],
 ]
+_label_of = lru_cache(maxsize=4096)(Label.decode)
 
 
 def _launch(
@@ -146,11 +154,13 @@ def _launch(
     """Issue collectives at once; each is recorded by itself, in their order."""
     recording = _recording_of_now()
     noted: list[events.Event | None] = [None] * len(outputs)
+    labels = [_label_of(text) for text in texts]
+    units = [label.unit for label in labels]
     if recording is not None:
-        labels = [Label.decode(text) for text in texts]
         triples = zip(labels, outputs, inputs, strict=True)
         noted = [recording.begin(label, output, sent) for label, output, sent in triples]
-    for output, in_flight in zip(outputs, issue(outputs, inputs, group, noted), strict=True):
+    issued = issue(outputs, inputs, group, noted, units)
+    for output, in_flight in zip(outputs, issued, strict=True):
         _in_flight[output.data_ptr()] = in_flight
     if recording is not None:
         for label in labels:
@@ -235,13 +245,23 @@ def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
     in_flight = _in_flight.pop(output.data_ptr())
     recording = _recording_of_now()
     if recording is not None:
-        label = Label.decode(text)
+        label = _label_of(text)
         recording.boundary(label)
-    in_flight.wait()
+    try:
+        in_flight.wait()
+    except BaseException:
+        abandon()
+        raise
     if recording is not None:
         recording.settle(output)
         recording.follow(label)
     return output
+
+
+def abandon() -> None:
+    """Let go of what a graph that failed has left in flight."""
+    while _in_flight:
+        _in_flight.popitem()[1].abandon()
 
 
 # -- the same as operators, for Inductor ----------------------------------------------------------

@@ -71,13 +71,20 @@ def begin_step() -> None:
     _step += 1
 
 
-def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> None:
+def current_step() -> int:
+    """How many outermost forwards have begun."""
+    return _step
+
+
+def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> Entry:
     """A collective is issued."""
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _Log(group)
-    log.entries.append(Entry(log.count, _step, kind, label, numel))
+    entry = Entry(log.count, _step, kind, label, numel)
+    log.entries.append(entry)
     log.count += 1
+    return entry
 
 
 def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:
@@ -86,7 +93,10 @@ def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:
     return [] if log is None else list(log.entries)[-most:]
 
 
-def all_recent() -> list[tuple[list[int], int, list[Entry]]]:
+Recent = tuple[list[int], int, list[Entry]]
+
+
+def all_recent() -> list[Recent]:
     """Of each group, in the order of first use: its ranks, how many, and the last ``KEPT``."""
     return [(log.ranks, log.count, list(log.entries)) for log in list(_logs.values())]
 

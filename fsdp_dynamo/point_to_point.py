@@ -31,6 +31,17 @@ def _others(group: dist.ProcessGroup) -> Iterator[int]:
     return ((rank + step) % size for step in range(1, size))
 
 
+def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> int | None:
+    """The global rank at the other end of one of a collective's works.
+
+    ``None``: they are not sends and receives.
+    """
+    others = list(_others(group))
+    if not others or len(works) != 2 * len(others):
+        return None
+    return dist.get_global_rank(group, others[position % len(others)])
+
+
 def issue_all_gather(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
 ) -> list[Work]:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # who else compiles has no public reader
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fsdp_dynamo.errors import DivergenceError, FSDPValueError, explain
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError, explain
 
 _STORES_OF_MANY = frozenset({"TCPStore", "FileStore"})
 _PREFIX = "fsdp_dynamo/agreement"
 _NOTICE = "notice"
+_KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
 _POLL_S = (0.005, 0.2)  # at first, and at most
 
 TooLate = Callable[[Sequence[int]], str]
@@ -153,9 +154,10 @@ def _is_busy(rank: int) -> bool:
 # -- notices ---------------------------------------------------------------------------------------
 
 
-def leave_notice(store: Any, message: str) -> None:
-    """Let everybody who waits for a rank of the group raise this message."""
-    store.set(_NOTICE, message)
+def leave_notice(store: Any, error: DivergenceError) -> None:
+    """Let everybody who waits for a rank of the group raise this error; the first one counts."""
+    if not store.check([_NOTICE]):
+        store.set(_NOTICE, f"{type(error).__name__} {error}")
 
 
 def raise_if_noticed(store: Any) -> None:
@@ -165,7 +167,8 @@ def raise_if_noticed(store: Any) -> None:
         DivergenceError: with the other rank's message.
     """
     if store.check([_NOTICE]):
-        raise DivergenceError(store.get(_NOTICE).decode())
+        kind, _, message = store.get(_NOTICE).decode().partition(" ")
+        raise _KINDS[kind](message)
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -212,8 +215,8 @@ def _wait_for_keys(
         if any(map(_is_busy, missing)):
             heard = now
         if now - heard > _timeout_s or now - began > limit_s:
-            message = too_late(missing)
-            leave_notice(store, message)
-            raise DivergenceError(message)
+            error = DivergenceError(too_late(missing))
+            leave_notice(store, error)
+            raise error
         time.sleep(poll_s)
         poll_s = min(1.5 * poll_s, max_poll_s)

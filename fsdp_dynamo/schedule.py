@@ -11,11 +11,9 @@ of the one that computes, and at most ``MAX_REDUCES`` gradients are being reduce
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -50,7 +48,7 @@ class Root:
         self._recorded: list[Unit] = []  # units in the order of the last complete forward
         self._order: list[Unit] = []  # the same of the forward that runs now
         self.execution_order = ExecutionOrder()
-        self._ended: list[ForwardCall] = []  # calls in the order in which their forwards ended
+        self._ended: list[Unit] = []  # of each call, in the order in which the forwards ended
         for fqn, unit in units:
             unit.rename(fqn)
             unit.on_gradients = self.post_backward
@@ -60,14 +58,6 @@ class Root:
         for unit in self.units:
             for flat in unit.flats:
                 flat.accumulation = self.accumulation
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        """The same, without forwards whose backward may still come: they are the original's."""
-        new = object.__new__(Root)
-        memo[id(self)] = new
-        for name, value in self.__dict__.items():
-            new.__dict__[name] = [] if name == "_ended" else copy.deepcopy(value, memo)
-        return new
 
     @property
     def is_outside(self) -> bool:
@@ -106,7 +96,7 @@ class Root:
         if not self.in_backward:
             if torch.is_grad_enabled():
                 call.order = len(self._ended)
-                self._ended.append(call)
+                self._ended.append(unit)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
         unit.machine.advance(UnitState.IDLE)
@@ -245,7 +235,7 @@ class Root:
         for position in range(call.order - 1, -1, -1):
             if position >= len(self._ended):
                 return
-            unit = self._ended[position].unit
+            unit = self._ended[position]
             if unit.is_unsharded or not unit.needs_unshard:
                 continue
             unit.issue_unshard("backward")
@@ -279,10 +269,10 @@ class Root:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = {}
         while self._pending:
-            self._pending.popleft().in_flight.wait()
+            self._pending.popleft().in_flight.abandon()
         for unit in self.units:
             unit.use_sharded_views()
-            unit.reshard("forward")
+            unit.abandon()
             unit.pending_calls = 0
             unit.event = None
             unit.machine.reset()

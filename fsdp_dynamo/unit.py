@@ -140,16 +140,18 @@ class _ViewsOfUnsharded(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Weak: the call holds the views, whose grad_fn is this node. What keeps the call alive
-        # until its backward are the hooks on the unit's outputs.
+        # until its backward are the hooks on the unit's outputs. They keep the unit, too, which
+        # shows the views to its module: held here, none of it would go after a failed backward.
         ctx.call = weakref.ref(call)
-        ctx.unit = call.unit
+        ctx.unit = weakref.ref(call.unit)
         ctx.num_shards = len(shards)
         return tuple(view for flat in call.unit.trainable for view in flat.make_views())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        unit: Unit = ctx.unit
-        unit.on_gradients(ctx.call() or ForwardCall(unit, []), grads)
+        unit: Unit | None = ctx.unit()
+        if unit is not None:
+            unit.on_gradients(ctx.call() or ForwardCall(unit, []), grads)
         num_shards: int = ctx.num_shards
         return (None,) * (num_shards + 1)
 
@@ -254,6 +256,13 @@ class Unit:
         log = events.recorder
         if log is not None and any(freed):
             log.instant(self.fqn, "reshard", phase, self.unsharded_bytes)
+
+    def abandon(self) -> None:
+        """Free the unsharded flat parameters after an error, whatever became of their gathers."""
+        gathers, self._gathers = self._gathers, []
+        for in_flight in gathers:
+            in_flight.abandon()
+        self.reshard("forward")
 
     # -- views -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -19,8 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.errors import DivergenceError
-from fsdp_dynamo.point_to_point import Work
+from fsdp_dynamo.errors import DivergenceError, RankFailedError
+from fsdp_dynamo.lost_rank import message_of_loss
+from fsdp_dynamo.order_log import Entry
+from fsdp_dynamo.point_to_point import Work, peer_of
 
 PERIOD_S = 1.0
 _MAX_IDLE_PERIODS = 30
@@ -75,7 +77,7 @@ class _Watcher:
 def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # the store or the group is gone: the waits find out themselves
         try:
-            _looks[group]()
+            _looks[group](group)
         except DivergenceError:
             other = (group.rank() + 1) % group.size()
             never = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
@@ -83,37 +85,71 @@ def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
 
 
 _watcher = _Watcher()
-_looks: WeakKeyDictionary[dist.ProcessGroup, Callable[[], None]] = WeakKeyDictionary()
+_looks: WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], None]] = (
+    WeakKeyDictionary()
+)
+_tells: WeakKeyDictionary[dist.ProcessGroup, Callable[[DivergenceError], None]] = (
+    WeakKeyDictionary()
+)
 
 
-def watch(group: dist.ProcessGroup, look: Callable[[], None]) -> None:
+def watch(
+    group: dist.ProcessGroup,
+    look: Callable[[dist.ProcessGroup], None],
+    tell: Callable[[DivergenceError], None],
+) -> None:
     """From now on, waits for this group's collectives look for notices.
 
     Args:
         group: a gloo group.
-        look: raises ``DivergenceError`` if there is a notice; must not hold the group.
+        look: is called with the group, which it must not hold itself, or the group would never
+            be freed; raises ``DivergenceError`` if there is a notice.
+        tell: leaves one.
     """
     _looks[group] = look
+    _tells[group] = tell
 
 
-def wait_watching(works: Iterable[Work], group: dist.ProcessGroup) -> None:
+def wait_watching(
+    works: Sequence[Work], group: dist.ProcessGroup, entry: Entry | None = None
+) -> None:
     """Block until collectives of CPU tensors are complete.
+
+    Args:
+        works: what to wait for.
+        group: whose collectives.
+        entry: what they are, for messages.
 
     Raises:
         DivergenceError: another rank of the group has left a notice.
-        RuntimeError: a collective failed.
+        RankFailedError: a rank is gone, or has not come within the group's timeout.
+        RuntimeError: a collective failed otherwise.
     """
-    if group not in _looks:
-        for work in works:
-            work.wait()
-        return
-    _watcher.begin(group)
+    watched = group in _looks
+    if watched:
+        _watcher.begin(group)
+    position = 0
     try:
-        for work in works:
+        for position, work in enumerate(works):  # noqa: B007
             work.wait()
-    except RuntimeError:
-        with suppress(dist.DistError):  # a store that is gone explains nothing
-            _looks[group]()
+    except RuntimeError as error:
+        if watched:
+            _explain(error, group, peer_of(group, works, position), entry)
         raise
     finally:
-        _watcher.end()
+        if watched:
+            _watcher.end()
+
+
+def _explain(
+    error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
+) -> None:
+    """Raise what another rank has left, or what follows from the failure itself."""
+    what = "a collective" if entry is None else entry.described()
+    message = message_of_loss(error, peer, what)
+    with suppress(dist.DistError):  # a store that is gone explains nothing
+        _looks[group](group)
+        if message is not None:
+            _tells[group](RankFailedError(message))
+    if message is not None:
+        raise RankFailedError(message) from error

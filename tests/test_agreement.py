@@ -313,7 +313,7 @@ def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     if rank == 1:
         time.sleep(2.5)
         if how == "never":
-            rendezvous.leave_notice(store, "rank 1 does not come")
+            rendezvous.leave_notice(store, DivergenceError("rank 1 does not come"))
             time.sleep(4)
             return "rank 1 does not come"
     if how == "reduce":  # on a thread of gloo's, not by sends and receives

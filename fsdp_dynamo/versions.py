@@ -1,0 +1,41 @@
+"""The versions of torch that this package works with; looked at before anything else is imported.
+
+Private parts of torch are used (``docs/private-api.md`` lists them), so a version counts when all
+tests have passed with it. An older one is refused: what is used is not all there. A newer one gets
+a warning: most likely it works.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import torch
+
+OLDEST = (2, 13)
+NEWEST = (2, 14)
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Refuse or warn of a version of torch that is not tested.
+
+    Raises:
+        ImportError: it is older than the oldest tested one, or no version at all.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(found[1]), int(found[2])) if found else (0, 0)
+    if minor < OLDEST:
+        raise ImportError(
+            f"fsdp_dynamo: expected torch {_named(OLDEST)} or newer, got {version}. "
+            f"Install one: pip install 'torch>={_named(OLDEST)}'."
+        )
+    if minor > NEWEST:
+        warnings.warn(
+            f"fsdp_dynamo: expected torch {_named(OLDEST)} to {_named(NEWEST)}, with which it is "
+            f"tested, got {version}. It may work; if it does not, install a tested one.",
+            stacklevel=2,
+        )
+
+
+def _named(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))
