@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, explain
 from fsdp_dynamo.order_check import difference_of_orders
-from fsdp_dynamo.order_log import current_step
+from fsdp_dynamo.order_log import newest
 from fsdp_dynamo.rendezvous import (
     agreement_timeout_s,
     busy,
@@ -50,10 +50,7 @@ _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]
 )
 """Exchanges so far, by purpose and ranks; by the default group, with which its store ends."""
 
-_names: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, str]] = (
-    WeakKeyDictionary()
-)
-"""Of the groups whose waits are watched; by the default group, too, which is often one of them."""
+_watched: WeakKeyDictionary[dist.ProcessGroup, None] = WeakKeyDictionary()
 
 _stores: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """Stores of the groups that tell each other, by their ranks; by the default group, too."""
@@ -207,17 +204,14 @@ def tell_each_other(groups: Iterable[dist.ProcessGroup]) -> None:
     known = _known()
     for group in groups:
         store = shared_store(group)
-        if store is not None:  # else a group of one, or of ranks that share nothing
-            known.setdefault(_ranks(group), store)
-            watch(group, partial(_look, known, store, _name_of(group)), partial(_tell_all, known))
-
-
-def _name_of(group: dist.ProcessGroup) -> str:
-    """Which one of the groups of the same ranks it is: names of groups are local to a rank."""
-    names = _names.setdefault(dist.group.WORLD, WeakKeyDictionary())  # type: ignore[arg-type]
-    if group not in names:
-        names[group] = str(sum(_ranks(other) == _ranks(group) for other in names))
-    return names[group]
+        if store is None or group in _watched:  # a group of one, or of ranks that share nothing
+            continue
+        _watched[group] = None
+        ranks = _ranks(group)
+        known.setdefault(ranks, store)
+        # Names of groups are local to a rank: which one of the groups of these ranks it is.
+        name = str(_next_round("group", ranks))
+        watch(group, partial(_look, known, store, name), partial(_tell_all, known))
 
 
 def _look(
@@ -245,10 +239,11 @@ def tell_of_failure(error: BaseException) -> None:
     """Let all whom this rank knows learn that an exception ends it."""
     if isinstance(error, DivergenceError) or not dist.is_initialized():
         return  # they have been told, or cannot be
+    last = newest()
     message = explain(
         expected="all ranks to go on",
         got=f"{type(error).__name__}: {str(error)[:_SHOWN_OF_ERROR]}",
-        where=f"rank {dist.get_rank()}, step {current_step()}",
+        where=f"rank {dist.get_rank()}" + (f" after {last.described()}" if last else ""),
         fix="Look at what that rank has printed, and start all ranks again.",
     )
     with suppress(dist.DistError):  # the store has gone with the rank that served it

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events, order_log, point_to_point
 from fsdp_dynamo.point_to_point import Work
-from fsdp_dynamo.watching import wait_watching
+from fsdp_dynamo.watching import wait_for_the_end, wait_watching
 
 # Public names since torch 2.12; the older ones warn there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
@@ -67,29 +67,32 @@ class InFlight:
 
     def wait(self) -> None:
         """Block until complete (on CUDA: make the current stream wait)."""
-        works, self._works = self._works, ()
         event, self._event = self._event, None
         finish, self._finish = self._finish, None
         began_ns = time.perf_counter_ns() if event is not None else 0
-        if self._group is not None and self._buffers[0].device.type == "cpu":
-            wait_watching(works, self._group, self._entry)
-        else:
-            for work in works:
-                work.wait()
+        if self._works:
+            self._wait_for_works()
         if finish is not None:
             finish()
         self._buffers = ()
         if event is not None:
             events.complete(event, began_ns)
 
-    def abandon(self) -> None:
-        """Wait, whether it comes or fails: what it writes to is free afterwards."""
-        works, self._works = self._works, ()
-        self._event = self._finish = None
-        for work in works:
-            with suppress(RuntimeError):
+    def _wait_for_works(self) -> None:
+        """If one fails, the others are still to be waited for: they write to the buffers."""
+        if self._group is not None and self._buffers[0].device.type == "cpu":
+            wait_watching(self._works, self._group, self._entry)
+        else:
+            for work in self._works:
                 work.wait()
-        self._buffers = ()
+        self._works = ()
+
+    def abandon(self) -> None:
+        """Wait until nothing writes to its buffers any more, whether it comes or fails."""
+        self._event = self._finish = None
+        if self._group is not None:
+            wait_for_the_end(self._works, self._group)
+        self._works = self._buffers = ()
 
 
 Way = Literal["library", "all_to_all", "point_to_point"]

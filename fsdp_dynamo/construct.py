@@ -23,6 +23,7 @@ from fsdp_dynamo.arguments import (
 from fsdp_dynamo.failing import on_failure
 from fsdp_dynamo.flight_recorder import record_flight_by_default
 from fsdp_dynamo.groups import groups_of
+from fsdp_dynamo.rendezvous import name_this_start
 from fsdp_dynamo.starting_values import Values, device_for
 from fsdp_dynamo.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap_policy import run_policy
@@ -84,7 +85,9 @@ def construct(
     device = device_for(module, groups.shard, given.device_id)
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
-    tell_each_other(groups.all)
+    for group in groups.all:
+        name_this_start(group)
+    tell_each_other((*groups.all, groups.reduce))
     on_failure(tell_of_failure)
     record_flight_by_default()
     prefetch = given.backward_prefetch

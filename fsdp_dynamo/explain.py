@@ -13,11 +13,12 @@ from fsdp_dynamo import events, explain_views
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.errors import explain as _message
 from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, EventLog, record_events
-from fsdp_dynamo.explain_run import Loss, Target, nothing_changes, run_step, target_of
+from fsdp_dynamo.explain_run import Loss, Target, run_step, target_of
 from fsdp_dynamo.explain_text import text_of
 from fsdp_dynamo.findings import Findings, Measured, UnitFacts
 from fsdp_dynamo.planning import PlanLog, record_plans
 from fsdp_dynamo.unit import Unit
+from fsdp_dynamo.untouched import nothing_changes
 from graph_passes.report import report_of
 
 
@@ -88,7 +89,7 @@ def explain(
             )
         )
     breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    with nothing_changes(target, (inputs, kwargs)):
+    with nothing_changes(target.module, target.units, (inputs, kwargs)):
         with record_plans() as plans:
             run_step(target, inputs, kwargs, loss_fn)
         new_breaks = {r: n - breaks.get(r, 0) for r, n in counters["graph_break"].items()}

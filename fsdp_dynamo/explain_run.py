@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +112,7 @@ def run_step(
     """
     with torch.enable_grad():
         output = target.run(*inputs, **kwargs)
-        loss = _sum_of(output) if loss_fn is None else loss_fn(output)
+        loss = sum_of(output) if loss_fn is None else loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _wrong(
                 FSDPValueError,
@@ -124,7 +123,7 @@ def run_step(
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _sum_of(output: Any) -> torch.Tensor:
+def sum_of(output: Any) -> torch.Tensor:
     """The sum of all floating-point outputs that depend on a parameter."""
     tensors = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
     if not tensors:
@@ -135,39 +134,3 @@ def _sum_of(output: Any) -> torch.Tensor:
             "Give a loss_fn(output).",
         )
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
-
-
-@contextmanager
-def nothing_changes(target: Target, values: Any) -> Iterator[None]:
-    """Put gradients, buffers and random-number generators back at the end.
-
-    Args:
-        target: whose parameters and buffers are meant.
-        values: inputs, whose gradients are meant too.
-    """
-    leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
-    holders = dict.fromkeys([*target.module.parameters(), *leaves])
-    grads = [(holder, holder.grad) for holder in holders]
-    flats = [flat for unit in target.units for flat in unit.flats]
-    sums = [(flat, flat.unsharded_grad_sum) for flat in flats]  # of steps under no_sync()
-    buffers = [(b, b.detach().clone()) for b in target.module.buffers()]
-    devices = [
-        d for d in {unit.device for unit in target.units} if d is not None and d.type != "cpu"
-    ]
-    try:
-        with torch.random.fork_rng(devices):
-            for holder, _ in grads:
-                holder.grad = None
-            for flat in flats:
-                flat.unsharded_grad_sum = None
-                flat.accumulation.refresh()
-            yield
-    finally:
-        for holder, grad in grads:
-            holder.grad = grad
-        for flat, unsharded in sums:
-            flat.unsharded_grad_sum = unsharded
-            flat.accumulation.refresh()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

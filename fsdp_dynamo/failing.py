@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 
 OnFailure = Callable[[BaseException], None]
 """Is called with the exception; what it raises itself is dropped."""
 
+_TIMEOUT_S = 5.0
+
 _wanted: list[OnFailure] = []
 
 
 def on_failure(do: OnFailure) -> None:
-    """Call ``do`` when an exception that nobody has caught ends the process.
+    """Call ``do`` when an exception that nobody has caught ends the main thread.
 
-    Who was called before (``sys.excepthook``) is called afterwards.
+    Who was called before (``sys.excepthook``) is called first.
     """
     if not _wanted:
         _install()
@@ -28,9 +30,24 @@ def _install() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for do in _wanted:
-            with suppress(Exception):
-                do(error)
         before(kind, error, trace)
+        for do in _wanted:
+            within(_TIMEOUT_S, lambda do=do: do(error))  # type: ignore[misc]
 
     sys.excepthook = hook
+
+
+def within(seconds: float, do: Callable[[], object]) -> Exception | None:
+    """Run something that may block for ever, and leave it there; returns what it has raised."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            do()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="fsdp_dynamo failing", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return raised[0] if raised else None

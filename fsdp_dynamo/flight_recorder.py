@@ -2,10 +2,11 @@
 
     python -m fsdp_dynamo.flight FOLDER
 
-A rank writes its record when an exception ends it, and when it is told to end (SIGTERM, which
-torchrun sends to the others), also while it waits inside a collective; it says where. One that was
-killed leaves none, which is a statement, too. Records go to ``$FSDP_DYNAMO_FLIGHT`` (``0``: none
-are made), or to a folder of the run beside other temporary files; ``record_flight`` names another.
+A rank writes its record when an exception ends it, and says where. One that was killed leaves none,
+which is a statement, too. Records go to ``$FSDP_DYNAMO_FLIGHT`` (``0``: none are made), or to a
+folder of the run beside other temporary files. ``record_flight`` names another folder, and lets the
+rank write also when it is told to end (SIGTERM, which torchrun sends to the others), even while it
+waits inside a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +49,13 @@ class _Recorder:
     def path(self) -> Path:
         """Of the record."""
         return self.folder / f"rank-{self._rank}.json"
+
+    def remove_old(self) -> None:
+        """This rank's record of an earlier run, and those of ranks that are no more."""
+        for path in self.folder.glob("rank-*.json"):
+            number = path.stem.partition("-")[2]
+            if number == str(self._rank) or (number.isdigit() and int(number) >= self._world_size):
+                path.unlink(missing_ok=True)
 
     def write(self, reason: str, stack: Sequence[str]) -> None:
         """Write the record, if nobody has, and say where."""
@@ -84,8 +94,8 @@ _recorder: _Recorder | None = None
 def record_flight(folder: str | Path) -> None:
     """From now on, write this rank's last collectives to ``folder/rank-N.json`` when it fails.
 
-    Records of an earlier run are removed. Handlers of exceptions and of SIGTERM that were there are
-    called afterwards.
+    It fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
+    removed. Handlers of exceptions and of SIGTERM that are there keep their part.
 
     Raises:
         FSDPStateError: there is no process group, or another thread than the main one calls it.
@@ -100,13 +110,15 @@ def record_flight(folder: str | Path) -> None:
             )
         )
     _begin(Path(folder))
+    _write_at_termination()
 
 
 def record_flight_by_default() -> None:
     """Where the user has said nothing: record all the same."""
     wanted = os.environ.get(VARIABLE, "")
     if _recorder is None and wanted != "0":
-        _begin(Path(wanted) if wanted else _default_folder())
+        with suppress(OSError):  # no place for files: no reason not to train
+            _begin(Path(wanted) if wanted else _default_folder())
 
 
 def _default_folder() -> Path:
@@ -128,12 +140,10 @@ def _user() -> str:
 
 def _begin(folder: Path) -> None:
     global _recorder
-    is_first = _recorder is None
-    _recorder = _Recorder(folder)
-    _recorder.path.unlink(missing_ok=True)
+    recorder = _Recorder(folder)
+    recorder.remove_old()
+    _recorder = recorder
     on_failure(_record_error)
-    if is_first and threading.current_thread() is threading.main_thread():
-        _write_at_termination()
 
 
 def _record_error(error: BaseException) -> None:
@@ -141,44 +151,55 @@ def _record_error(error: BaseException) -> None:
         _recorder.write(f"{type(error).__name__}: {error}", traceback.format_exception(error))
 
 
+_process = 0
+"""The one in which SIGTERM is looked for."""
+
+
 def _write_at_termination() -> None:
     """A handler in Python runs when the main thread comes back from a collective, which may be
-    never: the signal's number goes through a pipe to a thread that waits for it. Nothing is done
-    where somebody else has such a pipe."""
+    never: the signal's number goes through a pipe to a thread that waits for it. Who has such a
+    pipe already keeps it; then the record is written when the handler runs."""
+    global _process
+    if _process == os.getpid():
+        return
+    _process = os.getpid()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == _process:
+            _write_stack("SIGTERM", frame)
+        if callable(before):
+            before(number, frame)
+        elif before is not signal.SIG_IGN:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, handle)
     others = signal.set_wakeup_fd(-1)
     if others != -1:
         signal.set_wakeup_fd(others)
         return
-    before = signal.getsignal(signal.SIGTERM)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-
-    def keep(*_: Any) -> None:
-        """The thread sees to it."""
-
-    signal.signal(signal.SIGTERM, keep)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def wait() -> None:
+        """While the main thread may be stuck; a handler of the user's is left to that thread."""
         while number := os.read(reader, 1):
             if number[0] == signal.SIGTERM:
-                _write_stack("SIGTERM")
-                if signal.getsignal(signal.SIGTERM) is keep:  # else its new owner decides
-                    _end(before)
+                _write_stack("SIGTERM", sys._current_frames().get(_main_thread()))
+                if before is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is handle:
+                    os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="flight", daemon=True).start()
 
 
-def _write_stack(reason: str) -> None:
+def _main_thread() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _write_stack(reason: str, frame: FrameType | None) -> None:
     """Of the main thread, as it is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if _recorder is not None:
-        _recorder.write(reason, traceback.format_stack(frame))
-
-
-def _end(before: Any) -> None:
-    """As the signal would have ended the process."""
-    if callable(before):
-        before(signal.SIGTERM, None)
-    elif before is not signal.SIG_IGN:
-        os._exit(128 + signal.SIGTERM)
+        with suppress(OSError):
+            _recorder.write(reason, traceback.format_stack(frame))

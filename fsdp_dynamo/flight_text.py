@@ -26,7 +26,7 @@ def explained(records: Sequence[Record]) -> str:
     if missing:
         lines.append(
             f"{_ranks(missing)} left none: killed (kill -9, no memory, a machine that is gone), "
-            "or ended without an error."
+            "ended without an error, or their records are on another machine."
         )
     for rank in sorted(by_rank):
         lines.append(f"rank {rank}: {by_rank[rank]['reason'].splitlines()[0]}")

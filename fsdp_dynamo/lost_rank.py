@@ -33,7 +33,7 @@ def message_of_loss(error: RuntimeError, peer: int | None, what: str) -> str | N
     else:
         got = "a closed connection"
         fix = (
-            "Its process has ended or was killed (no memory is the most frequent reason), or its "
+            "It has ended or was killed (no memory is the most frequent reason), or its "
             "machine is gone: look at the end of its output, then start all ranks again."
         )
     return explain(

@@ -63,6 +63,7 @@ class _Log:
 
 _logs: WeakKeyDictionary[dist.ProcessGroup, _Log] = WeakKeyDictionary()
 _step = 0
+_newest: Entry | None = None
 
 
 def begin_step() -> None:
@@ -76,15 +77,21 @@ def current_step() -> int:
     return _step
 
 
+def newest() -> Entry | None:
+    """The collective that this rank has issued last."""
+    return _newest
+
+
 def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> Entry:
     """A collective is issued."""
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _Log(group)
-    entry = Entry(log.count, _step, kind, label, numel)
-    log.entries.append(entry)
+    global _newest
+    _newest = Entry(log.count, _step, kind, label, numel)
+    log.entries.append(_newest)
     log.count += 1
-    return entry
+    return _newest
 
 
 def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:

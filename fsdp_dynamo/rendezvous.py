@@ -6,10 +6,12 @@ that gives up leaves a notice, which whoever waits for it looks for.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # who else compiles has no public reader
@@ -73,8 +75,31 @@ def shared_store(group: dist.ProcessGroup) -> Any:
     store = None if group.size() == 1 else _default_store()
     if store is None:
         return None
-    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-    return PrefixStore(f"{_PREFIX}/{ranks}", store)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    start = _starts.get(dist.group.WORLD, {}).get(ranks, "")  # type: ignore[arg-type]
+    listed = "-".join(map(str, ranks))
+    return PrefixStore(f"{_PREFIX}/{listed}/{start}", store)
+
+
+_starts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+"""Names of the starts of ranks; by the default group, and by ranks."""
+
+
+def name_this_start(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group read nothing that those of an earlier start have left.
+
+    A launcher may keep one store for all starts. All ranks of the group call it together, before
+    they exchange anything.
+    """
+    if shared_store(group) is None:
+        return
+    ranks = tuple(dist.get_process_group_ranks(group))
+    known = _starts.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    if ranks not in known:
+        said = [secrets.token_hex(4)]
+        dist.broadcast_object_list(said, src=ranks[0], group=group)
+        known[ranks] = said[0]
+        _say(is_busy=_num_reasons > 0)
 
 
 # -- ranks that are busy ---------------------------------------------------------------------------

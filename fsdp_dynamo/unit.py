@@ -241,10 +241,9 @@ class Unit:
 
     def wait_unshard(self) -> None:
         """Wait for what ``issue_unshard`` started."""
-        if self._gathers:
-            gathers, self._gathers = self._gathers, []
-            for in_flight in gathers:
-                in_flight.wait()
+        for in_flight in self._gathers:
+            in_flight.wait()
+        self._gathers = []
 
     def reshard(self, phase: events.Phase) -> None:
         """Free the unsharded flat parameters."""

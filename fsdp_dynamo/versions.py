@@ -13,7 +13,7 @@ import warnings
 import torch
 
 OLDEST = (2, 13)
-NEWEST = (2, 14)
+NEWEST = (2, 13)
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -31,8 +31,8 @@ def check_torch(version: str = torch.__version__) -> None:
         )
     if minor > NEWEST:
         warnings.warn(
-            f"fsdp_dynamo: expected torch {_named(OLDEST)} to {_named(NEWEST)}, with which it is "
-            f"tested, got {version}. It may work; if it does not, install a tested one.",
+            f"fsdp_dynamo: expected torch {_named(NEWEST)}, with which it is tested, got "
+            f"{version}. It may work; if it does not, install that one.",
             stacklevel=2,
         )
 

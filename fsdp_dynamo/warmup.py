@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from fsdp_dynamo.agreement import require_same, tell_of_failure
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
+from fsdp_dynamo.agreement import require_same
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.explain_run import sum_of
 from fsdp_dynamo.state_dict_methods import uncompiled, units_in
-from fsdp_dynamo.tree import tensors_of
+from fsdp_dynamo.unit import Unit
+from fsdp_dynamo.untouched import forget_gradients, nothing_changes
 
 Step = Callable[[Any, Any], torch.Tensor]
 
@@ -38,86 +38,51 @@ def warmup(
         batches: one of each shape that will come: a tensor, or a tuple of positional or a dict of
             keyword inputs.
         step: the loss of ``(model, batch)``, as the training computes it; by default the sum of
-            the means of the model's outputs.
+            all outputs.
         max_recompiles: for ``limit_recompiles``, once all is done.
 
     Raises:
-        FSDPStateError: there are gradients already.
         FSDPValueError: no module of ``model`` is a unit.
         DivergenceError: ranks give different numbers of batches, or one does not come.
     """
     given = list(batches)
-    group = _group_of(model)
-    _refuse_gradients(model)
-    try:
-        with _nothing_changed(model):
-            for number, batch in enumerate(given, 1):
+    module = uncompiled(model)
+    units = _units_of(module)
+    groups = units[0].config.groups.all
+    with nothing_changes(module, units):
+        for number, batch in enumerate(given, 1):
+            for group in groups:
                 require_same(group, "batch to warm up", f"{number} of {len(given)}")
-                _run(model, batch, step or _mean_of_outputs)
-                for parameter in model.parameters():
-                    parameter.grad = None
-    except Exception as error:
-        tell_of_failure(error)  # the others wait for this rank
-        raise
-    require_same(group, "end of the warm-up", "reached")
+            loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
+            if torch.is_grad_enabled():
+                loss.backward()  # type: ignore[no-untyped-call]
+            forget_gradients(list(module.parameters()), units)
+    for group in groups:
+        require_same(group, "end of the warm-up", "reached")
     if max_recompiles is not None:
         limit_recompiles(max_recompiles)
 
 
-def _group_of(model: nn.Module) -> dist.ProcessGroup:
-    units = units_in(uncompiled(model))
+def _units_of(module: nn.Module) -> list[Unit]:
+    units = units_in(module)
     if not units:
         raise FSDPValueError(
             explain(
                 expected="a model with units",
-                got=type(uncompiled(model)).__name__,
+                got=type(module).__name__,
                 where="warmup()",
                 fix="Wrap it first: FSDP(model), or fully_shard(model).",
             )
         )
-    return units[0].config.groups.all[0]
+    return units
 
 
-def _refuse_gradients(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            raise FSDPStateError(
-                explain(
-                    expected="no gradients yet",
-                    got="one",
-                    where=f"warmup(), parameter '{name}'",
-                    fix="Call it before the first backward, or after zero_grad().",
-                )
-            )
-
-
-@contextmanager
-def _nothing_changed(model: nn.Module) -> Iterator[None]:
-    """Buffers and random states are put back at the end."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
-
-
-def _run(model: nn.Module, batch: Any, step: Step) -> None:
-    loss = step(model, batch)
-    if torch.is_grad_enabled():
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _mean_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
+def _loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    found = [t.float().mean() for t in tensors_of(output) if t.is_floating_point()]
-    return torch.stack(found).sum()
+    return sum_of(output) if torch.is_grad_enabled() else torch.zeros(())
 
 
 # -- the budget ------------------------------------------------------------------------------------
@@ -156,6 +121,8 @@ def limit_recompiles(count: int | None) -> None:
 def _count(args: CallbackArgs) -> None:
     """The compilation that begins: those of a function are numbered from 0, after the last "/"."""
     global _left
+    if args.callback_trigger is not CallbackTrigger.DYNAMO:
+        return  # a backward, compiled when it first runs
     if args.compile_id.rpartition("/")[2] == "0":
         return
     _left -= 1

@@ -14,17 +14,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
+from fsdp_dynamo.failing import within
 from fsdp_dynamo.lost_rank import message_of_loss
 from fsdp_dynamo.order_log import Entry
 from fsdp_dynamo.point_to_point import Work, peer_of
 
 PERIOD_S = 1.0
+STORE_TIMEOUT_S = 5.0
+"""For what explains a failure: the store may be on the very rank that has stopped."""
+
 _MAX_IDLE_PERIODS = 30
 _INTERRUPT_TAG = 0x0D000001
 
@@ -75,9 +80,12 @@ class _Watcher:
 
 
 def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
+    look = _looks.get(group)
+    if look is None:
+        return
     with suppress(RuntimeError):  # the store or the group is gone: the waits find out themselves
         try:
-            _looks[group](group)
+            look(group)
         except DivergenceError:
             other = (group.rank() + 1) % group.size()
             never = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
@@ -141,15 +149,27 @@ def wait_watching(
             _watcher.end()
 
 
+def wait_for_the_end(works: Sequence[Work], group: dist.ProcessGroup) -> None:
+    """Wait until works have come to an end, whichever; a notice ends those that never would."""
+    _watcher.begin(group)
+    try:
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait()
+    finally:
+        _watcher.end()
+
+
 def _explain(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> None:
     """Raise what another rank has left, or what follows from the failure itself."""
     what = "a collective" if entry is None else entry.described()
     message = message_of_loss(error, peer, what)
-    with suppress(dist.DistError):  # a store that is gone explains nothing
-        _looks[group](group)
-        if message is not None:
-            _tells[group](RankFailedError(message))
+    found = within(STORE_TIMEOUT_S, partial(_looks[group], group))
+    if isinstance(found, DivergenceError):
+        raise found from error
     if message is not None:
-        raise RankFailedError(message) from error
+        lost = RankFailedError(message)
+        within(STORE_TIMEOUT_S, partial(_tells[group], lost))
+        raise lost from error

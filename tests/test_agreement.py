@@ -159,7 +159,7 @@ def count_store_writes(rank: int, world_size: int) -> list[int]:
     """How often a rank has asked the store, after each step."""
     written: list[int] = []
     model = in_way(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
-    store = dist.distributed_c10d._get_default_store()
+    store = rendezvous.shared_store(world())
     for _ in range(3):
         model(torch.randn(2, 16)).sum().backward()
         written.append(sum(store.check([_key(number, rank)]) for number in range(1, 9)))
@@ -167,7 +167,7 @@ def count_store_writes(rank: int, world_size: int) -> list[int]:
 
 
 def _key(number: int, rank: int) -> str:
-    return f"fsdp_dynamo/agreement/0-1/graph/{number}/{rank}"
+    return f"graph/{number}/{rank}"
 
 
 def test_a_graph_is_compared_once(ranks: RankPool) -> None:

@@ -7,12 +7,14 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from ways import in_way
 from benchmarks import link
 from fsdp_dynamo import FSDP, RankFailedError
 from fsdp_dynamo.order_log import current_step
+from fsdp_dynamo.watching import STORE_TIMEOUT_S
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 LIMIT_S = 10.0
@@ -117,14 +120,18 @@ def _fail(rank: int, world_size: int, way: str, fault: str) -> tuple[str, str, f
 
 
 FAULTS = ("forward", "memory", "hook", "backward", "optimizer")
-_QUICK = {("hooks", "forward"), ("hooks", "backward"), ("graph", "memory"), ("graph", "backward")}
+_QUICK = {
+    ("eager", "forward"),
+    ("eager", "backward"),
+    ("hooks", "backward"),
+    ("graph", "memory"),
+}
 
 
 @pytest.mark.parametrize(
     ("way", "fault"),
     [
-        pytest.param(way, fault, marks=() if way == "eager" or (way, fault) in _QUICK else slow)
-        for slow in [pytest.mark.slow]
+        pytest.param(way, fault, marks=() if (way, fault) in _QUICK else pytest.mark.slow)
         for way in ("eager", "hooks", "graph")
         for fault in FAULTS
     ],
@@ -134,7 +141,12 @@ def test_a_rank_that_raises(ranks: RankPool, way: str, fault: str) -> None:
     (kind, message, seconds, _, kept), (raised, cause, _, step, kept_there) = answers
     assert ("allocate" if fault == "memory" else f"as asked in {fault}") in cause
     assert kind == RankFailedError.__name__, message
-    assert f"rank 1, step {step}: expected all ranks to go on, got {raised}" in message
+    after = re.match(
+        rf"rank 1 after the (all-gather|reduce-scatter) of (unit '[\w.]+'|the root unit) \(\d+ "
+        rf"elements, step {step}\): expected all ranks to go on, got {raised}",
+        message,
+    )
+    assert after is not None, message
     assert cause[:100] in message
     assert seconds < LIMIT_S
     assert kept <= 0
@@ -150,11 +162,25 @@ def _lose(
     rank: int, world_size: int, way: str, number: int, told: Path
 ) -> tuple[str, str, float, int]:
     """Rank 1 gets a signal in the third step."""
+    return _lose_rank(rank, 1, way, number, told)
+
+
+def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -> Any:
+    """Rank 0, which serves the store, is stopped: nobody can ask the store then."""
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    return _lose_rank(rank, 0, "eager", signal.SIGSTOP, told)
+
+
+def _lose_rank(
+    rank: int, victim: int, way: str, number: int, told: Path
+) -> tuple[str, str, float, int]:
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     model = in_way(wrap(make_transformer(num_blocks=2), process_group=group), way)
     for step in range(2):
         loss_of(model, batch(rank, step)).backward()
-    if rank == 1:
+    if rank == victim:
         os.kill(os.getpid(), number)
     began = time.monotonic()
     try:
@@ -175,12 +201,19 @@ def _all_exist(paths: Sequence[Path]) -> Callable[[], None]:
     return wait
 
 
-@pytest.mark.parametrize("way", ["eager", "graph", pytest.param("hooks", marks=pytest.mark.slow)])
+_CLOSED = "got a closed connection. It has ended or was killed"
+_LATE = f"got nothing within {TIMEOUT_S:g} s. It is stopped"
+
+
 @pytest.mark.parametrize(
-    ("number", "got"),
+    ("way", "number", "got"),
     [
-        (signal.SIGKILL, "got a closed connection. Its process has ended or was killed"),
-        (signal.SIGSTOP, f"got nothing within {TIMEOUT_S:g} s. It is stopped"),
+        ("eager", signal.SIGKILL, _CLOSED),
+        ("graph", signal.SIGKILL, _CLOSED),
+        ("eager", signal.SIGSTOP, _LATE),
+        pytest.param("hooks", signal.SIGKILL, _CLOSED, marks=pytest.mark.slow),
+        pytest.param("hooks", signal.SIGSTOP, _LATE, marks=pytest.mark.slow),
+        pytest.param("graph", signal.SIGSTOP, _LATE, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_gone(
@@ -202,6 +235,27 @@ def test_a_rank_that_is_gone(
     step = re.search(r"step (\d+)\)", message)
     assert step is not None
     assert int(step[1]) in steps  # processes that have run other tests count from another number
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+def test_the_rank_of_the_store_is_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    others = [tmp_path / "1", tmp_path / "2"]
+    found = ranks.run_and_kill(
+        _lose_rank_of_the_store, 3, _free_port(), tmp_path, victims=[0], when=_all_exist(others)
+    )
+    for is_answer, answer in found.values():
+        assert is_answer, answer
+        kind, message, seconds, _ = answer
+        assert kind == RankFailedError.__name__, message
+        assert re.match("rank [012]: expected its part of the ", message)
+        assert seconds < TIMEOUT_S + 3 * STORE_TIMEOUT_S
 
 
 # -- a link that is cut ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +25,46 @@ from fsdp_dynamo import FSDP, record_flight
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 dist.init_process_group("gloo")
-record_flight(sys.argv[1])
+if len(sys.argv) > 2:
+    record_flight(sys.argv[2])
 plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-try:
-    for step in range(3):
-        if step == 2 and dist.get_rank() == 1:
-            if sys.argv[2] == "raises":
-                raise ValueError("no more data")
-            os.kill(os.getpid(), 9)
-        model(torch.ones(1, 4)).sum().backward()
-finally:
-    dist.destroy_process_group()
+for step in range(3):
+    if step == 2 and dist.get_rank() == 1:
+        if sys.argv[1] == "raises":
+            raise ValueError("no more data")
+        os.kill(os.getpid(), 9)
+    model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()
 """
 
 
-def _run(tmp_path: Path, what: str) -> str:
+def _processes_of(script: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            found.append(path.read_text())
+    return [command for command in found if str(script) in command]
+
+
+def _run(tmp_path: Path, what: str, by_default: bool = False) -> str:
     """Two ranks of which the second one fails in the third step; what the records say."""
     (tmp_path / "run.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = dict(os.environ, PYTHONPATH=str(REPOSITORY), CUDA_VISIBLE_DEVICES="")
     folder = str(tmp_path / "flight")
+    where = [] if by_default else [folder]
+    environment["FSDP_DYNAMO_FLIGHT"] = folder if by_default else ""
     run = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(tmp_path / "run.py"), folder, what],
+        [*launcher, "--nproc-per-node", "2", str(tmp_path / "run.py"), what, *where],
         env=environment,
         capture_output=True,
         timeout=120,
         check=False,
     )
     assert run.returncode != 0
+    assert f"flight record in {folder}" in run.stderr.decode()
+    assert _processes_of(tmp_path / "run.py") == []
     explain = [sys.executable, "-m", "fsdp_dynamo.flight", folder]
     said = subprocess.run(explain, env=environment, capture_output=True, text=True, check=True)
     assert said.stderr == ""
@@ -66,6 +78,11 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     assert "rank 1 did not come to the all-gather of unit '0' (20 elements, step 3)" in said
     assert "Look first at rank 1:" in said
     assert 'raise ValueError("no more data")' in said
+
+
+def test_records_by_default(tmp_path: Path) -> None:
+    """Of ranks that an exception ends; torchrun may be quicker to end the others."""
+    assert "rank 1: ValueError: no more data" in _run(tmp_path, "raises", by_default=True)
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from pool import RankPool
 from programs import Call, Program, run_program
-from test_trees import Branch, trees
+from test_trees import Branch, Leaf, trees
 
 WORLD_SIZE = 2
 NUM_CALLS = 8
@@ -114,7 +114,18 @@ def test_many_random_calls(ranks: RankPool) -> None:
     run_state_machine_as_test(_machine_for(ranks), settings=_settings(500, print_blob=True))
 
 
-FOUND: dict[str, Program] = {}
+FOUND = {
+    "a copy of what refers to itself weakly": Program(
+        Branch((Leaf("scale", wrapped=True), Leaf("nothing", wrapped=True)), wrapped=True),
+        "SHARD_GRAD_OP",
+        "eager",
+        False,
+        (("forward_without_grad", 0), ("deepcopy",), ("forward", 1), ("backward",), ("deepcopy",)),
+    ),
+    "a model without parameters": Program(
+        Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", False, (("forward", 0), ("step",))
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -120,6 +120,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "optim_state_variants": 11,
         "dcp_glue": 11,
         "warmup": 11,
+        "untouched": 5,
         "checkpoint.pace": 0,
         "checkpoint.reading": 1,
         "checkpoint.folder": 1,

@@ -50,7 +50,7 @@ def _under_autocast(rank: int, world_size: int, way: str) -> tuple[list[float], 
     return expected, losses, {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.parametrize("way", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
 def test_autocast(ranks: RankPool, way: str) -> None:
     for expected, losses, dtypes in ranks.run(_under_autocast, 2, way):
         assert losses == pytest.approx(expected, rel=1e-2)  # bfloat16 in another order of sums
@@ -96,7 +96,9 @@ def _not_finite(rank: int, world_size: int, way: str, value: float) -> tuple[boo
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+)
 def test_what_is_not_finite_reaches_all_ranks(ranks: RankPool, way: str, value: float) -> None:
     found = ranks.run(_not_finite, 2, way, value)
     for finite, norm, _ in found:
