@@ -98,7 +98,10 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read it from a file. Raises ``PlanError`` or ``OSError``."""
-        return Plan.from_json(Path(path).read_text())
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise PlanError(f"plan: expected a JSON text, got {error}") from error
 
     def digest(self) -> str:
         """Equal for equal plans."""

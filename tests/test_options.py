@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,6 +231,27 @@ def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp
 def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         GraphOptions.parse(options)
+
+
+class _Evil:
+    """Unpickled by somebody careless, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_a_plan_file_runs_no_code(tmp_path: Path, protocol: int) -> None:
+    mark, plan = tmp_path / "mark", tmp_path / "plan.json"
+    plan.write_bytes(pickle.dumps(_Evil(mark), protocol))
+    with pytest.raises(FSDPValueError, match="expected a plan that can be read"):
+        GraphOptions.parse({"plan": str(plan)})
+    assert not mark.exists()
+    pickle.loads(plan.read_bytes())
+    assert mark.exists()  # it would have
 
 
 def test_text_tells_options_apart() -> None:
