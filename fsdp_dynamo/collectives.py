@@ -58,7 +58,7 @@ class InFlight:
         group: dist.ProcessGroup | None = None,
         entry: order_log.Entry | None = None,
     ) -> None:
-        self._works = works
+        self._works = list(works)
         self._entry = entry
         self._buffers = buffers
         self._finish = finish
@@ -79,20 +79,27 @@ class InFlight:
             events.complete(event, began_ns)
 
     def _wait_for_works(self) -> None:
-        """If one fails, the others are still to be waited for: they write to the buffers."""
-        if self._group is not None and self._buffers[0].device.type == "cpu":
-            wait_watching(self._works, self._group, self._entry)
-        else:
-            for work in self._works:
-                work.wait()
-        self._works = ()
+        """If one fails, the others are dropped: gloo writes to no buffer of a work that is gone.
+
+        The list is emptied, as the frames that the error holds refer to it, too.
+        """
+        try:
+            if self._group is not None and self._buffers[0].device.type == "cpu":
+                wait_watching(self._works, self._group, self._entry)
+            else:
+                for work in self._works:
+                    work.wait()
+        except RuntimeError:
+            self._works.clear()
+            raise
+        self._works = []
 
     def abandon(self) -> None:
         """Wait until nothing writes to its buffers any more, whether it comes or fails."""
         self._event = self._finish = None
         if self._group is not None:
             wait_for_the_end(self._works, self._group)
-        self._works = self._buffers = ()
+        self._works, self._buffers = [], ()
 
 
 Way = Literal["library", "all_to_all", "point_to_point"]

@@ -86,7 +86,7 @@ def construct(
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
     for group in groups.all:
-        name_this_start(group)
+        name_this_start(group, device)
     tell_each_other((*groups.all, groups.reduce))
     on_failure(tell_of_failure)
     record_flight_by_default()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -27,11 +28,11 @@ def on_failure(do: OnFailure) -> None:
 
 
 def _install() -> None:
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        for do in _wanted:
+        for do in _wanted if os.getpid() == process else ():  # a forked child is no rank
             within(_TIMEOUT_S, lambda do=do: do(error))  # type: ignore[misc]
 
     sys.excepthook = hook

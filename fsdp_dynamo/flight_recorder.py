@@ -42,7 +42,7 @@ class _Recorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a second signal may come while the first is served
         self._written_at = -1
 
     @property
@@ -69,8 +69,9 @@ class _Recorder:
             draft = self.path.with_suffix(".part")
             draft.write_text(json.dumps(self._content(reason, stack, groups)))
             draft.rename(self.path)
-        explainer = f"python -m fsdp_dynamo.flight {self.folder}"
-        print(f"rank {self._rank}: flight record in {self.path} ({explainer})", file=sys.stderr)
+            # Inside: who finds it written may end the process at once.
+            explainer = f"python -m fsdp_dynamo.flight {self.folder}"
+            print(f"rank {self._rank}: flight record in {self.path} ({explainer})", file=sys.stderr)
 
     def _content(
         self, reason: str, stack: Sequence[str], groups: Sequence[order_log.Recent]
@@ -201,5 +202,5 @@ def _main_thread() -> int:
 def _write_stack(reason: str, frame: FrameType | None) -> None:
     """Of the main thread, as it is."""
     if _recorder is not None:
-        with suppress(OSError):
+        with suppress(Exception):  # what is to happen at the signal happens all the same
             _recorder.write(reason, traceback.format_stack(frame))

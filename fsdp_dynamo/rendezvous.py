@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # who else compiles has no public reader
 from torch.distributed.distributed_c10d import PrefixStore
@@ -85,11 +86,11 @@ _starts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = Weak
 """Names of the starts of ranks; by the default group, and by ranks."""
 
 
-def name_this_start(group: dist.ProcessGroup) -> None:
+def name_this_start(group: dist.ProcessGroup, device: torch.device) -> None:
     """Let the ranks of a group read nothing that those of an earlier start have left.
 
     A launcher may keep one store for all starts. All ranks of the group call it together, before
-    they exchange anything.
+    they exchange anything; ``device`` is one of theirs, used where the group serves no CPU.
     """
     if shared_store(group) is None:
         return
@@ -97,7 +98,10 @@ def name_this_start(group: dist.ProcessGroup) -> None:
     known = _starts.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
     if ranks not in known:
         said = [secrets.token_hex(4)]
-        dist.broadcast_object_list(said, src=ranks[0], group=group)
+        kinds = {kind.type for kind in group._device_types}
+        place = torch.device("cpu") if "cpu" in kinds else device
+        by = place if place.type in kinds else None  # else torch looks for one
+        dist.broadcast_object_list(said, src=ranks[0], group=group, device=by)
         known[ranks] = said[0]
         _say(is_busy=_num_reasons > 0)
 

@@ -150,14 +150,24 @@ def wait_watching(
 
 
 def wait_for_the_end(works: Sequence[Work], group: dist.ProcessGroup) -> None:
-    """Wait until works have come to an end, whichever; a notice ends those that never would."""
+    """Wait until works have come to an end, whichever; a notice ends those that never would.
+
+    gloo must not be asked again about one that is complete: it would wait for another message.
+    """
     _watcher.begin(group)
     try:
         for work in works:
-            with suppress(RuntimeError):
+            if not _is_complete(work):
                 work.wait()
+    except RuntimeError:
+        pass  # the connections are closed: nothing comes any more
     finally:
         _watcher.end()
+
+
+def _is_complete(work: Work) -> bool:
+    ask = getattr(work, "is_completed", None)  # a launch of several has no such method
+    return ask is not None and bool(ask())
 
 
 def _explain(

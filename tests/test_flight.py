@@ -80,6 +80,7 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     assert 'raise ValueError("no more data")' in said
 
 
+@pytest.mark.slow
 def test_records_by_default(tmp_path: Path) -> None:
     """Of ranks that an exception ends; torchrun may be quicker to end the others."""
     assert "rank 1: ValueError: no more data" in _run(tmp_path, "raises", by_default=True)

@@ -398,7 +398,14 @@ def _writes(reduction: fx.Node) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [("plain", 2), ("plain", 4), ("tied", 2), ("mixed", 2), ("frozen", 2), ("twice", 2)],
+    [
+        ("plain", 2),
+        pytest.param("plain", 4, marks=pytest.mark.slow),
+        ("tied", 2),
+        ("mixed", 2),
+        pytest.param("frozen", 2, marks=pytest.mark.slow),
+        ("twice", 2),
+    ],
 )
 def test_results_are_those_without_the_pass(ranks: RankPool, case: str, world_size: int) -> None:
     """Bitwise, except where a weight used twice is accumulated."""

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "host_overhead.py"
 
 
+@pytest.mark.slow
 def test_host_cost(tmp_path: Path) -> None:
     """Eager at most half of FSDP2's, the graph path at most a fifth.
 

@@ -131,7 +131,7 @@ def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None)
     [
         ("graph", None),
         pytest.param("graph", torch.bfloat16, marks=pytest.mark.slow),
-        ("graph", torch.float16),
+        pytest.param("graph", torch.float16, marks=pytest.mark.slow),
         pytest.param("graph-inductor", None, marks=pytest.mark.slow),
     ],
 )

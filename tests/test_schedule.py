@@ -165,6 +165,7 @@ def test_random_graphs(data: st.DataObject) -> None:
     assert [n for n in builder.graph.nodes if op_name(n) == "aten::mm"] == products
 
 
+@pytest.mark.slow
 def test_close_to_the_optimum() -> None:
     """Within 10 % of an exhaustive search on at least 95 % of 500 random problems."""
     rng = random.Random(2026)

@@ -188,7 +188,7 @@ def run_tree(rank: int, world_size: int, tree: Branch, strategy: str) -> list[st
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_trees(ranks: RankPool, world_size: int) -> None:
     @settings(
         max_examples=NUM_TREES * 2 // 3 if world_size == 2 else NUM_TREES // 3,

@@ -36,6 +36,8 @@ def test_world_sizes(ranks: RankPool, way: str, world_size: int) -> None:
     _check(ranks.run(_compare, world_size, way, ShardingStrategy.FULL_SHARD, 2), 1e-6)
 
 
-@pytest.mark.parametrize("way", ["hooks-inductor", "graph-inductor"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("hooks-inductor", marks=pytest.mark.slow), "graph-inductor"]
+)
 def test_inductor_equals_ddp(ranks: RankPool, way: str) -> None:
     _check(ranks.run(_compare, 2, way, ShardingStrategy.FULL_SHARD), 1e-5)
