@@ -1,11 +1,11 @@
-# make test | make demo | make bench: all do their own set-up and can be run again cheaply.
+# make test | make coverage | make demo | make bench: all do their own set-up and can be run again cheaply.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup test lint demo bench peers clean
+.PHONY: setup test coverage lint demo bench peers clean
 
 setup: $(READY)
 
@@ -20,6 +20,13 @@ lint: $(READY)
 
 test: lint
 	$(PY) -m pytest tests
+
+# Lines of both packages that the test command runs, its ranks and subprocesses included.
+coverage: $(READY)
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest tests
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report
 
 demo: $(READY)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)

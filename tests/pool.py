@@ -14,6 +14,7 @@ import multiprocessing as mp
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,8 +177,11 @@ class RankPool:
 
     def stop(self) -> None:
         """End all ranks."""
-        for process, pipe in self._ranks:
-            pipe.close()
+        for _, pipe in self._ranks:
+            pipe.close()  # a rank that waits for a job ends by itself
+        deadline = time.monotonic() + 3
+        for process, _ in self._ranks:
+            process.join(max(0, deadline - time.monotonic()))
             process.terminate()
         for process, _ in self._ranks:
             process.join(5)
