@@ -5,7 +5,7 @@ PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup test coverage lint demo bench peers clean
+.PHONY: setup test coverage golden lint demo bench peers clean
 
 setup: $(READY)
 
@@ -27,6 +27,10 @@ coverage: $(READY)
 	$(PY) -m coverage run -m pytest tests
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
+
+# Brings the graphs in tests/test_golden.py (and other expected texts) up to date.
+golden: $(READY)
+	EXPECTTEST_ACCEPT=1 $(PY) -m pytest tests/test_golden.py
 
 demo: $(READY)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)

@@ -36,6 +36,7 @@ from fsdp_dynamo.errors import (
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.explain import Explanation, explain
 from fsdp_dynamo.flight_recorder import record_flight
+from fsdp_dynamo.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.optim_state_variants import OptimStateKeyType
 from fsdp_dynamo.original_shards import ParameterShard
 from fsdp_dynamo.planning import record_plans
@@ -62,6 +63,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Inspection",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -77,6 +79,7 @@ __all__ = [
     "checkpoint",
     "explain",
     "fully_shard",
+    "inspect_graphs",
     "limit_recompiles",
     "record_events",
     "record_flight",

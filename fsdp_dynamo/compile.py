@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
-from fsdp_dynamo import generated_code, graph_ops
+from fsdp_dynamo import artifacts, generated_code, graph_ops
 from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import (
     GRAPH_WAY,
@@ -69,6 +69,7 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        artifacts.emit_graph(gm.graph, "traced", "joint")
         kept = self._kept(gm, joint_inputs, **kwargs)
         note_kept(kept)
         return _partition(gm, joint_inputs, kept, **kwargs)
@@ -116,6 +117,7 @@ def _run_as_python(
         body.recompile()
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
+    artifacts.emit_graph(gm.graph, "lowered")
     lower_regions_to_modules(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
     gm.recompile()
@@ -142,6 +144,7 @@ class _ScheduleAndLower(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         self.pipeline.run(graph)
         lower_to_operators(graph)
+        artifacts.emit_graph(graph, "lowered")
 
     def uuid(self) -> str:
         lowering = hashlib.sha256(Path(lowering_module.__file__).read_bytes()).hexdigest()
@@ -170,7 +173,9 @@ def _inductor_config(partitioner: _Partitioner, pipeline: Pipeline, marks: str) 
         "post_grad_custom_post_pass": _ScheduleAndLower(pipeline, marks),
         **generated_code.SETTINGS,
     }
-    if is_recording():  # not force_disable_caches: that compiles C++ headers anew as well
+    if (
+        is_recording() or artifacts.is_recording()
+    ):  # not force_disable_caches: that compiles C++ headers anew as well
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     return config
 
@@ -200,7 +205,7 @@ def fsdp_dynamo_aot_eager(
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.grad_buffer)
-    compiler = partial(_run_as_python, Pipeline(passes))
+    compiler = partial(_run_as_python, Pipeline(passes, artifacts.emit_graph))
     compile_ = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
@@ -222,7 +227,8 @@ def fsdp_dynamo(
 
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
-    pipeline = Pipeline(default_passes(planner, False, parsed.passes, parsed.grad_buffer))
+    passes = default_passes(planner, False, parsed.passes, parsed.grad_buffer)
+    pipeline = Pipeline(passes, artifacts.emit_graph)
     partitioner = _Partitioner(planner, parsed.selective_unshard)
     config = _inductor_config(partitioner, pipeline, _digest_of_marks(gm))
     inner_compile = generated_code.checking(compile_fx_inner)

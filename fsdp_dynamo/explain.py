@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters  # graph breaks have no public reader
 from fsdp_dynamo import events, explain_views
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.errors import explain as _message
-from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, EventLog, record_events
+from fsdp_dynamo.events import EventLog, record_events
 from fsdp_dynamo.explain_run import Loss, Target, run_step, target_of
 from fsdp_dynamo.explain_text import text_of
-from fsdp_dynamo.findings import Findings, Measured, UnitFacts
+from fsdp_dynamo.findings import Findings, UnitFacts, measured_of
 from fsdp_dynamo.planning import PlanLog, record_plans
 from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.untouched import nothing_changes
@@ -114,7 +114,7 @@ def _explanation(
         num_graphs=num_graphs,
         graph_breaks=breaks,
         graphs=tuple(report_of(planned) for planned in plans),
-        measured=_measured(log),
+        measured=measured_of(log),
     )
 
 
@@ -125,25 +125,6 @@ def _facts(unit: Unit) -> UnitFacts:
         num_parameters=len(unit.originals()),
         unsharded_bytes=sum(flat.unsharded_bytes for flat in unit.flats),
         sharded_bytes=sum(f.sharded.numel() * f.sharded.element_size() for f in unit.flats),
-    )
-
-
-def _measured(log: EventLog) -> tuple[Measured, ...]:
-    """Collectives and compute of a recording, on a clock that begins with the first of them."""
-    kept = [e for e in log if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
-    start = min((event.issued_ns for event in kept), default=0)
-    return tuple(_one(event, start) for event in kept)
-
-
-def _one(event: Event, start: int) -> Measured:
-    return Measured(
-        unit=event.unit,
-        kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
-        phase=event.phase,
-        num_bytes=event.num_bytes,
-        issued_ms=(event.issued_ns - start) / 1e6,
-        done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
-        exposed_ms=event.exposed_ns / 1e6,
     )
 
 

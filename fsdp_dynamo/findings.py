@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from graph_passes.report import GraphReport, TransferReport
 
 VERSION = 1
@@ -138,3 +139,22 @@ def most_exposed(findings: Findings, num: int = 3) -> Sequence[tuple[GraphReport
     """The planned collectives that cost most, the worst first."""
     exposed = [(g, t) for g, t, _ in findings.pairs() if t.exposed_ms > 0]
     return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
+
+
+def measured_of(events: Iterable[Event]) -> tuple[Measured, ...]:
+    """Collectives and compute of a recording, on a clock that begins with the first of them."""
+    kept = [e for e in events if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
+    start = min((event.issued_ns for event in kept), default=0)
+    return tuple(_measured(event, start) for event in kept)
+
+
+def _measured(event: Event, start: int) -> Measured:
+    return Measured(
+        unit=event.unit,
+        kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
+        phase=event.phase,
+        num_bytes=event.num_bytes,
+        issued_ms=(event.issued_ns - start) / 1e6,
+        done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
+        exposed_ms=event.exposed_ns / 1e6,
+    )

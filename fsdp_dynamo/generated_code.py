@@ -24,6 +24,7 @@ from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
+from fsdp_dynamo import artifacts
 from fsdp_dynamo.errors import FSDPError, explain
 from graph_passes.labels import Label
 
@@ -134,6 +135,8 @@ def checking(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
         compiled = inner_compile(*args, **kwargs)
         source = getattr(compiled, "source_code", "")
+        phase = "backward" if kwargs.get("is_backward") else "forward"
+        artifacts.emit(f"{artifacts.PREFIX}{phase}.inductor", lambda: source)
         if source and "torch.ops.fsdp_dynamo." in source:
             check_order(source)
         return compiled

@@ -25,7 +25,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_dynamo import hooks
+from fsdp_dynamo import artifacts, hooks
 from fsdp_dynamo.dynamo_glue import (
     LEAF_WAY,
     NO_BACKEND,
@@ -64,9 +64,11 @@ def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
     if isinstance(backend, SegmentBackend):
         key = backend.inner_key
     token = _active_key.set(key)
+    unit = artifacts.unit_now.set(wrapper._fsdp_unit.fqn)
     try:
         yield _compiled_body(wrapper, key)
     finally:
+        artifacts.unit_now.reset(unit)
         _active_key.reset(token)
 
 
@@ -232,7 +234,8 @@ class SegmentBackend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         inner = backend_of(self.inner_key)
-        return split_at_leaves(gm, example_inputs, leaf, run_leaf, inner, self._cache)
+        cache = {} if artifacts.is_recording() else self._cache
+        return split_at_leaves(gm, example_inputs, leaf, run_leaf, inner, cache)
 
 
 _segment_backends: dict[int, SegmentBackend] = {}

@@ -52,22 +52,31 @@ def default_passes(
     return (*views, *(buffers if with_grad_buffer else ()), *more, sink_views, planner)
 
 
+def _look_away(graph: fx.Graph, stage: str) -> None:
+    """Nobody wants to see it."""
+
+
 @dataclass
 class Pipeline:
     """Passes in order.
 
     Attributes:
         passes: what runs over every partitioned graph.
+        observe: called with the graph and the name of the stage that it has reached:
+            ``"partition"``, and ``"after_"`` and the name of each pass.
     """
 
     passes: Sequence[GraphPass] = field(default_factory=lambda: default_passes(Planner()))
+    observe: Callable[[fx.Graph, str], None] = _look_away
 
     def run(self, graph: fx.Graph) -> None:
         """Run all passes; raises ``SpecError`` at the first that breaks the spec."""
         verify_graph(graph, "partition")
         before = inventory(graph)
+        self.observe(graph, "partition")
         for pass_ in self.passes:
             pass_(graph)
+            self.observe(graph, f"after_{pass_name(pass_)}")
             verify_graph(graph, pass_name(pass_), before)
 
     def cache_key(self) -> str:

@@ -57,6 +57,16 @@ def render(graph: fx.Graph) -> str:
     return "\n".join(line.strip() for line in lines)
 
 
+def two_units() -> fx.Graph:
+    """Two units with compute of the root in between; each is gathered where it is used."""
+    build = Builder()
+    x, first, second = (build.input(name) for name in ("x", "first", "second"))
+    y = build.compute("layers.0", x, build.gather("layers.0", first))
+    z = build.compute("", y, y)
+    build.graph.output((build.compute("layers.1", z, build.gather("layers.1", second)),))
+    return build.graph
+
+
 def forward_graph(num_units: int) -> fx.Graph:
     builder = Builder()
     x = builder.input("x")

@@ -1,0 +1,135 @@
+"""What compilation makes, as structured artifacts of torch's own trace log.
+
+Graphs are emitted at every stage of the pass pipeline under names like
+``fsdp_dynamo.backward.after_planner``, beside torch's own: ``TORCH_TRACE=DIR`` and ``tlparse DIR``
+show them. Where nobody listens nothing is written down. ``record_artifacts`` listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import fx
+
+# Private: there is no public way to add to what tlparse reads.
+from torch._logging._internal import trace_structured
+
+from graph_passes.graph_utils import is_backward
+from graph_passes.listing import listing
+
+PREFIX = "fsdp_dynamo."
+DECOMPILED = PREFIX + "dynamo.decompiled"
+
+unit_now: ContextVar[str] = ContextVar("unit_now", default="")
+"""FQN of the unit whose body runs now on the hooks path."""
+
+
+class Frame(NamedTuple):
+    """Which compilation an artifact is of, as Dynamo numbers them; -1 where there is none."""
+
+    number: int
+    recompile: int
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One thing that was written to torch's trace log.
+
+    Attributes:
+        name: of the artifact, or of the kind of record: ``"aot_joint_graph"``.
+        frame: of which compilation.
+        unit: FQN of the unit whose body ran; ``""`` for the root, and on the graph path.
+        text: its payload.
+        made_ns: when (``time.perf_counter_ns``).
+    """
+
+    name: str
+    frame: Frame
+    unit: str
+    text: str
+    made_ns: int
+
+
+def emit(name: str, text: Callable[[], str]) -> None:
+    """Write an artifact to torch's trace log; ``text`` is called only if somebody listens."""
+
+    def metadata() -> dict[str, Any]:
+        return {"name": name, "encoding": "string"}
+
+    trace_structured("artifact", metadata, payload_fn=text, expect_trace_id=False)
+
+
+def emit_graph(graph: fx.Graph, stage: str, phase: str = "") -> None:
+    """Write down a graph as it is at a stage.
+
+    Args:
+        graph: forward or backward graph, or another with its phase.
+        stage: ``"partition"``, ``"after_planner"``.
+        phase: ``"forward"`` or ``"backward"``, as the graph is, if not given.
+    """
+
+    def text() -> str:
+        return listing(graph, phase)
+
+    phase = phase or ("backward" if is_backward(graph) else "forward")
+    emit(f"{PREFIX}{phase}.{stage}", text)
+
+
+class _Listener(logging.Handler):
+    """Keeps what torch's trace log is told."""
+
+    def __init__(self, artifacts: list[Artifact]) -> None:
+        super().__init__(logging.DEBUG)
+        self._artifacts = artifacts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata = getattr(record, "metadata", None)
+        payload = getattr(record, "payload", None)
+        if not isinstance(metadata, dict) or not isinstance(payload, str):
+            return
+        kind = next(iter(metadata), "")
+        name = metadata[kind].get("name", "") if kind == "artifact" else kind
+        frame = Frame(metadata.get("frame_id", -1), metadata.get("frame_compile_id", -1))
+        now = time.perf_counter_ns()
+        self._artifacts.append(Artifact(name, frame, unit_now.get(), payload, now))
+
+
+_listeners: list[_Listener] = []
+
+
+@contextmanager
+def record_artifacts() -> Iterator[list[Artifact]]:
+    """Keep what is written to torch's trace log in the context, in order."""
+    listener = _Listener([])
+    log = logging.getLogger("torch.__trace")
+    log.addHandler(listener)
+    _listeners.append(listener)
+    try:
+        yield listener._artifacts
+    finally:
+        _listeners.remove(listener)
+        log.removeHandler(listener)
+
+
+def is_recording() -> bool:
+    """Whether what is compiled now is written down, so that it must not come from a cache."""
+    return bool(_listeners)
+
+
+__all__ = [
+    "DECOMPILED",
+    "PREFIX",
+    "Artifact",
+    "Frame",
+    "emit",
+    "emit_graph",
+    "is_recording",
+    "record_artifacts",
+    "unit_now",
+]

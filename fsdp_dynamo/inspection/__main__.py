@@ -1,0 +1,64 @@
+"""``python -m fsdp_dynamo.inspection --module pkg:fn``: inspect a script of your own.
+
+Alone, or under torchrun::
+
+    torchrun --nproc-per-node 2 -m fsdp_dynamo.inspection --module train:main -- --steps 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.inspection import inspect_graphs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the function inside ``inspect_graphs``; what follows ``--`` is its ``sys.argv``."""
+    parser = argparse.ArgumentParser("python -m fsdp_dynamo.inspection", description=__doc__)
+    parser.add_argument("--module", required=True, metavar="PKG:FN", help="a function to call")
+    parser.add_argument("--out", default="out", help="folder of the files (default: out)")
+    parser.add_argument("--rank", default="0", help='which rank writes, or "all" (default: 0)')
+    parser.add_argument("rest", nargs="*", help="arguments of the script, after --")
+    parsed = parser.parse_args(argv)
+    function = load(parsed.module)
+    sys.argv = [parsed.module, *parsed.rest]
+    own = int(os.environ.get("RANK", "0"))
+    with inspect_graphs(parsed.out, None if parsed.rank == "all" else int(parsed.rank)) as found:
+        function()
+    if found.folder is not None:
+        print(f"rank {own}: {len(found.listings)} listings, {found.folder / 'index.html'}")
+    return 0
+
+
+def load(name: str) -> Callable[[], Any]:
+    """The function that ``"package.module:function"`` names.
+
+    Raises:
+        FSDPValueError: there is none.
+    """
+    module_name, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise FSDPValueError(
+            explain(
+                expected="--module PKG:FN, a module and a function in it without arguments",
+                got=f"'{name}' ({error})",
+                where="fsdp_dynamo.inspection",
+                fix="The module is looked for in the current folder too.",
+            )
+        ) from error
+    result: Callable[[], Any] = function
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

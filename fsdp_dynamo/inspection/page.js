@@ -1,0 +1,314 @@
+"use strict";
+// Shows what `inspect_graphs` found: a list of owners (the whole step, units), their phases, and
+// two stages of one side by side. Everything it knows is in #data; it asks no server.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const CONTEXT = 3; // unchanged lines that stay around a change
+let address = ""; // what this page has last put into the address bar
+const state = { owner: 0, phase: null, left: 0, right: 0, side: 0 };
+
+// -- state and its place in the address --------------------------------------------------------
+
+const owner = () => data.owners[state.owner];
+const phases = () => owner().phases;
+const stages = () => phases().find((p) => p.name === state.phase).stages;
+
+function choose(change) {
+  Object.assign(state, change);
+  if (!phases().some((p) => p.name === state.phase)) state.phase = firstPhase();
+  const last = stages().length - 1;
+  state.left = Math.max(0, Math.min(state.left, last));
+  state.right = Math.max(0, Math.min(state.right, last));
+  address = "#" + new URLSearchParams({
+    graph: owner().name, phase: state.phase,
+    left: stages()[state.left].name, right: stages()[state.right].name,
+  });
+  location.replace(address);
+  draw();
+}
+
+function firstPhase() {
+  const names = phases().map((p) => p.name);
+  return ["backward", "forward"].find((n) => names.includes(n)) ?? names[0];
+}
+
+// The first pair of stages between which something changes, or the last pair.
+function interesting() {
+  const list = stages();
+  const at = list.findIndex((s, i) => i && s.name.startsWith("after_") && s.text !== list[i - 1].text);
+  const right = at > 0 ? at : list.length - 1;
+  return { left: Math.max(0, right - 1), right };
+}
+
+function fromAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  state.owner = Math.max(0, data.owners.findIndex((o) => o.name === asked.get("graph")));
+  state.phase = asked.get("phase");
+  if (!phases().some((p) => p.name === state.phase)) state.phase = firstPhase();
+  const at = (key) => stages().findIndex((s) => s.name === asked.get(key));
+  const [left, right] = [at("left"), at("right")];
+  Object.assign(state, left >= 0 && right >= 0 ? { left, right } : interesting());
+}
+
+// -- drawing -------------------------------------------------------------------------------------
+
+function element(tag, text, properties = {}) {
+  const made = document.createElement(tag);
+  if (text !== null) made.textContent = text;
+  return Object.assign(made, properties);
+}
+
+function buttons(id, names, chosen, onclick) {
+  $(id).replaceChildren(...names.map((name, i) => {
+    const button = element("button", name, { onclick: () => onclick(i) });
+    button.setAttribute("aria-pressed", String(i === chosen || name === chosen));
+    return button;
+  }));
+}
+
+function draw() {
+  drawOwners();
+  buttons("phases", phases().map((p) => p.name), state.phase, (i) => {
+    choose({ phase: phases()[i].name });
+    choose(interesting());
+  });
+  const list = stages();
+  buttons("stages", list.map((s) => s.name), list[state.right].name,
+    (i) => choose({ left: Math.max(0, i - 1), right: i }));
+  for (const side of ["left", "right"]) {
+    $(side).replaceChildren(...list.map((s, i) => element("option", s.name, { value: i })));
+    $(side).value = state[side];
+    $(side + "file").textContent = list[state[side]].file;
+    $(side + "file").href = encodeURIComponent(list[state[side]].file);
+  }
+  $("back").disabled = state.right <= 1;
+  $("next").disabled = state.right >= list.length - 1;
+  drawDiff(list[state.left], list[state.right]);
+  drawTimeline();
+}
+
+function drawOwners() {
+  const wanted = $("filter").value.toLowerCase();
+  const rows = data.owners.map((o, i) => {
+    const row = element("li", o.name, { onclick: () => { choose({ owner: i }); choose(interesting()); } });
+    row.setAttribute("aria-current", String(i === state.owner));
+    row.hidden = !o.name.toLowerCase().includes(wanted);
+    return row;
+  });
+  const others = data.without_code.map((name) =>
+    element("li", name, { className: "none", title: "ran code that an equal unit was compiled for" }));
+  $("owners").replaceChildren(...rows, ...others);
+}
+
+// -- side by side ----------------------------------------------------------------------------------
+
+function drawDiff(left, right) {
+  const [a, b] = [left.text.split("\n"), right.text.split("\n")];
+  const [here, there] = [new Set(a), new Set(b)];
+  const rows = align(a, b);
+  let added = 0, removed = 0, moved = 0;
+  for (const row of rows) {
+    if (row.same) continue;
+    row.leftClass = row.i === null ? "" : there.has(a[row.i]) && a[row.i].trim() ? "moved" : "removed";
+    row.rightClass = row.j === null ? "" : here.has(b[row.j]) && b[row.j].trim() ? "moved" : "added";
+    removed += row.leftClass === "removed";
+    added += row.rightClass === "added";
+    moved += row.rightClass === "moved";
+  }
+  $("summary").textContent = added + removed + moved === 0
+    ? `${left.name} and ${right.name} are the same, ${a.length} lines`
+    : `${left.name} to ${right.name}: ${moved} lines moved, ${added} added, ${removed} removed`;
+  const table = element("table", null);
+  const columns = element("colgroup", null);
+  for (const width of ["3.6em", "", "3.6em", ""]) {
+    columns.append(element("col", null, { style: width ? `width:${width}` : "" }));
+  }
+  table.append(columns);
+  let hidden = [];
+  const show = (row) => table.append(oneRow(row, a, b));
+  const flush = () => {
+    if (hidden.length > 1) table.append(foldRow(hidden, a, b));
+    else hidden.forEach(show);
+    hidden = [];
+  };
+  const near = nearChanges(rows);
+  rows.forEach((row, at) => {
+    if ($("fold").checked && row.same && !near[at] && rows.some((r) => !r.same)) hidden.push(row);
+    else { flush(); show(row); }
+  });
+  flush();
+  $("diff").replaceChildren(table);
+}
+
+function nearChanges(rows) {
+  const near = new Array(rows.length).fill(false);
+  rows.forEach((row, at) => {
+    if (!row.same) for (let k = at - CONTEXT; k <= at + CONTEXT; k++) near[k] = true;
+  });
+  return near;
+}
+
+function oneRow(row, a, b) {
+  const tr = element("tr", null);
+  for (const [at, lines, kind] of [[row.i, a, row.leftClass], [row.j, b, row.rightClass]]) {
+    tr.append(element("td", at === null ? "" : String(at + 1), { className: "number" }));
+    const cell = element("td", null, { className: kind || "" });
+    if (at !== null) fillCode(cell, lines[at]);
+    tr.append(cell);
+  }
+  return tr;
+}
+
+function fillCode(cell, line) {
+  const at = line.lastIndexOf("  # ");
+  if (at < 0) { cell.textContent = line; return; }
+  const remark = line.slice(at);
+  const isCollective = /# (all_gather|reduce_scatter|all_reduce) /.test(remark);
+  cell.append(element("span", line.slice(0, at), { className: isCollective ? "collective" : "" }));
+  cell.append(element("span", remark, { className: "remark" }));
+}
+
+function foldRow(hidden, a, b) {
+  const tr = element("tr", null, { className: "fold" });
+  const cell = element("td", `${hidden.length} lines that stay`, { colSpan: 4 });
+  cell.onclick = () => tr.replaceWith(...hidden.map((row) => oneRow(row, a, b)));
+  tr.append(cell);
+  return tr;
+}
+
+// Rows of a side-by-side view: lines that stay (a longest increasing run of lines that occur once
+// on both sides, and their equal neighbours), and what is between them.
+function align(a, b) {
+  const rows = [];
+  let i = 0, j = 0;
+  const until = (ii, jj) => {
+    while (i < ii && j < jj && a[i] === b[j]) rows.push({ i: i++, j: j++, same: true });
+    let tail = 0;
+    while (ii - tail > i && jj - tail > j && a[ii - tail - 1] === b[jj - tail - 1]) tail++;
+    while (i < ii - tail || j < jj - tail) {
+      rows.push({ i: i < ii - tail ? i++ : null, j: j < jj - tail ? j++ : null, same: false });
+    }
+    while (i < ii) rows.push({ i: i++, j: j++, same: true });
+  };
+  for (const [ii, jj] of anchors(a, b)) {
+    until(ii, jj);
+    rows.push({ i: i++, j: j++, same: true });
+  }
+  until(a.length, b.length);
+  return rows;
+}
+
+function anchors(a, b) {
+  const once = (lines) => {
+    const at = new Map();
+    lines.forEach((line, k) => at.set(line, at.has(line) ? -1 : k));
+    return at;
+  };
+  const [inA, inB] = [once(a), once(b)];
+  const pairs = [];
+  inA.forEach((i, line) => {
+    const j = inB.get(line);
+    if (i >= 0 && j !== undefined && j >= 0) pairs.push([i, j]);
+  });
+  const tops = [], before = new Array(pairs.length).fill(-1); // patience: tops end runs by length
+  pairs.forEach(([, j], p) => {
+    let low = 0, high = tops.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (pairs[tops[middle]][1] < j) low = middle + 1; else high = middle;
+    }
+    if (low) before[p] = tops[low - 1];
+    tops[low] = p;
+  });
+  const run = [];
+  for (let p = tops.length ? tops[tops.length - 1] : -1; p >= 0; p = before[p]) run.push(pairs[p]);
+  return run.reverse();
+}
+
+// -- timeline ----------------------------------------------------------------------------------------
+
+const SVG = "http://www.w3.org/2000/svg";
+const ROW = 20, LABEL = 130;
+
+function drawTimeline() {
+  const sides = data.timeline;
+  $("timeline").hidden = sides.length === 0;
+  if (!sides.length) return;
+  buttons("sides", sides.map((s) => s.title), state.side, (i) => { state.side = i; drawTimeline(); });
+  const side = sides[state.side];
+  const end = Math.max(...side.bars.map((bar) => bar.end_ms), 1e-6);
+  $("caption").textContent = `${end.toFixed(2)} ms; red edge: nothing is computed meanwhile. ${side.note}`;
+  const width = Math.max(600, $("lanes").clientWidth);
+  const scale = (width - LABEL - 5) / end;
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${side.lanes.length * ROW + 4}`);
+  side.lanes.forEach((lane, row) => {
+    svg.append(shape("text", { x: 0, y: row * ROW + 14 }, lane));
+  });
+  for (const bar of side.bars) {
+    const x = LABEL + bar.begin_ms * scale;
+    const y = side.lanes.indexOf(bar.lane) * ROW + 2;
+    const length = Math.max(1, (bar.end_ms - bar.begin_ms) * scale);
+    const rect = shape("rect", {
+      x, y, width: length, height: ROW - 4, rx: 2, fill: colour(bar.unit),
+      class: (bar.exposed_ms > end / 200 ? "exposed " : "") + (bar.unit === owner().unit ? "chosen" : ""),
+    });
+    rect.append(shape("title", {}, describe(bar)));
+    rect.onclick = () => openUnit(bar.unit);
+    svg.append(rect);
+  }
+  $("lanes").replaceChildren(svg);
+}
+
+function describe(bar) {
+  const parts = [bar.name || "(root)", `${(bar.end_ms - bar.begin_ms).toFixed(3)} ms`];
+  if (bar.exposed_ms > 0) parts.push(`${bar.exposed_ms.toFixed(3)} ms exposed`);
+  if (bar.num_bytes) parts.push(`${bar.num_bytes.toLocaleString("en")} bytes`);
+  return parts.join(", ");
+}
+
+function openUnit(unit) {
+  const found = data.owners.findIndex((o) => o.unit === unit);
+  if (found < 0) return;
+  choose({ owner: found });
+  choose(interesting());
+}
+
+function colour(unit) {
+  const at = data.units.indexOf(unit);
+  return at < 0 ? "#9aa3ad" : `hsl(${(at * 137.5) % 360} 52% 58%)`;
+}
+
+function shape(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// -- start ---------------------------------------------------------------------------------------------
+
+function step(by) {
+  const right = state.right + by;
+  if (right >= 1 && right < stages().length) choose({ left: right - 1, right });
+}
+
+$("facts").textContent = data.facts;
+$("back").onclick = () => step(-1);
+$("next").onclick = () => step(1);
+$("left").onchange = (e) => choose({ left: Number(e.target.value) });
+$("right").onchange = (e) => choose({ right: Number(e.target.value) });
+$("fold").onchange = draw;
+$("filter").oninput = drawOwners;
+document.addEventListener("keydown", (event) => {
+  if (event.target.matches("input, select")) return;
+  if (event.key === "ArrowLeft") step(-1);
+  if (event.key === "ArrowRight") step(1);
+});
+window.addEventListener("hashchange", () => {
+  if (location.hash !== address) { fromAddress(); draw(); }
+});
+window.addEventListener("resize", drawTimeline);
+fromAddress();
+choose({});

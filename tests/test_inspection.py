@@ -1,0 +1,264 @@
+"""inspect_graphs(): listings, files by unit and phase, and its command."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import two_units
+from pool import RankPool
+from torch import nn
+
+import fsdp_dynamo
+from fsdp_dynamo import FSDP, FSDPError, FSDPStateError, FSDPValueError, inspect_graphs
+from fsdp_dynamo.artifacts import Artifact, Frame
+from fsdp_dynamo.inspection.__main__ import load
+from fsdp_dynamo.inspection.listings import listings_of
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from graph_passes.listing import Line, listing, of_unit, units_in
+
+# -- listings -------------------------------------------------------------------------------------
+
+
+def test_listings_are_python_and_read_back() -> None:
+    text = listing(two_units())
+    compile(text, "listing", "exec")
+    lines = [Line.parse(line) for line in text.splitlines()]
+    assert "\n".join(map(str, lines)) + "\n" == text
+    assert units_in(lines) == ["layers.0", "", "layers.1"]
+    kinds = [(line.kind, line.is_wait) for line in lines if line.unit == "layers.0"]
+    assert kinds == [("all_gather", False), ("all_gather", True), ("", False)]
+
+
+def test_a_units_part_folds_the_compute_of_others() -> None:
+    lines = [Line.parse(line) for line in listing(two_units()).splitlines()]
+    moved = [*lines[:5], lines[9], *lines[5:9], *lines[10:]]  # layers.1 gathered at the begin
+    part = of_unit(moved, "layers.1")
+    texts = [str(line) for line in part]
+    assert [line.kind for line in part] == [
+        "all_gather",
+        "all_gather",
+        "all_gather",
+        "",
+        "all_gather",
+        "",
+    ]
+    assert texts[3] == "    # ... 2 lines of layers.0, (root)"
+    assert of_unit(lines, "nowhere") == []
+
+
+class _Kwargs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, 1:], self.scale * x], dim=1).view(size=(-1,)).to(torch.device("cpu"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_every_kind_of_node_is_python() -> None:
+    text = listing(torch.fx.symbolic_trace(_Kwargs()).graph)
+    compile(text, "listing", "exec")
+    for part in ("self.scale", "cat([", "], dim=1)", "slice(1, None", ".view(size=(-1,))"):
+        assert part in text
+
+
+def test_segments_are_numbered_as_they_run_forward() -> None:
+    def artifact(name: str, text: str, frame: int = 0) -> Artifact:
+        return Artifact(name, Frame(frame, 0), "", text, 0)
+
+    found = listings_of(
+        [
+            artifact("aot_forward_graph", "first"),
+            artifact("inductor_output_code", "# AOT ID: ['4_forward']"),
+            artifact("aot_forward_graph", "second"),
+            artifact("inductor_output_code", "# AOT ID: ['5_forward']"),
+            artifact("chromium_event", "{}"),
+            artifact("inductor_output_code", "# AOT ID: ['5_backward']"),
+            artifact("inductor_output_code", "# AOT ID: ['4_backward']"),
+            artifact("dynamo_output_graph", "no more", 1),
+            artifact("aot_inference_graph", "no grad", 2),
+        ]
+    )
+    assert [(x.graph, x.phase, x.stage, x.text[-12:]) for x in found] == [
+        (0, "forward", "partition", "first"),
+        (0, "forward", "inductor", "['4_forward']"[-12:]),
+        (1, "forward", "partition", "second"),
+        (1, "forward", "inductor", "['5_forward']"[-12:]),
+        (1, "backward", "inductor", "5_backward']"),
+        (0, "backward", "inductor", "4_backward']"),
+        (2, "forward", "partition", "no grad"),
+    ]
+    assert found[0].file_name == "_root.forward.partition.py"
+    assert found[-1].file_name == "_root.graph2.forward.partition.py"
+
+
+# -- real steps ---------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).relu()
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _inspect(
+    rank: int, world_size: int, folder: str, way: dict[str, Any], writes: int | None = 0
+) -> tuple[list[tuple[str, str]], bool]:
+    """File names and texts, and whether gradients are the same as without being looked at."""
+    torch.manual_seed(0)
+    model = FSDP(_Net(), auto_wrap_policy=ModuleWrapPolicy({_Block}))
+    step = torch.compile(model, **way)
+    tokens = torch.arange(8).view(2, 4) + rank
+    step(tokens).sum().backward()  # compiled before: it is compiled again in the context
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with inspect_graphs(folder, writes) as found:
+        step(tokens).sum().backward()
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    same = all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
+    return [(x.file_name, x.text) for x in found.listings], same and bool(got)
+
+
+GRAPH = {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True}
+
+
+def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
+    (found, same), _ = ranks.run(_inspect, 2, str(tmp_path), GRAPH)
+    assert same
+    names = [name for name, _ in found]
+    assert len(names) == len(set(names))
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "index.html"}
+    for name, text in found:
+        assert (tmp_path / name).read_text() == text
+    for stage in ("partition", "after_grad_buffer_node_by_node", "after_planner", "lowered"):
+        for owner in ("_whole", "_root", "blocks.0", "blocks.1"):
+            assert f"{owner}.backward.{stage}.py" in names
+    texts = dict(found)
+    assert "__compiled_fn" in texts["_whole.dynamo.decompiled.py"]
+    kinds = [Line.parse(x) for x in texts["_whole.backward.after_planner.py"].splitlines()]
+    reductions = [x.unit for x in kinds if x.kind == "reduce_scatter" and not x.is_wait]
+    assert reductions == ["blocks.1", "blocks.0", ""]
+    before = texts["_whole.backward.after_group_writes.py"].splitlines()
+    after = texts["_whole.backward.after_planner.py"].splitlines()
+    assert before != after, "the planner moved nothing"
+    assert sorted(before) == sorted(after), "the planner does no more than move"
+
+
+def test_the_hooks_path_unit_by_unit(ranks: RankPool, tmp_path: Path) -> None:
+    (found, same), _ = ranks.run(_inspect, 2, str(tmp_path), {"backend": "inductor"})
+    assert same
+    texts = dict(found)
+    phases = {name.removeprefix("blocks.0.") for name in texts if name.startswith("blocks.0.")}
+    assert phases == {
+        "dynamo.captured.py",
+        "dynamo.decompiled.py",
+        "joint.traced.py",
+        "forward.partition.py",
+        "backward.partition.py",
+        "forward.inductor.py",
+        "backward.inductor.py",
+    }
+    assert not any(name.startswith("blocks.1.") for name in texts), "equal units share their code"
+    # the root's segments, before the blocks and after them, each with its own backward
+    assert "aten.mm" in texts["_root.graph1.backward.partition.py"]
+    assert "aten.mm" not in texts["_root.backward.partition.py"]
+    assert "extern_kernels.mm(" in texts["_root.graph1.backward.inductor.py"]
+    assert "extern_kernels.mm(" not in texts["_root.backward.inductor.py"]
+
+
+def test_all_ranks_may_write(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_inspect, 2, str(tmp_path), GRAPH, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0", "rank1"}
+    ours, theirs = (
+        (tmp_path / f"rank{rank}" / "_whole.backward.lowered.py").read_text() for rank in (0, 1)
+    )
+    assert ours == theirs
+
+
+# -- what can go wrong ---------------------------------------------------------------------------
+
+
+def test_nothing_compiled_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FSDPStateError, match="nothing was compiled"), inspect_graphs(tmp_path):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_depyf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = builtins.__import__
+
+    def no_depyf(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "depyf":
+            raise ImportError("No module named 'depyf'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_depyf)
+    with pytest.raises(FSDPError, match="pip install depyf"), inspect_graphs(tmp_path / "out"):
+        pytest.fail("entered")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["json", "json:nothing", "no_such_module:main", ":main"])
+def test_a_function_that_is_not_there(name: str) -> None:
+    with pytest.raises(FSDPValueError, match="--module PKG:FN"):
+        load(name)
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from fsdp_dynamo import FSDP
+
+def main():
+    dist.init_process_group("gloo")
+    step = torch.compile(FSDP(torch.nn.Linear(4, int(sys.argv[1]))), backend="aot_eager")
+    step(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += [
+        "-m",
+        "fsdp_dynamo.inspection",
+        "--module",
+        "train:main",
+        "--out",
+        "seen",
+        "--",
+        "3",
+    ]
+    root = str(Path(fsdp_dynamo.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "index.html" in done.stdout
+    assert "f32[3, 4]" in (tmp_path / "seen" / "_root.backward.partition.py").read_text()
