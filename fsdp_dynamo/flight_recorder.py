@@ -64,14 +64,14 @@ class _Recorder:
             issued = sum(count for _, count, _ in groups)
             if self._written_at == issued:
                 return
-            self._written_at = issued
             self.folder.mkdir(parents=True, exist_ok=True)
             draft = self.path.with_suffix(".part")
             draft.write_text(json.dumps(self._content(reason, stack, groups)))
             draft.rename(self.path)
             # Inside: who finds it written may end the process at once.
             explainer = f"python -m fsdp_dynamo.flight {self.folder}"
-            print(f"rank {self._rank}: flight record in {self.path} ({explainer})", file=sys.stderr)
+            _say(f"rank {self._rank}: flight record in {self.path} ({explainer})")
+            self._written_at = issued
 
     def _content(
         self, reason: str, stack: Sequence[str], groups: Sequence[order_log.Recent]
@@ -87,6 +87,14 @@ class _Recorder:
                 for ranks, count, entries in groups
             ],
         }
+
+
+def _say(line: str) -> None:
+    """To standard error, also while a signal has interrupted who writes there."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except RuntimeError:  # a reentrant call inside the buffered writer
+        os.write(2, f"{line}\n".encode())
 
 
 _recorder: _Recorder | None = None

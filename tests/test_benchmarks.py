@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import RankPool
 from torch import nn
 
-from benchmarks import bench, link, pictures, saving, workloads
+from benchmarks import bench, checks, link, pictures, saving, workloads
 from benchmarks.bound import flat_cluster, lower_bound, wire_bytes
 from benchmarks.comparison_report import Row, comparison_table, memory_table, rows
 from benchmarks.errors import BadInputError
@@ -200,6 +200,19 @@ def test_saving_is_measured(ranks: RankPool, tmp_path: Path) -> None:
         assert "dcp.async_save" in shown
         assert len(steps) == 1  # the last one is kept
         assert steps[0] >= saving.WARMUP + 2 * saving.BEFORE
+
+
+def _checks(rank: int, world_size: int) -> tuple[list[dict[str, float]], str]:
+    """One round with and without the checks, of a small decoder."""
+    found = checks.measure(Setting(workloads.decoder("small", 1, 8), CPU), 1)
+    return [rounds[0] for rounds in found.values()], checks.report(found)
+
+
+def test_checks_for_divergence_are_measured(ranks: RankPool) -> None:
+    for rows, shown in ranks.run(_checks, 2):
+        assert [row["collectives"] for row in rows] == [14, 14]
+        assert all(0 < row["direct"] < 0.05 for row in rows)  # of a step of a few milliseconds
+        assert "graph path" in shown
 
 
 def test_bound_by_hand() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_dynamo import FSDPStateError, flight, record_flight
+from fsdp_dynamo import FSDPStateError, flight, flight_recorder, record_flight
 from fsdp_dynamo.flight_text import explained
 from fsdp_dynamo.order_log import Entry
 
@@ -120,3 +120,16 @@ def test_nothing_to_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "call fsdp_dynamo.record_flight(folder) in every rank" in capsys.readouterr().err
     with pytest.raises(FSDPStateError, match="expected a process group"):
         record_flight(tmp_path)
+
+
+def test_said_while_standard_error_is_being_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Busy:
+        def write(self, text: str) -> None:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(sys, "stderr", Busy())
+    flight_recorder._say("rank 0: flight record in here")
+    monkeypatch.undo()
+    assert capfd.readouterr().err == "rank 0: flight record in here\n"

@@ -174,6 +174,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "host_overhead": 6,
         "compile_time": 6,
         "saving": 6,
+        "checks": 6,
         "bench": 6,
         "gpu": 6,
         "compare": 7,

@@ -1,0 +1,158 @@
+"""What the checks for divergence cost: steps with them and without, in turn, in one run.
+
+With them, every collective is noted, its messages carry a tag of their own, and a thread looks at
+waits. Each is taken out for every second step, on all ranks alike. ``step`` is the ratio of paired
+steps, the slowest rank's; ``direct`` is what the checks of a step's collectives take in a loop of
+their own, over the step: far more exact where the cost is small.
+
+    python benchmarks/checks.py [--decoder small] [--world_size 2] [--rounds 9] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import at_least
+from benchmarks.errors import one_line_on_bad_input
+from benchmarks.peers import Setting, Trainee, named
+from benchmarks.ranks import become_ranks, process_group
+from benchmarks.report import record, table, write
+from benchmarks.workloads import DECODER_SIZES, decoder
+from fsdp_dynamo import order_log, watching
+
+KEYS = ("ours", "ours_graph_aot_eager")
+WARMUP, PAIRS, LOOPS = 3, 10, 20_000
+_ENTRY = order_log.Entry(0, 0, "all_gather", "", 0)
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Nothing is noted, all messages of a kind have one tag, nobody looks at waits."""
+    nobody: WeakKeyDictionary[object, object] = WeakKeyDictionary()
+    with (
+        mock.patch.object(order_log, "note", return_value=_ENTRY),
+        mock.patch.object(order_log, "tag_of", lambda kind, *rest: int(kind == "all_gather")),
+        mock.patch.object(watching, "_looks", nobody),
+    ):
+        yield
+
+
+class Row:
+    """One way of running, with its model."""
+
+    def __init__(self, key: str, setting: Setting) -> None:
+        self.trainee: Trainee = named([key])[0].train(setting)
+        self.setting = setting
+        self.title = named([key])[0].title
+        self.step = 0
+
+    def train(self) -> float:
+        """One step; its milliseconds, of the slowest rank."""
+        batch = self.setting.workload.batch_of(dist.get_rank(), self.step, self.setting.device)
+        self.step += 1
+        dist.barrier()
+        began = time.perf_counter()
+        self.trainee.backward(self.trainee.forward(batch))
+        self.trainee.update()
+        took = torch.tensor([(time.perf_counter() - began) * 1e3])
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return took.item()
+
+    def collectives(self) -> int:
+        """Of one step."""
+        before = sum(count for _, count, _ in order_log.all_recent())
+        self.train()
+        return sum(count for _, count, _ in order_log.all_recent()) - before
+
+    def round(self) -> dict[str, float]:
+        """Pairs of steps, in turn."""
+        checked, bare = [], []
+        for _ in range(PAIRS):
+            checked.append(self.train())
+            with without_checks():
+                bare.append(self.train())
+        number = self.collectives()
+        step = statistics.median(bare)
+        direct = number * microseconds_of_a_check() / 1e3 / step
+        ratio = statistics.median(checked) / step
+        return {"step_ms": step, "ratio": ratio, "collectives": float(number), "direct": direct}
+
+
+def microseconds_of_a_check() -> float:
+    """To note a collective, make its tag, and begin and end to look at its wait."""
+    group = dist.group.WORLD
+    assert group is not None
+    began = time.perf_counter()
+    for number in range(LOOPS):
+        label = f"blocks.{number % 8}"
+        order_log.note(group, "all_gather", label, 4096)
+        order_log.tag_of("all_gather", label, 4096)
+        watching._watcher.begin(group)
+        watching._watcher.end()
+    return (time.perf_counter() - began) / LOOPS * 1e6
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Each row's rounds, one row after the other in every round."""
+    rows = [Row(key, setting) for key in KEYS]
+    for row in rows:
+        for _ in range(WARMUP):
+            row.train()
+    found: dict[str, list[dict[str, float]]] = {row.title: [] for row in rows}
+    for _ in range(rounds):
+        for row in rows:
+            found[row.title].append(row.round())
+    return found
+
+
+def report(found: dict[str, list[dict[str, float]]]) -> str:
+    """Medians, and the spread of the ratio."""
+    body = []
+    for title, rounds in found.items():
+        columns = {name: [one[name] for one in rounds] for name in rounds[0]}
+        median = {name: statistics.median(values) for name, values in columns.items()}
+        spread = f"{min(columns['ratio']):.3f} to {max(columns['ratio']):.3f}"
+        direct = f"{median['direct'] * 100:.3f} %"
+        numbers = (f"{median['step_ms']:.1f}", f"{median['collectives']:.0f}")
+        body.append((title, *numbers, f"{median['ratio']:.3f}", spread, direct))
+    return table(("way", "step ms", "collectives", "step", "spread", "direct"), body)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decoder", choices=list(DECODER_SIZES), default="small")
+    parser.add_argument("--world_size", type=at_least(2), default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    become_ranks(options.world_size)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with one_line_on_bad_input(), process_group("cpu") as device:
+        found = measure(Setting(decoder(options.decoder), device), options.rounds)
+        if dist.get_rank() == 0:
+            print(f"decoder {options.decoder}, {options.world_size} ranks, gloo")
+            print(report(found))
+            if options.json is not None:
+                facts = {"decoder": options.decoder, "world_size": options.world_size}
+                write(options.json, record("checks", **facts, rows=found))
+
+
+if __name__ == "__main__":
+    main()
