@@ -1,11 +1,11 @@
-# make test | make coverage | make demo | make bench: all do their own set-up and can be run again cheaply.
+# make test | make coverage | make demo | make bench | make docs: all do their own set-up and can be run again cheaply.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup test coverage golden lint demo bench peers clean
+.PHONY: setup test coverage golden lint demo bench peers docs clean
 
 setup: $(READY)
 
@@ -40,6 +40,10 @@ bench: $(READY)
 
 peers: $(READY)
 	$(PYTHON) tools/setup_env.py $(VENV) --peers
+
+# docs/ and the API reference as HTML: open build/site/index.html. Dead links fail.
+docs: $(READY)
+	$(PY) -m mkdocs build
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info

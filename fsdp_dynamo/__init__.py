@@ -1,6 +1,6 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
-from fsdp_dynamo.versions import check_torch
+from fsdp_dynamo.versions import __version__, check_torch
 
 check_torch()  # before any import that an older torch would fail in a way of its own
 
@@ -76,6 +76,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnsupportedError",
+    "__version__",
     "checkpoint",
     "explain",
     "fully_shard",

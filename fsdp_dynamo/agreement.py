@@ -270,6 +270,7 @@ def _compare_graphs(group: dist.ProcessGroup, store: Any, own: str) -> None:
             got=f"nothing from rank(s) {_listed(missing)} within {agreement_timeout_s():g} s",
             where=f"compiled graph that begins with {begins}",
             fix=f"{_CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout().",
+            see="another-graph-on-one-rank",
         )
 
     texts = _exchange(group, store, "graph", own, too_late)
@@ -328,6 +329,7 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
         got=describe_entry(two),
         where=f"compiled graph, collective {position}",
         fix=_CAUSE,
+        see="another-graph-on-one-rank",
     )
 
 
@@ -338,6 +340,7 @@ def _not_given(name: str) -> Callable[[Sequence[int]], str]:
             got=f"nothing within {agreement_timeout_s():g} s",
             where=name,
             fix=f"{_CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout().",
+            see="another-graph-on-one-rank",
         )
 
     return message

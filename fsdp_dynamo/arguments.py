@@ -38,6 +38,7 @@ def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
                 got=f"a unit ({type(module).__name__})",
                 where="argument 'module'",
                 fix="Wrap or shard each module once; do so with its parent to make one more unit.",
+                see="wrapped-twice",
             )
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):

@@ -230,6 +230,7 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
                 where=f"parameter '{fqn}'",
                 fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
                 "the parameter), or wrap only the module that holds both.",
+                see="tied-to-a-unit-wrapped-before",
             )
         )
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo import events, order_log, point_to_point
+from fsdp_dynamo import events, order_log, point_to_point, ranges
 from fsdp_dynamo.point_to_point import Work
 from fsdp_dynamo.watching import wait_for_the_end, wait_watching
 
@@ -70,13 +70,19 @@ class InFlight:
         event, self._event = self._event, None
         finish, self._finish = self._finish, None
         began_ns = time.perf_counter_ns() if event is not None else 0
-        if self._works:
-            self._wait_for_works()
-        if finish is not None:
-            finish()
+        with self._range():
+            if self._works:
+                self._wait_for_works()
+            if finish is not None:
+                finish()
         self._buffers = ()
         if event is not None:
             events.complete(event, began_ns)
+
+    def _range(self) -> AbstractContextManager[object]:
+        """For the profiler."""
+        kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
+        return ranges.named(kind, label, waits=True)
 
     def _wait_for_works(self) -> None:
         """If one fails, the others are dropped: gloo writes to no buffer of a work that is gone.
@@ -132,11 +138,12 @@ def issue_all_gather(
         label: FQN of the unit, for ranks that compare what they have issued.
     """
     entry = order_log.note(group, "all_gather", label, output.numel())
-    if way_of(group, output.device) == "point_to_point":
-        tag = order_log.tag_of("all_gather", label, output.numel())
-        works = point_to_point.issue_all_gather(output, shard, group, tag)
-    else:
-        works = [_all_gather(output, shard, group=group, async_op=True)]
+    with ranges.named("all_gather", label):
+        if way_of(group, output.device) == "point_to_point":
+            tag = order_log.tag_of("all_gather", label, output.numel())
+            works = point_to_point.issue_all_gather(output, shard, group, tag)
+        else:
+            works = [_all_gather(output, shard, group=group, async_op=True)]
     return InFlight(works, (output, shard), event, group=group, entry=entry)
 
 
@@ -159,6 +166,17 @@ def issue_reduce_mean(
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = order_log.note(group, kind, label, unsharded.numel())
+    with ranges.named(kind, label):
+        return _issue_reduce_mean(output, unsharded, group, event, entry)
+
+
+def _issue_reduce_mean(
+    output: torch.Tensor,
+    unsharded: torch.Tensor,
+    group: dist.ProcessGroup,
+    event: events.Event | None,
+    entry: order_log.Entry,
+) -> InFlight:
     op, divisor = _divide_first(unsharded, group)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
@@ -168,7 +186,7 @@ def issue_reduce_mean(
         work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
         return InFlight([work], (output, unsharded), event, group=group, entry=entry)
     if way == "point_to_point":
-        tag = order_log.tag_of(kind, label, unsharded.numel())
+        tag = order_log.tag_of(*entry.what)
         works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
         finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
@@ -228,7 +246,7 @@ def issue_all_gathers(
         ]
     for output, label in zip(outputs, labels, strict=True):
         order_log.note(group, "all_gather", label, output.numel())
-    with _one_launch(group) as launch:
+    with ranges.named("all_gather", ", ".join(labels)), _one_launch(group) as launch:
         for output, shard in zip(outputs, shards, strict=True):
             _all_gather(output, shard, group=group, async_op=True)
     return _shared(launch, outputs, shards, group, noted)
@@ -252,7 +270,7 @@ def issue_reduce_means(
         kind = "all_reduce" if output is whole else "reduce_scatter"
         order_log.note(group, kind, label, whole.numel())
     ops = [_divide_first(whole, group)[0] for whole in unsharded]
-    with _one_launch(group) as launch:
+    with ranges.named(kind, ", ".join(labels)), _one_launch(group) as launch:
         for output, whole, op in zip(outputs, unsharded, ops, strict=True):
             if output is whole:
                 dist.all_reduce(whole, op, group=group, async_op=True)

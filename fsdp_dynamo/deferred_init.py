@@ -88,6 +88,7 @@ class DeferredInit:
                     where="deferred initialisation",
                     fix="Add the method to the modules that hold these tensors, or pass "
                     "param_init_fn.",
+                    see="no-values-on-the-meta-device",
                 )
             )
 
@@ -110,6 +111,7 @@ class DeferredInit:
                         got=f"no values for {', '.join(map(repr, self._unwritten))}",
                         where="deferred initialisation",
                         fix="Let reset_parameters() or param_init_fn write them.",
+                        see="no-values-on-the-meta-device",
                     )
                 )
         except BaseException:

@@ -88,6 +88,7 @@ def which_way() -> tuple[str, int]:
                 where="torch.compile",
                 fix="Name one of these backends, or leave fullgraph out: hooks then run "
                 "between compiled regions.",
+                see="another-backend-with-fullgraph",
             )
         )
     if way != HOOKS_WAY and translator.output.current_tracer.parent is not None:
@@ -98,6 +99,7 @@ def which_way() -> tuple[str, int]:
                 where="torch.compile",
                 fix="Checkpoint first, then FSDP(checkpoint_wrapper(block)), or fully_shard() of "
                 "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
+                see="checkpointing-around-a-unit",
             )
         )
     return way, key_of(backend)
@@ -112,6 +114,7 @@ def refuse_without_orig_params() -> None:
             got="use_orig_params=False",
             where="FullyShardedDataParallel",
             fix="Leave the argument out: the compiler must see the original parameters.",
+            see="compiled-without-original-parameters",
         )
     )
 

@@ -6,6 +6,26 @@ is meant, and what to do.
 
 from __future__ import annotations
 
+from typing import Literal
+
+Mistake = Literal[
+    "no-process-group",
+    "wrapped-twice",
+    "a-policy-that-matches-nothing",
+    "no-values-on-the-meta-device",
+    "tied-to-a-unit-wrapped-before",
+    "a-parameter-changed-after-wrapping",
+    "a-forward-inside-summon_full_params",
+    "another-backend-with-fullgraph",
+    "compiled-without-original-parameters",
+    "checkpointing-around-a-unit",
+    "another-graph-on-one-rank",
+    "other-units-on-one-rank",
+]
+"""The most common mistakes: headings of docs/troubleshooting.md, as links spell them."""
+
+TROUBLESHOOTING = "docs/troubleshooting.md"
+
 
 class FSDPError(RuntimeError):
     """Base class of all errors that fsdp_dynamo raises on purpose."""
@@ -39,7 +59,7 @@ class UnsupportedError(FSDPError, NotImplementedError):
     """An argument that upstream knows and this version does not support."""
 
 
-def explain(*, expected: str, got: str, where: str, fix: str) -> str:
+def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | None = None) -> str:
     """One error message with the four parts that every error here has.
 
     Args:
@@ -47,8 +67,10 @@ def explain(*, expected: str, got: str, where: str, fix: str) -> str:
         got: what came.
         where: the FQN, unit, argument or rank that is meant.
         fix: what the user can do about it.
+        see: the paragraph of the troubleshooting page that says more.
     """
-    return f"{where}: expected {expected}, got {got}. {fix}"
+    message = f"{where}: expected {expected}, got {got}. {fix}"
+    return message if see is None else f"{message} See {TROUBLESHOOTING}#{see}."
 
 
 def unit_name(fqn: str) -> str:

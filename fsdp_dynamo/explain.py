@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch._dynamo.utils import counters  # graph breaks have no public reader
 
 from fsdp_dynamo import events, explain_views
+from fsdp_dynamo.artifacts import Artifact, record_artifacts
+from fsdp_dynamo.breaks import graph_breaks_in, recompiles_in
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.errors import explain as _message
 from fsdp_dynamo.events import EventLog, record_events
@@ -89,7 +91,7 @@ def explain(
             )
         )
     breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    with nothing_changes(target.module, target.units, (inputs, kwargs)):
+    with nothing_changes(target.module, target.units, (inputs, kwargs)), record_artifacts() as made:
         with record_plans() as plans:
             run_step(target, inputs, kwargs, loss_fn)
         new_breaks = {r: n - breaks.get(r, 0) for r, n in counters["graph_break"].items()}
@@ -98,11 +100,17 @@ def explain(
             parameter.grad = None
         with record_events() as log:
             run_step(target, inputs, kwargs, loss_fn)
-    return _explanation(target, plans, log, {r: n for r, n in new_breaks.items() if n}, num_graphs)
+    counted = {reason: count for reason, count in new_breaks.items() if count}
+    return _explanation(target, plans, log, counted, num_graphs, made)
 
 
 def _explanation(
-    target: Target, plans: PlanLog, log: EventLog, breaks: dict[str, int], num_graphs: int
+    target: Target,
+    plans: PlanLog,
+    log: EventLog,
+    breaks: dict[str, int],
+    num_graphs: int,
+    made: Sequence[Artifact],
 ) -> Explanation:
     first = target.units[0]
     return Explanation(
@@ -115,6 +123,8 @@ def _explanation(
         graph_breaks=breaks,
         graphs=tuple(report_of(planned) for planned in plans),
         measured=measured_of(log),
+        breaks=graph_breaks_in(made),
+        recompiles=recompiles_in(made),
     )
 
 

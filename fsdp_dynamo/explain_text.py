@@ -24,8 +24,10 @@ def text_of(findings: Findings, details: bool = False) -> str:
         parts += [_advice(findings)]
     else:
         parts += [_why_no_plan(findings), _units_measured(findings)]
-    if findings.graph_breaks:
+    if findings.graph_breaks or findings.breaks:
         parts.append(_breaks(findings))
+    if findings.recompiles:
+        parts.append(_recompiles(findings))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -243,10 +245,25 @@ def _units_measured(findings: Findings) -> str:
 
 
 def _breaks(findings: Findings) -> str:
+    """Each with the user's line; where Dynamo gave none, its reasons as it counts them."""
     lines = ["graph breaks:"]
-    for reason, count in findings.graph_breaks.items():
-        first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
-        lines.append(f"{count:4d} x {first}")
+    for one in findings.breaks:
+        place = f"{one.file}:{one.line}" if one.file else "no line given"
+        of = f" in {one.unit}" if one.unit else ""
+        lines.append(f"{one.count:4d} x {place}{of}: {one.code or '-'}")
+        lines.append(f"       {one.reason}")
+    if not findings.breaks:
+        for reason, count in findings.graph_breaks.items():
+            first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+            lines.append(f"{count:4d} x {first}")
+    return "\n".join(lines)
+
+
+def _recompiles(findings: Findings) -> str:
+    lines = ["compiled again, because a guard failed:"]
+    for one in findings.recompiles:
+        of = f"{one.unit}: " if one.unit else ""
+        lines.append(f"{one.count:4d} x {of}{one.guard}")
     return "\n".join(lines)
 
 

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_dynamo.breaks import GraphBreak, Recompile
 from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 1
+VERSION = 2
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -67,7 +68,9 @@ class Findings:
         world_size: ranks of the first unit's group.
         units: outermost first.
         num_graphs: that Dynamo has captured.
-        graph_breaks: how often, by reason.
+        graph_breaks: how often, by reason, as Dynamo counts.
+        breaks: where graphs ended, with the user's line.
+        recompiles: graphs that were compiled again, with the guard that failed.
         graphs: what was planned, in order of compilation: forward, then backward.
         measured: one step, in order of issue.
     """
@@ -81,6 +84,8 @@ class Findings:
     graph_breaks: Mapping[str, int]
     graphs: tuple[GraphReport, ...]
     measured: tuple[Measured, ...]
+    breaks: tuple[GraphBreak, ...] = ()
+    recompiles: tuple[Recompile, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As what JSON can hold."""
@@ -103,6 +108,8 @@ class Findings:
         data["units"] = tuple(UnitFacts(**unit) for unit in data["units"])
         data["graphs"] = tuple(GraphReport.from_dict(graph) for graph in data["graphs"])
         data["measured"] = tuple(Measured(**event) for event in data["measured"])
+        data["breaks"] = tuple(GraphBreak(**one) for one in data["breaks"])
+        data["recompiles"] = tuple(Recompile(**one) for one in data["recompiles"])
         return cls(**data)
 
     def save(self, path: str | Path) -> None:

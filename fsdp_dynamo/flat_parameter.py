@@ -303,6 +303,7 @@ class FlatParameter:
                     got="a forward inside summon_full_params()",
                     where=unit_name(self.unit_fqn),
                     fix="Leave the context first.",
+                    see="a-forward-inside-summon_full_params",
                 )
             )
         if self._views_set:
@@ -331,6 +332,7 @@ class FlatParameter:
                     where=f"parameter '{join_fqn(self.unit_fqn, fqn)}'",
                     fix="Change values in place under torch.no_grad(), load a state dict, or "
                     "replace and freeze parameters before wrapping.",
+                    see="a-parameter-changed-after-wrapping",
                 )
             )
 

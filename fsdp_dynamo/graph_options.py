@@ -82,7 +82,7 @@ class GraphOptions:
     def text(self) -> str:
         """The same on two ranks exactly if they were given the same."""
         plan = None if self.plan is None else self.plan.digest()
-        names = [f"{p.__module__}.{getattr(p, '__qualname__', p)}" for p in self.passes]
+        names = [_name_of(pass_) for pass_ in self.passes]
         rest = {f.name: repr(getattr(self, f.name)) for f in fields(self)}
         return json.dumps({**rest, "plan": plan, "passes": names}, sort_keys=True)
 
@@ -90,6 +90,14 @@ class GraphOptions:
         """As the planner takes them; ``cost`` is its cost model."""
         limits = Limits(self.memory_budget_bytes, self.max_in_flight)
         return Options(self.prefetch, self.sink_waits, self.bucket, limits, **cost)
+
+
+def _name_of(pass_: Any) -> str:
+    """The same on all ranks: of a pass that is an object, its class and its ``cache_key()``."""
+    function = getattr(pass_, "func", pass_)  # of a partial
+    named = function if hasattr(function, "__qualname__") else type(function)
+    key = getattr(pass_, "cache_key", None)
+    return f"{named.__module__}.{named.__qualname__}{'' if key is None else f' {key()}'}"
 
 
 def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:

@@ -100,6 +100,7 @@ def _default_group() -> dist.ProcessGroup:
                 where="argument 'process_group'",
                 fix="Call torch.distributed.init_process_group(...) first, for example under "
                 "torchrun.",
+                see="no-process-group",
             )
         )
     default = dist.group.WORLD

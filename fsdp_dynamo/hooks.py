@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_dynamo import ranges
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.tree import map_tensors, tensors_of
@@ -52,7 +53,8 @@ def run_unit(
     inputs = (args, kwargs)
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        output = body(*args, **kwargs)
+        with ranges.named("forward", unit.fqn):
+            output = body(*args, **kwargs)
     except BaseException:
         root.fail_forward(unit)
         raise

@@ -41,7 +41,11 @@ class OptimStateVariants(nn.Module):
         """Whole states on the CPU, on rank 0 alone (``{}`` elsewhere) or on all ranks.
 
         Args:
-            optim_input, group: accepted; nothing depends on them here.
+            model: the outermost unit.
+            optim: made of its parameters.
+            optim_input: accepted; nothing depends on it here.
+            rank0_only: whether the other ranks get an empty one.
+            group: accepted; nothing depends on it here.
         """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         with StateDictMethods.state_dict_type(model, _FULL, None, config):

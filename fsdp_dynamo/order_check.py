@@ -64,4 +64,5 @@ def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
         got=theirs.described(),
         where=f"step {mine.step}, {unit_name(mine.label)}",
         fix=_CAUSE,
+        see="other-units-on-one-rank",
     )

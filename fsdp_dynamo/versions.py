@@ -1,4 +1,4 @@
-"""The versions of torch that this package works with; looked at before anything else is imported.
+"""This package's version, and those of torch that it works with; looked at before other imports.
 
 Private parts of torch are used (``docs/private-api.md`` lists them), so a version counts when all
 tests have passed with it. An older one is refused: what is used is not all there. A newer one gets
@@ -11,6 +11,8 @@ import re
 import warnings
 
 import torch
+
+__version__ = "0.1.0"  # pyproject.toml reads it from here, and CHANGELOG.md says what is in it
 
 OLDEST = (2, 13)
 NEWEST = (2, 13)

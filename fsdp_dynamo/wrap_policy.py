@@ -98,6 +98,7 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
                 got=f"a policy that matches nothing in a tree of: {present}",
                 where="argument 'auto_wrap_policy'",
                 fix="Name classes that the model has, or pass no policy to make it one unit.",
+                see="a-policy-that-matches-nothing",
             )
         )
     return found

@@ -50,10 +50,6 @@ class Link:
         if not (math.isfinite(self.bytes_per_ms) and self.bytes_per_ms > 0):
             raise ValueError(f"bytes_per_ms: expected more than 0, got {self.bytes_per_ms!r}")
 
-    def saturating_bytes(self, efficiency: float = 0.9) -> int:
-        """Bytes on the wire from which the latency costs less than ``1 - efficiency``."""
-        return round(self.latency_ms * self.bytes_per_ms * efficiency / (1 - efficiency))
-
 
 @dataclass(frozen=True)
 class Device:

@@ -113,7 +113,3 @@ class Room:
         for step in range(gap, transfer.need):
             self._free[step] -= transfer.held_bytes
             self._places[step] -= 1
-
-    def free_bytes(self, step: int) -> int:
-        """Bytes left at a step."""
-        return self._free[step]

@@ -6,13 +6,10 @@ A mark is put on at birth with ``torch.fx.traceback.annotate`` and reaches
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch.fx
-from torch.fx import traceback
 
 COLLECTIVE = "fsdp_collective"
 UNIT = "fsdp_unit"
@@ -80,13 +77,6 @@ def is_body(node: torch.fx.Node) -> bool:
 def cuts_views(node: torch.fx.Node) -> bool:
     """Whether the node cuts an unsharded flat parameter into its parameter views."""
     return VIEWS in (node.meta.get("custom") or {})
-
-
-@contextmanager
-def in_unit(fqn: str) -> Iterator[None]:
-    """Everything traced inside belongs to the unit."""
-    with traceback.annotate({UNIT: fqn}):
-        yield
 
 
 _LAUNCH = "fsdp_launch"

@@ -21,7 +21,7 @@ the last node that uses it or a view of it, both included::
 - What an operator allocates inside (workspace) is not known and not counted.
 
 Positions are those of the graph as it is. A scheduler that tries places for a collective need not
-look for aliases again: it moves intervals, see ``Intervals``.
+look for aliases again: see ``moved``.
 """
 
 from __future__ import annotations
@@ -184,8 +184,11 @@ def _category(storage: Storage, flat_grads: set[fx.Node]) -> Category:
 
 def profile_of(lifetimes: Sequence[Lifetime], num_positions: int) -> MemoryProfile:
     """The profile of storages over ``num_positions`` positions."""
-    intervals = Intervals(lifetimes, num_positions)
-    live = tuple(intervals.live_bytes)
+    changes = [0] * (num_positions + 1)
+    for lifetime in lifetimes:
+        changes[lifetime.begin] += lifetime.num_bytes
+        changes[lifetime.end + 1] -= lifetime.num_bytes
+    live = tuple(accumulate(changes))[:-1]
     peak = max(live, default=0)
     position = live.index(peak) if live else 0
     at_peak: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -227,55 +230,6 @@ def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
         end = _last_use(lifetime.nodes, index)
     begin = 0 if maker.op == "placeholder" else index[maker]
     return replace(lifetime, begin=begin, end=max(end, begin))
-
-
-class Intervals:
-    """Live bytes under changes: a scheduler shifts a storage, the profile follows.
-
-    Positions stay those of the graph that the lifetimes were read from. A collective that is
-    tried in front of the node at position p begins at p; it has no position of its own there.
-
-    Args:
-        lifetimes: of all storages.
-        num_positions: how many nodes the graph has.
-    """
-
-    def __init__(self, lifetimes: Sequence[Lifetime], num_positions: int) -> None:
-        self.lifetimes = list(lifetimes)
-        changes = [0] * (num_positions + 1)
-        for lifetime in lifetimes:
-            changes[lifetime.begin] += lifetime.num_bytes
-            changes[lifetime.end + 1] -= lifetime.num_bytes
-        self.live_bytes = list(accumulate(changes))[:-1]
-
-    def shift(self, which: int, begin: int, end: int) -> None:
-        """Give storage number ``which`` another interval; takes time by how far its ends move."""
-        old = self.lifetimes[which]
-        if not 0 <= begin <= end < len(self.live_bytes):
-            raise ValueError(
-                f"lifetime of {old.nodes[0].name}: expected 0 <= begin <= end < "
-                f"{len(self.live_bytes)}, got {begin} and {end}. Positions are those of the graph "
-                "that the lifetimes were read from."
-            )
-        self._add(begin, old.begin, old.num_bytes)
-        self._add(old.end + 1, end + 1, old.num_bytes)
-        self.lifetimes[which] = replace(old, begin=begin, end=end)
-
-    def _add(self, start: int, stop: int, num_bytes: int) -> None:
-        """Add to positions ``start`` to ``stop``; subtract from ``stop`` to ``start``."""
-        if start > stop:
-            start, stop, num_bytes = stop, start, -num_bytes
-        for position in range(start, stop):
-            self.live_bytes[position] += num_bytes
-
-    def peak(self, begin: int = 0, end: int | None = None) -> int:
-        """Most bytes at positions ``begin`` to ``end`` (included), 0 if there are none."""
-        stop = len(self.live_bytes) if end is None else end + 1
-        return max(self.live_bytes[begin:stop], default=0)
-
-    def profile(self) -> MemoryProfile:
-        """The profile as it is now."""
-        return profile_of(self.lifetimes, len(self.live_bytes))
 
 
 def step_peak_bytes(

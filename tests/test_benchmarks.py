@@ -209,9 +209,9 @@ def _checks(rank: int, world_size: int) -> tuple[list[dict[str, float]], str]:
 
 
 def test_checks_for_divergence_are_measured(ranks: RankPool) -> None:
-    for rows, shown in ranks.run(_checks, 2):
-        assert [row["collectives"] for row in rows] == [14, 14]
-        assert all(0 < row["direct"] < 0.05 for row in rows)  # of a step of a few milliseconds
+    for found, shown in ranks.run(_checks, 2):
+        assert [row["collectives"] for row in found] == [14, 14]
+        assert all(0 < row["direct"] < 0.05 for row in found)  # of a step of a few milliseconds
         assert "graph path" in shown
 
 

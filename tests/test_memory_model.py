@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from graph_passes import memory
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.inductor_memory import as_generated
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
-from graph_passes.memory import Intervals, Lifetime, live_bytes, memory_profile, storages
+from graph_passes.memory import Lifetime, live_bytes, memory_profile, storages
 from graph_passes.pipeline import Pipeline
 
 aten = torch.ops.aten
@@ -164,21 +163,6 @@ def test_an_all_gather_allocates_at_its_issue_and_a_cast_lives_until_its_wait() 
         "neg": "activations",
         "mv": "activations",
     }
-
-
-def test_intervals_follow_a_scheduler() -> None:
-    graph, _ = backward()
-    lifetimes = storages(graph)
-    intervals = Intervals(lifetimes, len(graph.nodes))
-    assert tuple(intervals.live_bytes) == memory_profile(graph).live_bytes
-    which = next(i for i, one in enumerate(lifetimes) if one.nodes[0].name == "cat")
-    intervals.shift(which, 6, 7)  # waited for right away
-    assert intervals.live_bytes == [96] * 4 + [128, 160, 160, 128, 72, 72, 72]
-    assert intervals.peak() == 160
-    assert intervals.peak(8, 9) == 72
-    assert intervals.profile().peak_bytes == 160
-    with pytest.raises(ValueError, match="expected 0 <= begin <= end < 11, got 3 and 11"):
-        intervals.shift(which, 3, 11)
 
 
 def test_lifetimes_follow_moved_nodes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,27 @@ def test_text_tells_options_apart() -> None:
     }
     assert len(texts) == 4
     assert GraphOptions.parse(GIVEN).text() == GraphOptions.parse(dict(GIVEN)).text()
+
+
+class _Scaled:
+    """A pass with a setting."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def cache_key(self) -> str:
+        return f"factor {self.factor}"
+
+
+def test_passes_are_compared_by_what_they_are() -> None:
+    """Not by their address, which is another one on every rank."""
+
+    def text(pass_: Any) -> str:
+        return GraphOptions.parse({"passes": [pass_]}).text()
+
+    assert text(_Scaled(2)) == text(_Scaled(2)) != text(_Scaled(3))
+    assert text(partial(count_products)) == text(partial(count_products))
+    assert " at 0x" not in text(partial(count_products)) + text(_Scaled(1))

@@ -31,14 +31,22 @@ def _recorded_step(
     return list(log), log.peak_unsharded_bytes(), sizes
 
 
+Step = tuple[str, list[tuple[list[Event], int, dict[str, int]]]]
+
+
+@pytest.fixture(scope="module", params=ALL_WAYS)
+def recorded(ranks: RankPool, request: pytest.FixtureRequest) -> Step:
+    """A way, and its step on each rank."""
+    return request.param, ranks.run(_recorded_step, 2, request.param, {})
+
+
 def _keys(events: list[Event]) -> list[tuple[str, str, str]]:
     return [event.key for event in events]
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_order_of_a_step(ranks: RankPool, way: str) -> None:
+def test_order_of_a_step(recorded: Step) -> None:
     """DESIGN, section 5: RS(k) before BW(k-1), and AG(k-1) before BW(k)."""
-    for events, _, _ in ranks.run(_recorded_step, 2, way, {}):
+    for events, _, _ in recorded[1]:
         keys = _keys(events)
         for earlier, later in pairwise(UNITS):
             begins = keys.index(("backward", earlier, "backward"))
@@ -52,10 +60,10 @@ def test_order_of_a_step(ranks: RankPool, way: str) -> None:
             )
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_collectives_of_a_step(ranks: RankPool, way: str) -> None:
+def test_collectives_of_a_step(recorded: Step) -> None:
     """Two all-gathers a block, one of the root; one reduce-scatter a unit; all completed."""
-    for events, _, sizes in ranks.run(_recorded_step, 2, way, {}):
+    way, steps = recorded
+    for events, _, sizes in steps:
         gathers = [(e.unit, e.phase) for e in events if e.kind == "all_gather"]
         wanted = [("", "forward")] + [(u, p) for u in UNITS for p in ("forward", "backward")]
         assert sorted(gathers) == sorted(wanted)
@@ -68,10 +76,9 @@ def test_collectives_of_a_step(ranks: RankPool, way: str) -> None:
                 assert event.source == ("graph" if way.startswith("graph") else "hook")
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_unsharded_bytes(ranks: RankPool, way: str) -> None:
+def test_unsharded_bytes(recorded: Step) -> None:
     """At most the root and two units are unsharded at any time, and nothing at the end."""
-    for events, peak, sizes in ranks.run(_recorded_step, 2, way, {}):
+    for events, peak, sizes in recorded[1]:
         assert 0 < peak <= sizes[""] + 2 * sizes["blocks.0"]
         unsharded = sum(e.num_bytes for e in events if e.kind == "unshard")
         assert unsharded == sum(e.num_bytes for e in events if e.kind == "reshard")

@@ -21,7 +21,7 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-EXTRAS = "test,demo,inspection,benchmarks"
+EXTRAS = "test,demo,docs,inspection,benchmarks"
 DEEPSPEED = "deepspeed==0.19.8"
 TORCHTITAN = "torchtitan==0.3.0"
 TORCHTITAN_NEEDS = ("tyro", "spmd_types==0.2.3", "torch_checkpointing", "einops")

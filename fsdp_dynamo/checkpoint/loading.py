@@ -60,7 +60,8 @@ def load(
         model: of the same parameters as the one that was saved, sharded in any way or not.
         optimizers: one or several; leave them out to load the model only.
         step: which one to load; ``None``: the newest complete one.
-        shared, per_rank: as for ``save``; those that are given are put back.
+        shared: as for ``save``; those that are given are put back.
+        per_rank: as for ``save``; those that are given are put back.
 
     Returns:
         What was loaded; ``None`` where there is no checkpoint at all and ``step`` is not given.

@@ -1,0 +1,103 @@
+"""How a library that owns the training loop is to shard and compile a model: said as data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.composable import FSDPModule, fully_shard
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+_WHERE = "Sharding(layers=...)"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How to shard a model, and how to run it.
+
+    Attributes:
+        layers: classes, or their names, whose modules are units; ``None``: what the model names in
+            ``_no_split_modules``, as transformers' models do.
+        policy: a wrap policy, in place of ``layers``.
+        strategy: see ``ShardingStrategy``.
+        mixed_precision: see ``MixedPrecision``; ``None``: what the library's own settings say.
+        compile: arguments of ``torch.compile``; ``None``: eager.
+        others: further arguments of ``fully_shard``, such as ``mesh``.
+    """
+
+    layers: Collection[type[nn.Module] | str] | None = None
+    policy: object | None = None
+    strategy: ShardingStrategy | None = None
+    mixed_precision: MixedPrecision | None = None
+    compile: Mapping[str, Any] | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPModule:
+    """Shard and compile a model in place; one that is sharded already is left as it is.
+
+    Rank 0's values are sent to all, as ``DistributedDataParallel`` does.
+
+    Raises:
+        FSDPStateError: there is no process group.
+        FSDPError: see ``fully_shard``.
+    """
+    if isinstance(model, FSDPModule):
+        return model
+    if not dist.is_initialized():
+        raise FSDPStateError(
+            explain(
+                expected="a process group",
+                got="a process that was started alone",
+                where=f"sharding of {type(model).__name__}",
+                fix="Start the script with torchrun; one rank will do.",
+            )
+        )
+    name = type(model).__name__
+    settings: dict[str, Any] = {
+        "policy": sharding.policy or ModuleWrapPolicy(layers_of(model, sharding.layers)),
+        "strategy": sharding.strategy,
+        "mixed_precision": sharding.mixed_precision,
+        "sync_module_states": True,
+        "device_id": None if device.type == "cpu" else device,
+    }
+    fully_shard(model, **{**settings, **sharding.others})
+    assert isinstance(model, FSDPModule)
+    # Libraries look a model up by the name of its class, which is that of a subclass now.
+    model._get_name = partial(str, name)  # type: ignore[method-assign]
+    if sharding.compile is not None:
+        model.compile(**sharding.compile)
+    return model
+
+
+def layers_of(
+    model: nn.Module, layers: Collection[type[nn.Module] | str] | None
+) -> set[type[nn.Module]]:
+    """The classes that are meant, of those in the model.
+
+    Raises:
+        FSDPValueError: a name that no module's class has, or nothing is named at all.
+    """
+    wanted = getattr(model, "_no_split_modules", None) if layers is None else layers
+    present = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [one for one in wanted or () if isinstance(one, str) and one not in present]
+    if layers is None and wanted:  # a family names the layers of all its models
+        wanted, missing = [one for one in wanted if one in present], []
+    if missing or not wanted:
+        raise FSDPValueError(
+            explain(
+                expected="classes of modules that the model has",
+                got=repr(missing[0]) if missing else "none",
+                where=_WHERE,
+                fix=f"Name some of: {', '.join(sorted(present))}.",
+            )
+        )
+    return {present[one] if isinstance(one, str) else one for one in wanted}

@@ -1,0 +1,216 @@
+"""``transformers.Trainer`` on fsdp_dynamo.
+
+    sharding = Sharding(layers=["LlamaDecoderLayer"])
+    trainer = FSDPTrainer(model, args, train_dataset=..., sharding=sharding)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model("model")  # for from_pretrained()
+
+Accelerate wraps models in ``DistributedDataParallel`` or torch's FSDP and has no place for another
+way. A model that is marked as prepared it leaves alone; so the Trainer shards the model itself,
+before the optimizer is made, and replaces what would look at whole parameters: the norm of
+gradients, checkpoints, and what is moved to the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from fsdp_dynamo.api import FullStateDictConfig, MixedPrecision, StateDictType
+from fsdp_dynamo.checkpoint.small_states import set_random_state
+from fsdp_dynamo.composable import FSDPModule
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
+from fsdp_dynamo.integrations import trainer_files
+from fsdp_dynamo.integrations.sharding import Sharding, shard
+from fsdp_dynamo.wrapper import FullyShardedDataParallel
+
+_REFUSED = {
+    "fp16": "Use bf16=True, or Sharding(mixed_precision=...).",
+    "fp16_full_eval": "Use Sharding(mixed_precision=...).",
+    "bf16_full_eval": "Use Sharding(mixed_precision=...).",
+    "torch_compile": "Use Sharding(compile={'backend': ...}).",
+    "auto_find_batch_size": "Choose per_device_train_batch_size.",
+    "fsdp": "Leave it out; FSDPTrainer shards by itself.",
+    "deepspeed": "Leave it out; FSDPTrainer shards by itself.",
+}
+"""Training arguments that would do a second time, or differently, what sharding does."""
+
+
+class FSDPTrainer(Trainer):  # type: ignore[misc]
+    """A ``Trainer`` whose model is sharded, in place, when it is first trained or evaluated.
+
+    With another kind of Trainer: ``class Mine(FSDPTrainer, Seq2SeqTrainer)``.
+
+    Args:
+        sharding: how to shard, and whether to compile.
+        arguments: those of ``Trainer``. ``bf16=True`` computes in bfloat16 and reduces in float32.
+
+    Raises:
+        UnsupportedError: a training argument that does not go with sharding.
+    """
+
+    def __init__(self, *arguments: Any, sharding: Sharding | None = None, **named: Any) -> None:
+        self.sharding = sharding or Sharding()
+        self._random: dict[str, Any] | None = None
+        self._numel = 0
+        super().__init__(*arguments, **named)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _check(self.args)
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise UnsupportedError(
+                explain(
+                    expected="a launcher that leaves sharding to FSDPTrainer",
+                    got="settings of accelerate for FSDP or DeepSpeed",
+                    where="FSDPTrainer",
+                    fix="Start the script with torchrun.",
+                )
+            )
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Shard the model, if it is not yet."""
+        if isinstance(self.model, FSDPModule):
+            return
+        sharding = self.sharding
+        if self.args.bf16 and sharding.mixed_precision is None:
+            low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            sharding = replace(sharding, mixed_precision=low)
+        if hasattr(self.model, "num_parameters"):
+            self._numel = self.model.num_parameters(exclude_embeddings=True)
+        shard(self.model, sharding, self.args.device)
+        self.model._is_accelerate_prepared = True  # or it would be wrapped a second time
+        if hasattr(self.model, "generate"):
+            self.model.register_forward_method("generate")
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        self.shard()
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        return made
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        self.shard()
+        return super().evaluation_loop(*arguments, **named)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Sharding does so, unit by unit."""
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of the whole model: its parameters hold this rank's elements only."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 0 if tokens is None else 6 * int(tokens.numel()) * self._numel
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.model.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model for ``from_pretrained()``; every rank must call it.
+
+        Checkpoints do not hold it, but with ``save_only_model``.
+        """
+        if _internal_call and not self.args.save_only_model:
+            return
+        self.shard()
+        one_writes = not self.args.save_on_each_node
+        form = FullStateDictConfig(offload_to_cpu=True, rank0_only=one_writes)
+        full = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(self.model, full, form):
+            state = self.model.state_dict()
+        self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        scheduler, step = self.lr_scheduler, self.state.global_step
+        trainer_files.save(output_dir, self.model, self._optimizer(), scheduler, step)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """They are in our checkpoint."""
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any
+    ) -> Any:
+        """Train; ``resume_from_checkpoint=True`` goes on from the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = trainer_files.newest(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *arguments, **named)
+
+    def _load_from_checkpoint(self, path: str, model: nn.Module | None = None) -> None:
+        if not trainer_files.is_ours(path):  # else: when there is an optimizer, too
+            super()._load_from_checkpoint(path, model)
+
+    def _load_optimizer_and_scheduler(self, path: str | None) -> None:
+        if path is None:
+            return
+        if not trainer_files.is_ours(path):
+            trainer_files.require_no_other(path)
+            return
+        self._random = trainer_files.load(path, self.model, self._optimizer(), self.lr_scheduler)
+
+    def _load_rng_state(self, path: str | None) -> None:
+        if path is not None and self._random is not None:
+            set_random_state(self._random)
+
+    def _load_best_model(self) -> None:
+        path = self.state.best_model_checkpoint
+        if trainer_files.is_ours(path):
+            trainer_files.load_model(path, self.model)
+        else:
+            super()._load_best_model()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside accelerate's."""
+        optimizer: Any = self.optimizer
+        found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return found
+
+
+def _check(args: TrainingArguments) -> None:
+    for name, fix in _REFUSED.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(
+                explain(
+                    expected=f"training arguments without {name}",
+                    got=f"{name}={getattr(args, name)!r}",
+                    where="FSDPTrainer",
+                    fix=fix,
+                )
+            )
+
+
+_OWN = {"shard", "_optimizer"}
+
+
+def _check_trainer() -> None:
+    """What is overridden must be there: another version may call its parts by other names."""
+    overridden = {name for name in vars(FSDPTrainer) if not name.startswith("__")} - _OWN
+    missing = sorted(name for name in overridden if not hasattr(Trainer, name))
+    if missing:
+        import transformers
+
+        raise FSDPStateError(
+            explain(
+                expected=f"a Trainer with the method {missing[0]}",
+                got=f"transformers {transformers.__version__}, whose Trainer has none",
+                where="fsdp_dynamo.integrations.trainer",
+                fix="Install fsdp-dynamo[trainer].",
+            )
+        )
+
+
+_check_trainer()

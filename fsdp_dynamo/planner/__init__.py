@@ -1,0 +1,23 @@
+"""What would it take? Memory, communication and step time of a model on a cluster, in seconds.
+
+``python -m fsdp_dynamo.planner --model llama3-8b --world-size 512 --memory 80GB --link 400Gb/s``
+"""
+
+from fsdp_dynamo.planner.hardware import ACCELERATORS, Accelerator, Cluster
+from fsdp_dynamo.planner.inventory import Inventory, UnitInventory, take_inventory
+from fsdp_dynamo.planner.predict import Prediction, Setup, predict
+from fsdp_dynamo.planner.text import best_of, text_of
+
+__all__ = [
+    "ACCELERATORS",
+    "Accelerator",
+    "Cluster",
+    "Inventory",
+    "Prediction",
+    "Setup",
+    "UnitInventory",
+    "best_of",
+    "predict",
+    "take_inventory",
+    "text_of",
+]
