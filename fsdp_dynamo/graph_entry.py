@@ -43,13 +43,18 @@ def _nobody() -> None:
 
 def _taker_of(flat: FlatParameter) -> Taker:
     """Takes a reduced gradient. A sum that was there before the forward is part of it."""
-    if flat.unsharded_grad_sum is None or not flat.accumulation.sync:
+    total = flat.unsharded_grad_sum
+    if total is None or not flat.accumulation.sync:
         return flat.accumulate_grad
 
     def take(grad: torch.Tensor) -> None:
         flat.accumulate_grad(grad)
-        flat.unsharded_grad_sum = None
-        flat.accumulation.refresh()
+        # Other forwards that wait for their backward, and this one's where its graph is retained,
+        # would add the sum once more: from now on they add nothing.
+        total.data.zero_()
+        if flat.unsharded_grad_sum is total:
+            flat.unsharded_grad_sum = None
+            flat.accumulation.refresh()
 
     return take
 

@@ -125,7 +125,9 @@ def test_every_rank_gets_the_error(ranks: RankPool, how: str) -> None:
     check_divergence(ranks, how, "graph")
 
 
-@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("other branch", marks=pytest.mark.slow), "an extra recompile"]
+)
 def test_every_rank_gets_the_error_under_inductor(ranks: RankPool, how: str) -> None:
     """The fingerprint is an argument of generated code, so compile caches keep it."""
     check_divergence(ranks, how, "graph-inductor")

@@ -122,6 +122,13 @@ FOUND = {
         False,
         (("forward_without_grad", 0), ("deepcopy",), ("forward", 1), ("backward",), ("deepcopy",)),
     ),
+    "two forwards that both know of a sum": Program(
+        Branch((Leaf("linear", bias=False),)),
+        "FULL_SHARD",
+        "graph",
+        False,
+        (("accumulate", 0), ("forward", 0), ("forward", 0)),
+    ),
     "a model without parameters": Program(
         Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", False, (("forward", 0), ("step",))
     ),

@@ -59,7 +59,7 @@ def _each_off(rank: int, world_size: int) -> list[str]:
     return changed
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_are_bitwise_the_same_without_each_decision(
     ranks: RankPool, world_size: int
 ) -> None:
