@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Transformer, loss_of, make_transformer, wrap
+from models import Transformer, batch, loss_of, make_transformer, train, wrap
 from pool import RankPool
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -169,3 +172,44 @@ def _routed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
 def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> None:
     first, second = ranks.run(_routed, 2)
     assert first == second
+
+
+# -- against the same model without -----------------------------------------------------------
+
+
+def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    expected, _ = train(wrap(make_transformer(num_blocks=3)), rank)
+    model = make_transformer(num_blocks=3)
+    if outside:
+        wrapped = wrap(model)
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+    else:
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+        wrapped = wrap(model)
+    net = in_way(wrapped, way)
+    got, _ = train(net, rank)
+    with record_events() as log:
+        loss_of(net, batch(rank, 0)).backward()
+    return expected, got, len(log.keys("all_gather")), len(log.keys("reduce_scatter"))
+
+
+@pytest.mark.parametrize(
+    ("outside", "reentrant", "way"),
+    [
+        (False, False, "eager"),
+        (False, True, "eager"),
+        (True, False, "eager"),
+        (False, False, "hooks"),
+        (False, False, "graph"),
+    ],
+)
+def test_activation_checkpointing(
+    ranks: RankPool, outside: bool, reentrant: bool, way: str
+) -> None:
+    """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
+    for expected, got, gathers, reduces in ranks.run(_trained, 2, outside, reentrant, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert (gathers, reduces) == (7, 4)

@@ -1,11 +1,10 @@
-"""explain(): reasons by hand, text, JSON, trace, picture, and a real step that changes nothing."""
+"""explain(): reports, text, JSON, trace, picture, and a real step that changes nothing."""
 
 from __future__ import annotations
 
 import builtins
 import itertools
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,195 +13,19 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from models import Block, batch, loss_of, make_transformer, wrap
+from planned import Place, planned_of
 from pool import RankPool
 
 from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.explain import Explanation, explain
-from fsdp_dynamo.explain_text import reason_of, suggestion_for
 from fsdp_dynamo.explain_views import simulated_bars, trace_events
 from fsdp_dynamo.findings import Measured, UnitFacts
-from graph_passes.limits import Limits
-from graph_passes.markers import CollectiveKind, Mark
-from graph_passes.plan import GraphPlan, PlannedTransfer
-from graph_passes.planner import Planned
-from graph_passes.problem import Problem, Transfer
 from graph_passes.report import GraphReport, report_of
-from graph_passes.schedule import Options, decide
-from graph_passes.simulate import Placement
-
-NO_LIMIT = Limits(memory_budget_bytes=10**9, max_in_flight=9)
-
-Place = tuple[str, CollectiveKind, float, int, int, int, int]
-"""Unit, kind, milliseconds, ready, need, issue, wait."""
-
-
-def _planned(
-    *places: Place,
-    limits: Limits = NO_LIMIT,
-    compute: tuple[float, ...] = (2.0,) * 4,
-    launches: tuple[int, ...] | None = None,
-    phase: str = "forward",
-) -> Planned:
-    """One step a unit u0, u1, ...; each transfer sends and holds 100 bytes; placed as given."""
-    transfers = tuple(
-        Transfer(Mark(unit, kind, "forward", 0), "g", ms, 0.5, 100, ready, need, 100)
-        for unit, kind, ms, ready, need, _, _ in places
-    )
-    units = tuple(f"u{i}" for i in range(len(compute)))
-    problem = Problem(compute, units, (1000,) * len(compute), transfers)
-    schedule = tuple(Placement(i, place[5], place[6]) for i, place in enumerate(places))
-    launch_of = launches or tuple(range(len(places)))
-    planned = tuple(
-        PlannedTransfer(p[0], p[1], 0, p[5], p[6], launch_of[i]) for i, p in enumerate(places)
-    )
-    plan = GraphPlan(phase, "digest", len(compute), planned)
-    return Planned(problem, schedule, plan, Options(limits=limits), peak_bytes=1234)
-
-
-def _reasons(planned: Planned) -> list[str]:
-    """By transfer, in the order in which they were given."""
-    graph = report_of(planned)
-    found = {(t.unit, t.kind): reason_of(graph, t) for t in graph.transfers}
-    return [found[(t.unit, t.kind)] for t in planned.plan.transfers]
-
-
-# -- reasons ------------------------------------------------------------------------------------
-
-
-def test_hidden_and_dependency_of_a_gather() -> None:
-    planned = _planned(
-        ("u0", "all_gather", 1.0, 0, 0, 0, 0),
-        ("u1", "all_gather", 1.0, 0, 1, 0, 1),
-        ("u2", "all_gather", 3.0, 1, 2, 1, 2),
-    )
-    assert _reasons(planned) == [
-        "dependency: its input is ready only there (the graph begins)",
-        "hidden: nothing of it is exposed",
-        "dependency: its input is ready only there",
-    ]
-
-
-def test_dependency_of_a_reduction() -> None:
-    planned = _planned(
-        ("u1", "reduce_scatter", 3.0, 1, 2, 1, 2), ("u3", "reduce_scatter", 1.0, 4, 4, 4, 4)
-    )
-    assert _reasons(planned) == [
-        "dependency: its result is used there",
-        "dependency: its result is used there (the graph ends)",
-    ]
-
-
-def test_memory() -> None:
-    late = ("u3", "all_gather", 3.0, 0, 3, 2, 3)
-    waited = ("u0", "reduce_scatter", 3.0, 1, 4, 1, 2)
-    tight = Limits(memory_budget_bytes=1130, max_in_flight=9)
-    assert _reasons(_planned(late, limits=replace(tight, memory_budget_bytes=1100))) == [
-        "not planned: moving it by one unit would save 1.000 ms"
-    ]
-    # a neighbour holds the memory of step 1 already, and so does the other one of step 2
-    held = ("u2", "all_gather", 1.0, 0, 2, 1, 2)
-    graph = report_of(_planned(held, late, limits=tight))
-    assert [(t.reason, t.bytes_short) for t in graph.transfers] == [("hidden", 0), ("memory", 70)]
-    assert reason_of(graph, graph.transfers[1]) == (
-        "memory: one unit earlier exceeds the budget by 70 B"
-    )
-    assert suggestion_for(graph, graph.transfers[1]).startswith("memory_budget_bytes=1200,")
-    graph = report_of(_planned(waited, ("u3", "all_gather", 0.5, 0, 3, 2, 3), limits=tight))
-    assert reason_of(graph, graph.transfers[0]) == (
-        "memory: one unit later exceeds the budget by 70 B"
-    )
-
-
-def test_in_flight() -> None:
-    planned = _planned(
-        ("u2", "all_gather", 1.0, 0, 2, 1, 2),
-        ("u3", "all_gather", 3.0, 0, 3, 2, 3),
-        limits=Limits(memory_budget_bytes=10**9, max_in_flight=1),
-    )
-    assert _reasons(planned)[1] == "in flight: max_in_flight=1 are under way already"
-    graph = report_of(planned)
-    assert suggestion_for(graph, graph.transfers[1]) == "max_in_flight=2"
-
-
-def test_order_of_gathers() -> None:
-    """The second could only go earlier in front of the first, which would then be late."""
-    planned = _planned(("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u3", "all_gather", 3.0, 0, 3, 1, 3))
-    assert _reasons(planned) == [
-        "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link, which gains nothing",
-    ]
-
-
-def test_order_of_a_reduction() -> None:
-    """Issued at once it would make the gather behind it late."""
-    planned = _planned(
-        ("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u0", "reduce_scatter", 5.0, 1, 4, 2, 4)
-    )
-    assert _reasons(planned) == [
-        "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link, which gains nothing",
-    ]
-
-
-def test_bandwidth() -> None:
-    planned = _planned(
-        ("u1", "all_gather", 5.0, 0, 1, 0, 1),
-        ("u2", "all_gather", 5.0, 0, 2, 1, 2),
-        ("u3", "reduce_scatter", 5.0, 4, 4, 4, 4),
-        ("u2", "reduce_scatter", 4.0, 3, 4, 3, 4),
-    )
-    reasons = _reasons(planned)
-    assert reasons[1] == "bandwidth: the link is busy with u1; moving it gains nothing"
-    assert reasons[2] == "bandwidth: the link is busy with u2; moving it gains nothing"
-    graph = report_of(planned)
-    assert "fewer bytes" in suggestion_for(graph, graph.transfers[1])
-
-
-def test_a_move_that_was_not_planned() -> None:
-    planned = _planned(("u3", "all_gather", 1.0, 0, 3, 3, 3))
-    assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
-    planned = _planned(("u0", "reduce_scatter", 1.0, 1, 4, 1, 1))
-    assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
-
-
-def _random_place(rng: random.Random, unit: int, kind: CollectiveKind, num: int) -> Place:
-    ready, need = (0, unit) if kind == "all_gather" else (unit + 1, num)
-    return (f"u{unit}", kind, rng.uniform(0.6, 6.0), ready, need, ready, ready)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_reasons_of_decided_schedules(seed: int) -> None:
-    """A reason is never at odds with the numbers beside it; little is left that would save time."""
-    rng = random.Random(seed)
-    num = rng.randint(2, 8)
-    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
-    places = [_random_place(rng, unit, kind, num) for unit in range(num) for kind in kinds]
-    compute = tuple(rng.uniform(0.1, 4.0) for _ in range(num))
-    limits = Limits(rng.choice([None, 1400]), max_in_flight=rng.randint(1, 3))
-    planned = _planned(*places, compute=compute, limits=limits)
-    options = replace(planned.options, limits=limits.resolved(planned.problem))
-    schedule, launches = decide(planned.problem, options)
-    marks = [planned.problem.transfers[p.transfer].mark for p in schedule]
-    plan = tuple(
-        PlannedTransfer(mark.unit, mark.kind, 0, p.issue, p.wait, launches[p.transfer])
-        for mark, p in zip(marks, schedule, strict=True)
-    )
-    graph = report_of(Planned(planned.problem, schedule, GraphPlan("f", "d", num, plan), options))
-    for one in graph.transfers:
-        assert (one.reason == "hidden") == (one.exposed_ms <= 1e-6)
-        assert (one.reason == "memory") == (one.bytes_short > 0)
-        assert (one.reason == "not planned") == (one.saves_ms > 0)
-        assert one.saves_ms <= 0.25 * graph.simulated_ms
-    assert graph.bound_ms <= graph.simulated_ms + 1e-9
-    assert graph.exposed_ms == pytest.approx(graph.simulated_ms - graph.compute_ms)
-
-
-# -- what a report holds --------------------------------------------------------------------------
 
 
 def _forward() -> GraphReport:
     return report_of(
-        _planned(
+        planned_of(
             ("u0", "all_gather", 1.0, 0, 0, 0, 0),
             ("u1", "all_gather", 1.0, 0, 1, 0, 1),
             ("u3", "all_gather", 5.0, 0, 3, 1, 3),
@@ -235,15 +58,15 @@ def test_one_launch_has_one_latency() -> None:
         ("u0", "all_gather", 1.0, 0, 0, 0, 0),
         ("u1", "all_gather", 1.0, 0, 1, 0, 1),
     ]
-    together = report_of(_planned(*places, launches=(0, 0)))
+    together = report_of(planned_of(*places, launches=(0, 0)))
     assert [t.ms for t in together.transfers] == [1.0, 0.5]
     assert [t.launch for t in together.transfers] == [0, 0]
-    assert together.unscheduled_ms == report_of(_planned(*places)).unscheduled_ms
+    assert together.unscheduled_ms == report_of(planned_of(*places)).unscheduled_ms
 
 
 def _explanation() -> Explanation:
     backward = report_of(
-        _planned(
+        planned_of(
             ("u1", "all_gather", 3.0, 0, 1, 0, 1),
             ("u3", "reduce_scatter", 2.0, 1, 4, 1, 2),
             ("u0", "reduce_scatter", 1.0, 4, 4, 4, 4),
@@ -314,7 +137,7 @@ def test_text_with_details_has_a_row_for_every_unit() -> None:
 
 def test_text_of_a_deep_model_is_short() -> None:
     places: list[Place] = [(f"u{i}", "all_gather", 1.0, 0, i, i, i) for i in range(60)]
-    graph = report_of(_planned(*places, compute=(2.0,) * 60))
+    graph = report_of(planned_of(*places, compute=(2.0,) * 60))
     deep = replace(_explanation(), graphs=(graph,))
     assert "... and 36 that are less exposed" in str(deep)
     assert len(str(deep).splitlines()) < 60 < len(deep.text(details=True).splitlines())

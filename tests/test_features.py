@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,107 +82,7 @@ def test_keep_low_precision_grads(ranks: RankPool) -> None:
         assert after == pytest.approx(1e-3, rel=2e-2)
 
 
-# -- gradients: accumulation, clipping, freezing --------------------------------------------------
-
-
-def _accumulate(rank: int, world_size: int, first: str, last: str) -> tuple[Any, Any, Any]:
-    """Two steps in ``no_sync()`` (or outside of it) in one way, then one more in another, twice."""
-    reference = DistributedDataParallel(make_transformer(num_blocks=2))
-    for step in range(3):
-        loss_of(reference, batch(rank, step)).backward()
-    expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
-    model = wrap(make_transformer(num_blocks=2))
-    early, late = (in_way(model, way.removesuffix(" sync")) for way in (first, last))
-    for window in range(2):
-        model.zero_grad()
-        with record_events() as log:
-            with nullcontext() if first.endswith(" sync") else model.no_sync():
-                for step in range(2):
-                    loss_of(early, batch(rank, step)).backward()
-            reduced = [len(log.keys("reduce_scatter"))]
-            loss_of(late, batch(rank, 2)).backward()
-            reduced.append(len(log.keys("reduce_scatter")) - reduced[0])
-        kept = [f.unsharded_grad_sum for u in model._fsdp_root.units for f in u.flats]
-        assert kept == [None] * len(kept)
-        norm = float(model.clip_grad_norm_(1e9))
-        assert norm == pytest.approx(expected, rel=1e-6), window
-    return expected, norm, reduced
-
-
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [
-        ("eager sync", "eager"),
-        ("eager", "eager"),
-        ("hooks", "hooks"),
-        pytest.param("graph sync", "graph", marks=pytest.mark.slow),
-        ("graph", "graph"),
-        pytest.param("graph-inductor", "graph-inductor", marks=pytest.mark.slow),
-        ("eager", "graph"),
-        pytest.param("graph", "hooks", marks=pytest.mark.slow),
-    ],
-)
-def test_accumulation(ranks: RankPool, first: str, last: str) -> None:
-    for expected, got, reduced in ranks.run(_accumulate, 2, first, last):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert reduced == [6 if first.endswith(" sync") else 0, 3]
-
-
-def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:
-    """Gradient bytes kept by two steps in ``no_sync()``, and by two steps outside it."""
-    model = wrap(make_transformer(num_blocks=2))
-    flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
-
-    def kept() -> int:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        sums = [f.unsharded_grad_sum for f in flats if f.unsharded_grad_sum is not None]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*grads, *sums]}
-        return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
-
-    for step in range(2):
-        loss_of(model, batch(rank, step)).backward()
-    outside = kept()
-    model.zero_grad()
-    with model.no_sync():
-        for step in range(2):
-            loss_of(model, batch(rank, step)).backward()
-    inside = kept()
-    unsharded = sum(flat.reduce_bytes for flat in flats)
-    return outside, inside, unsharded // world_size, unsharded
-
-
-def test_memory_of_accumulation(ranks: RankPool) -> None:
-    """Outside ``no_sync()`` one shard of the gradients is kept, inside it all of them."""
-    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2):
-        assert (outside, inside) == (sharded, unsharded)
-
-
-def _zero_between(rank: int, world_size: int, way: str, to_none: bool) -> tuple[float, float]:
-    """zero_grad between forward and backward, and gradients kept over two backwards."""
-    norms = []
-    for model in (
-        DistributedDataParallel(make_transformer(num_blocks=2)),
-        in_way(wrap(make_transformer(num_blocks=2)), way),
-    ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loss_of(model, batch(rank, 0)).backward()
-        loss = loss_of(model, batch(rank, 1))
-        optimizer.zero_grad(set_to_none=to_none)
-        loss.backward()
-        loss_of(model, batch(rank, 2)).backward()
-        clip = getattr(model, "clip_grad_norm_", None)
-        if clip is None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
-        else:
-            norms.append(float(clip(1e9)))
-    return norms[0], norms[1]
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_zero_grad_and_accumulation(ranks: RankPool, way: str, to_none: bool) -> None:
-    for expected, got in ranks.run(_zero_between, 2, way, to_none):
-        assert got == pytest.approx(expected, rel=1e-6)
+# -- gradients: clipping, freezing ---------------------------------------------------------------
 
 
 def _norms(
@@ -543,52 +442,6 @@ def test_groups_and_meshes(ranks: RankPool) -> None:
     assert [name for name, _, _ in results] == ["2", "2", ""]
     for _, expected, got in results:
         assert got == expected
-
-
-# -- activation checkpointing ----------------------------------------------------------------
-
-
-def _checkpointed(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        CheckpointImpl,
-        checkpoint_wrapper,
-    )
-
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    expected, _ = train(wrap(make_transformer(num_blocks=3)), rank)
-    model = make_transformer(num_blocks=3)
-    if outside:
-        wrapped = wrap(model)
-        for i in range(3):
-            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
-    else:
-        for i in range(3):
-            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
-        wrapped = wrap(model)
-    net = in_way(wrapped, way)
-    got, _ = train(net, rank)
-    with record_events() as log:
-        loss_of(net, batch(rank, 0)).backward()
-    return expected, got, len(log.keys("all_gather")), len(log.keys("reduce_scatter"))
-
-
-@pytest.mark.parametrize(
-    ("outside", "reentrant", "way"),
-    [
-        (False, False, "eager"),
-        (False, True, "eager"),
-        (True, False, "eager"),
-        (False, False, "hooks"),
-        (False, False, "graph"),
-    ],
-)
-def test_activation_checkpointing(
-    ranks: RankPool, outside: bool, reentrant: bool, way: str
-) -> None:
-    """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
-    for expected, got, gathers, reduces in ranks.run(_checkpointed, 2, outside, reentrant, way):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert (gathers, reduces) == (7, 4)
 
 
 def _hook_order(rank: int, world_size: int) -> list[Callable[..., Any]]:
