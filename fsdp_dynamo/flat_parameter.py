@@ -384,7 +384,7 @@ class FlatParameter:
         if self.unsharded_grad_sum is None:
             self.unsharded_grad_sum = grad
         else:
-            self.unsharded_grad_sum.data += grad  # a graph that adds it may wait for its backward
+            self.unsharded_grad_sum.data.add_(grad)  # a graph may have saved it for its backward
         self.accumulation.has_sums = True
 
     def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:

@@ -199,6 +199,28 @@ def test_all_ranks_may_write(ranks: RankPool, tmp_path: Path) -> None:
     assert ours == theirs
 
 
+def _broken_pass(graph: torch.fx.Graph) -> None:
+    raise ZeroDivisionError("a pass that fails")
+
+
+def _fails(rank: int, world_size: int, folder: str) -> str:
+    model = FSDP(_Net(), auto_wrap_policy=ModuleWrapPolicy({_Block}))
+    step = torch.compile(model, **GRAPH, options={"passes": [_broken_pass]})
+    try:
+        with inspect_graphs(folder):
+            step(torch.arange(8).view(2, 4)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_came_before_a_failure_is_written(ranks: RankPool, tmp_path: Path) -> None:
+    assert "a pass that fails" in ranks.run(_fails, 2, str(tmp_path))[0]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"index.html", "_whole.joint.traced.py", "_whole.forward.partition.py"} <= names
+    assert "_whole.forward.after__broken_pass.py" not in names
+
+
 # -- what can go wrong ---------------------------------------------------------------------------
 
 

@@ -49,7 +49,8 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     an ``index.html`` with all of them side by side and the timeline of the last step.
 
     All ranks must enter it, since all compile: what was compiled before is compiled again, without
-    caches. What is computed does not change. Older files of those names are overwritten.
+    caches. What is computed does not change. Older files of those names are overwritten. Where a step
+    fails, what was compiled before is written all the same.
 
     Args:
         folder: made if it is missing.
@@ -62,6 +63,7 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     depyf = require_depyf()
     found = Inspection(_folder_of_this_rank(Path(folder), rank))
     torch._dynamo.reset()
+    completed = False
     with ExitStack() as stack:
         stack.enter_context(torch._inductor.config.patch(_NO_CACHES))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
@@ -69,12 +71,15 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         log = events.recorder or stack.enter_context(record_events())
         artifacts = stack.enter_context(record_artifacts())
         stack.enter_context(emit_decompiled(depyf))
-        yield found
-    found.listings = listings_of(artifacts)
-    if not found.listings:
+        try:
+            yield found
+            completed = True
+        finally:  # where a compilation fails, what came before it is wanted most
+            found.listings = listings_of(artifacts)
+            if found.listings and found.folder is not None:
+                _write(found.folder, found.listings, _findings(plans, log, artifacts))
+    if completed and not found.listings:
         raise _nothing_compiled()
-    if found.folder is not None:
-        _write(found.folder, found.listings, _findings(plans, log, artifacts))
 
 
 _NO_CACHES = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
@@ -91,8 +96,14 @@ def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
 
 
 def _own_rank() -> int:
-    """Also where the process group is yet to be made."""
+    """Also where the process group is yet to be made, or gone again."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    """As ``_own_rank``."""
+    known = dist.is_initialized()
+    return dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _nothing_compiled() -> FSDPStateError:
@@ -119,7 +130,7 @@ def _findings(
         path="graph" if plans else "hooks",
         backend="",
         device="",
-        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        world_size=_world_size(),
         units=tuple(UnitFacts(unit, "", 0, 0, 0) for unit in units),
         num_graphs=len(plans),
         graph_breaks={},
