@@ -49,8 +49,8 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     an ``index.html`` with all of them side by side and the timeline of the last step.
 
     All ranks must enter it, since all compile: what was compiled before is compiled again, without
-    caches. What is computed does not change. Older files of those names are overwritten. Where a step
-    fails, what was compiled before is written all the same.
+    caches. What is computed does not change. Older files of those names are overwritten. Where a
+    step fails, what was compiled before is written all the same.
 
     Args:
         folder: made if it is missing.
