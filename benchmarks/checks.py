@@ -37,7 +37,18 @@ from fsdp_dynamo import order_log, watching
 
 KEYS = ("ours", "ours_graph_aot_eager")
 WARMUP, PAIRS, LOOPS = 3, 10, 20_000
-_ENTRY = order_log.Entry(0, 0, "all_gather", "", 0)
+_ENTRIES = {
+    kind: order_log.Entry(0, 0, kind, "", 0)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
+
+
+def _note_nothing(group: object, kind: str, *rest: object) -> order_log.Entry:
+    return _ENTRIES[kind]
+
+
+def _one_tag(kind: str, *rest: object) -> int:
+    return int(kind == "all_gather")
 
 
 @contextmanager
@@ -45,8 +56,8 @@ def without_checks() -> Iterator[None]:
     """Nothing is noted, all messages of a kind have one tag, nobody looks at waits."""
     nobody: WeakKeyDictionary[object, object] = WeakKeyDictionary()
     with (
-        mock.patch.object(order_log, "note", return_value=_ENTRY),
-        mock.patch.object(order_log, "tag_of", lambda kind, *rest: int(kind == "all_gather")),
+        mock.patch.object(order_log, "note", _note_nothing),
+        mock.patch.object(order_log, "tag_of", _one_tag),
         mock.patch.object(watching, "_looks", nobody),
     ):
         yield

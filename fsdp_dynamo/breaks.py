@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fsdp_dynamo.artifacts import Artifact
 
 _WHERE = re.compile(r"Graph break in user code at (.+):(\d+)$", re.MULTILINE)
+_CODE = re.compile(r"in the following user code:\n(?:.*\n)*?\s*File \"(.+)\", line (\d+)")
+_AGAIN = "Failed to handle graph break gracefully"
 _REASON = re.compile(r"^Graph Break Reason: (.+(?:\n\n?.+)?)", re.MULTILINE)
 
 
@@ -52,14 +54,16 @@ class Recompile:
 
 def graph_breaks_in(artifacts: Iterable[Artifact]) -> tuple[GraphBreak, ...]:
     """Each place once, the most frequent first."""
-    found = Counter(
-        _one_break(a.text, a.unit) for a in artifacts if a.name == "dynamo_graph_break_reason"
-    )
-    return tuple(GraphBreak(*place, count) for place, count in found.most_common())
+    texts = [(a.text, a.unit) for a in artifacts if a.name == "dynamo_graph_break_reason"]
+    found = Counter(_one_break(text, unit) for text, unit in texts)
+    first = {place[:2] for place in found if not place[3].startswith(_AGAIN)}
+    told = {p: n for p, n in found.items() if not p[3].startswith(_AGAIN) or p[:2] not in first}
+    ordered = sorted(told.items(), key=lambda item: -item[1])
+    return tuple(GraphBreak(*place, count) for place, count in ordered)
 
 
 def _one_break(text: str, unit: str) -> tuple[str, int, str, str, str]:
-    where, reason = _WHERE.search(text), _REASON.search(text)
+    where, reason = _WHERE.search(text) or _CODE.search(text), _REASON.search(text)
     file, line = (where[1], int(where[2])) if where else ("", 0)
     lines = reason[1].strip().splitlines() if reason else [text.strip().partition("\n")[0]]
     code = re.search(rf'File "{re.escape(file)}", line {line}, in .*\n\s*(.+)', text)

@@ -244,12 +244,14 @@ def issue_all_gathers(
         return [
             issue_all_gather(out, shard, group, event, name) for out, shard, event, name in each
         ]
-    for output, label in zip(outputs, labels, strict=True):
+    entries = [
         order_log.note(group, "all_gather", label, output.numel())
+        for output, label in zip(outputs, labels, strict=True)
+    ]
     with ranges.named("all_gather", ", ".join(labels)), _one_launch(group) as launch:
         for output, shard in zip(outputs, shards, strict=True):
             _all_gather(output, shard, group=group, async_op=True)
-    return _shared(launch, outputs, shards, group, noted)
+    return _shared(launch, outputs, shards, group, noted, entries)
 
 
 def issue_reduce_means(
@@ -266,9 +268,11 @@ def issue_reduce_means(
         return [
             issue_reduce_mean(out, whole, group, event, name) for out, whole, event, name in each
         ]
-    for output, whole, label in zip(outputs, unsharded, labels, strict=True):
-        kind = "all_reduce" if output is whole else "reduce_scatter"
+    kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
+    entries = [
         order_log.note(group, kind, label, whole.numel())
+        for whole, label in zip(unsharded, labels, strict=True)
+    ]
     ops = [_divide_first(whole, group)[0] for whole in unsharded]
     with ranges.named(kind, ", ".join(labels)), _one_launch(group) as launch:
         for output, whole, op in zip(outputs, unsharded, ops, strict=True):
@@ -276,7 +280,7 @@ def issue_reduce_means(
                 dist.all_reduce(whole, op, group=group, async_op=True)
             else:
                 _reduce_scatter(output, whole, op, group=group, async_op=True)
-    return _shared(launch, outputs, unsharded, group, noted)
+    return _shared(launch, outputs, unsharded, group, noted, entries)
 
 
 def _one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Work]:
@@ -294,6 +298,10 @@ def _shared(
     inputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     noted: Events,
+    entries: Sequence[order_log.Entry],
 ) -> list[InFlight]:
-    triples = zip(outputs, inputs, noted, strict=True)
-    return [InFlight([launch], (out, sent), event, group=group) for out, sent, event in triples]
+    each = zip(outputs, inputs, noted, entries, strict=True)
+    return [
+        InFlight([launch], (out, sent), event, group=group, entry=entry)
+        for out, sent, event, entry in each
+    ]

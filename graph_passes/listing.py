@@ -52,13 +52,16 @@ class Line:
     @staticmethod
     def parse(text: str) -> Line:
         """Back from ``str()`` of a line."""
-        code, bar, remark = text.rpartition(_REMARK)
-        words = remark.split()
-        if not bar or not 1 <= len(words) <= 3 or not code.strip():
+        code, bar, unit = text.rpartition(_REMARK)
+        if not bar or not unit or not code.strip():
             return Line(text)
-        unit = "" if words[-1] == ROOT else words[-1]
-        kind = words[0] if words[0] in _KINDS and len(words) > 1 else ""
-        return Line(code, unit, kind, words[-2:-1] == ["wait"])
+        kind, is_wait = "", False
+        first, _, rest = unit.partition(" ")
+        if first in _KINDS and rest:  # an FQN may hold spaces
+            kind, unit = first, rest
+            is_wait = unit.startswith("wait ")
+            unit = unit.removeprefix("wait ")
+        return Line(code, "" if unit == ROOT else unit, kind, is_wait)
 
 
 def listing(graph: fx.Graph, name: str = "forward") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,8 @@ class Pipeline:
     Attributes:
         passes: what runs over every partitioned graph.
         observe: called with the graph and the name of the stage that it has reached:
-            ``"partition"``, and ``"after_"`` and the name of each pass.
+            ``"partition"``, and ``"after_"`` and the name of each pass (with a number where that
+            name has come before).
     """
 
     passes: Sequence[GraphPass] = field(default_factory=lambda: default_passes(Planner()))
@@ -74,10 +76,13 @@ class Pipeline:
         verify_graph(graph, "partition")
         before = inventory(graph)
         self.observe(graph, "partition")
+        seen: Counter[str] = Counter()
         for pass_ in self.passes:
             pass_(graph)
-            self.observe(graph, f"after_{pass_name(pass_)}")
-            verify_graph(graph, pass_name(pass_), before)
+            name = pass_name(pass_)
+            seen[name] += 1
+            self.observe(graph, f"after_{name}" + (f"_{seen[name]}" if seen[name] > 1 else ""))
+            verify_graph(graph, name, before)
 
     def cache_key(self) -> str:
         """Changes when a pass is added, removed, reordered or edited."""
@@ -94,4 +99,5 @@ class Pipeline:
 
 def pass_name(pass_: GraphPass) -> str:
     """How a pass is called in messages."""
-    return getattr(pass_, "__name__", type(pass_).__name__)
+    function = getattr(pass_, "func", pass_)  # of a partial
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -87,6 +87,17 @@ def test_texts_of_any_kind_are_read() -> None:
     assert guards == (Recompile("layers.0", "a == 1", 2),)
 
 
+def test_one_place_that_is_told_twice_counts_once() -> None:
+    at = "Graph break in user code at t.py:3\nGraph Break Reason: "
+    texts = [at + "first\n", at + "Failed to handle graph break gracefully by executing it\n"]
+    found = graph_breaks_in(_artifact("dynamo_graph_break_reason", text) for text in texts)
+    assert [(one.line, one.reason, one.count) for one in found] == [(3, "first", 1)]
+    other = "why\nThe graph break occurred in the following user code:\n"
+    other += '  File "t.py", line 8, in f\n    print(x)\n'
+    (one,) = graph_breaks_in([_artifact("dynamo_graph_break_reason", other)])
+    assert (one.file, one.line, one.code) == ("t.py", 8, "print(x)")
+
+
 def test_the_text_names_both() -> None:
     nothing = Explanation("hooks", "b", "cpu", 2, (), 0, {}, (), ())
     found = replace(

@@ -16,10 +16,17 @@ from pool import RankPool
 from torch import nn
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, FSDPError, FSDPStateError, FSDPValueError, inspect_graphs
+from fsdp_dynamo import (
+    FSDP,
+    FSDPError,
+    FSDPStateError,
+    FSDPValueError,
+    inspect_graphs,
+    record_events,
+)
 from fsdp_dynamo.artifacts import Artifact, Frame
 from fsdp_dynamo.inspection.__main__ import load
-from fsdp_dynamo.inspection.listings import listings_of
+from fsdp_dynamo.inspection.listings import Listing, listings_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.listing import Line, listing, of_unit, units_in
 
@@ -97,6 +104,21 @@ def test_segments_are_numbered_as_they_run_forward() -> None:
     ]
     assert found[0].file_name == "_root.forward.partition.py"
     assert found[-1].file_name == "_root.graph2.forward.partition.py"
+    odd = Listing("towers.a/b c.0", 0, "forward", "lowered", "")
+    assert odd.file_name == "towers.a_b_c.0.forward.lowered.py"
+
+
+def test_no_two_files_have_one_name() -> None:
+    lines = ["    x = f()  # d.a b", "    g = h()  # all_gather wait d.a_b", "    y = g()  # D.a_b"]
+    made = [Artifact("fsdp_dynamo.forward.partition", Frame(0, 0), "", "\n".join(lines), 0)]
+    parts = [x for x in listings_of(made) if x.unit is not None]
+    assert [x.unit for x in parts] == ["d.a b", "d.a_b", "D.a_b"]
+    name = ".forward.partition"
+    assert [x.file_name for x in parts] == [
+        f"d.a_b{name}.py",
+        f"d.a_b{name}~2.py",
+        f"D.a_b{name}~3.py",
+    ]
 
 
 # -- real steps ---------------------------------------------------------------------------------
@@ -222,6 +244,18 @@ def test_what_came_before_a_failure_is_written(ranks: RankPool, tmp_path: Path) 
 
 
 # -- what can go wrong ---------------------------------------------------------------------------
+
+
+def test_no_such_rank(tmp_path: Path) -> None:
+    with pytest.raises(FSDPValueError, match="from 0 to 0"), inspect_graphs(tmp_path / "out", 7):
+        pytest.fail("entered")
+
+
+def test_inside_a_recording_that_is_empty(tmp_path: Path) -> None:
+    with record_events() as log, inspect_graphs(tmp_path):
+        torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2)).sum().backward()
+    assert log == []
+    assert (tmp_path / "index.html").exists()
 
 
 def test_nothing_compiled_is_said(tmp_path: Path) -> None:

@@ -121,6 +121,36 @@ def test_no_unit(classes: list[str], build: Any) -> None:
         take_inventory(build, classes, torch.float32)
 
 
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    def build() -> tuple[nn.Module, Mapping[str, Any]]:
+        model, kwargs = _net()
+        model.blocks.requires_grad_(False)
+        return model, kwargs
+
+    frozen, whole = take_inventory(build, [], torch.float32), _inventory()
+    assert (frozen.numel, frozen.trained) == (whole.numel, 32 * 16)
+    full = ShardingStrategy.FULL_SHARD
+    few, all_ = (predict(i, _cluster(2), full, SETUP) for i in (frozen, whole))
+    assert few.memory["optimizer"] == 32 * 16 * SETUP.optimizer_bytes // 2
+    assert few.memory["shards"] == all_.memory["shards"]
+    assert few.wire_bytes < all_.wire_bytes
+
+
+def test_gradients_of_the_root_are_kept_to_the_end() -> None:
+    found = predict(_blocks(4), _cluster(1), ShardingStrategy.NO_SHARD, SETUP)
+    assert found.memory["gradients"] >= 4500 * SETUP.param_bytes
+
+
+class _Reads(_Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * tokens.sum().item()
+
+
+def test_a_model_that_reads_values() -> None:
+    with pytest.raises(FSDPValueError, match="without data"):
+        take_inventory(lambda: (_Reads(), _net()[1]), [], torch.float32)
+
+
 def test_nothing_to_differentiate() -> None:
     def build() -> tuple[nn.Module, Mapping[str, Any]]:
         model = _Net().requires_grad_(False)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.artifacts import Artifact, record_artifacts
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
 from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, record_events
 from fsdp_dynamo.findings import Findings, UnitFacts, measured_of
 from fsdp_dynamo.inspection.decompiled import emit_decompiled, require_depyf
@@ -58,6 +58,7 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
 
     Raises:
         FSDPError: depyf is not installed.
+        FSDPValueError: there is no such rank.
         FSDPStateError: on leaving, if nothing was compiled inside.
     """
     depyf = require_depyf()
@@ -68,7 +69,7 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         stack.enter_context(torch._inductor.config.patch(_NO_CACHES))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         plans = stack.enter_context(record_plans())
-        log = events.recorder or stack.enter_context(record_events())
+        log = stack.enter_context(record_events()) if events.recorder is None else events.recorder
         artifacts = stack.enter_context(record_artifacts())
         stack.enter_context(emit_decompiled(depyf))
         try:
@@ -87,6 +88,15 @@ _NO_CACHES = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
     own = _own_rank()
+    if rank is not None and not 0 <= rank < _world_size():
+        raise FSDPValueError(
+            explain(
+                expected=f"a rank from 0 to {_world_size() - 1}, or None for all",
+                got=repr(rank),
+                where="inspect_graphs(), 'rank'",
+                fix="The rank that is named writes the files.",
+            )
+        )
     if rank is None:
         folder = folder / f"rank{own}"
     elif rank != own:

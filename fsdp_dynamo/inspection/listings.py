@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ _OF_TORCH = {
 
 _CODE = "inductor_output_code"
 _AOT_ID = re.compile(r"AOT ID: \['(\d+)_(forward|backward|inference)'\]")
+_AWKWARD = re.compile(r"[^\w.-]")
+"""What may stand in an FQN, but should not in a file's name."""
 _NOT_LISTINGS = ("captured", "decompiled", "inductor")
 
 
@@ -35,6 +38,7 @@ class Listing:
         phase: one of ``PHASES``.
         stage: ``"partition"``, ``"after_planner"``, ``"inductor"``.
         text: the code.
+        variant: more than 0 where a listing before has the same file name, but for case.
     """
 
     unit: str | None
@@ -42,13 +46,15 @@ class Listing:
     phase: str
     stage: str
     text: str
+    variant: int = 0
 
     @property
     def file_name(self) -> str:
         """``layers.3.backward.after_planner.py``; a unit's further graphs are numbered."""
         owner = "_whole" if self.unit is None else self.unit or "_root"
         number = f".graph{self.graph}" if self.graph else ""
-        return f"{owner}{number}.{self.phase}.{self.stage}.py"
+        name = _AWKWARD.sub("_", f"{owner}{number}.{self.phase}.{self.stage}")
+        return f"{name}~{self.variant + 1}.py" if self.variant else f"{name}.py"
 
 
 def listings_of(artifacts: Iterable[Artifact]) -> list[Listing]:
@@ -72,7 +78,16 @@ def listings_of(artifacts: Iterable[Artifact]) -> list[Listing]:
         graphs[unit] = max(listing.graph for listing in mine) + 1
         found += mine
         found += [part for listing in mine if unit is None for part in _parts(listing)]
-    return found
+    return list(_apart(found))
+
+
+def _apart(listings: Iterable[Listing]) -> Iterator[Listing]:
+    """No two with one file name, also where case does not count."""
+    taken: Counter[str] = Counter()
+    for listing in listings:
+        name = listing.file_name.lower()
+        yield replace(listing, variant=taken[name])
+        taken[name] += 1
 
 
 def _of_frame(artifacts: Sequence[Artifact]) -> Iterator[Listing]:

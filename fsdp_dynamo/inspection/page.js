@@ -133,8 +133,9 @@ function drawDiff(left, right) {
     hidden = [];
   };
   const near = nearChanges(rows);
+  const folds = $("fold").checked && rows.some((row) => !row.same);
   rows.forEach((row, at) => {
-    if ($("fold").checked && row.same && !near[at] && rows.some((r) => !r.same)) hidden.push(row);
+    if (folds && row.same && !near[at]) hidden.push(row);
     else { flush(); show(row); }
   });
   flush();

@@ -57,6 +57,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         self.sharding = sharding or Sharding()
         self._random: dict[str, Any] | None = None
         self._numel = 0
+        self._is_ready = False
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -75,14 +76,15 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     # -- the model ---------------------------------------------------------------------------------
 
     def shard(self) -> None:
-        """Shard the model, if it is not yet."""
-        if isinstance(self.model, FSDPModule):
+        """Shard the model, if it is not yet, and see to it that nobody wraps it once more."""
+        if self._is_ready:
             return
+        self._is_ready = True
         sharding = self.sharding
         if self.args.bf16 and sharding.mixed_precision is None:
             low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             sharding = replace(sharding, mixed_precision=low)
-        if hasattr(self.model, "num_parameters"):
+        if hasattr(self.model, "num_parameters") and not isinstance(self.model, FSDPModule):
             self._numel = self.model.num_parameters(exclude_embeddings=True)
         shard(self.model, sharding, self.args.device)
         self.model._is_accelerate_prepared = True  # or it would be wrapped a second time

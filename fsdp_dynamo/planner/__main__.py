@@ -139,7 +139,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def from_module(name: str) -> Build:
-    """The function that ``"package.module:function"`` names; it may return the model alone.
+    """The function that ``"package.module:function"`` names.
 
     Raises:
         FSDPValueError: there is none.

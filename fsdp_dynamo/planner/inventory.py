@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPError, FSDPValueError, explain
 from fsdp_dynamo.tree import tensors_of
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
@@ -51,6 +51,7 @@ class UnitInventory:
     Attributes:
         fqn: ``""`` for the root.
         numel: elements of its parameters.
+        trained_numel: of those that are trained.
         saved_bytes: of activations that its forward saves for the backward.
         input_bytes: of what it is called with: what checkpointing saves instead.
     """
@@ -59,6 +60,12 @@ class UnitInventory:
     numel: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
+    trained_numel: int | None = None
+
+    @property
+    def trained(self) -> int:
+        """Elements that have gradients: all of them, if nothing else is said."""
+        return self.numel if self.trained_numel is None else self.trained_numel
 
 
 @dataclass
@@ -81,6 +88,11 @@ class Inventory:
         return sum(unit.numel for unit in self.units.values())
 
     @property
+    def trained(self) -> int:
+        """Elements of those that are trained."""
+        return sum(unit.trained for unit in self.units.values())
+
+    @property
     def forward_flops(self) -> int:
         """Of all segments."""
         return sum(work.flops for _, work in self.segments)
@@ -98,18 +110,37 @@ def take_inventory(
         fused: pointwise operators are part of their neighbours' kernels, as under a compiler.
 
     Raises:
-        FSDPValueError: no module of such a class; nothing to differentiate comes out.
+        FSDPValueError: no module of such a class; nothing to differentiate comes out; the model
+            does not run on tensors without data.
     """
-    with FakeTensorMode(), torch.device("cpu"):
-        model, kwargs = build()
-        _cast(model, dtype)
-        wrapped = units_of(model, classes)
-        counter = _Counter(model, wrapped, fused)
-        with counter.watching():
-            output = model(**kwargs)
-        with counter.backward():
-            _loss_of(output).backward()  # type: ignore[no-untyped-call]
+    try:
+        with FakeTensorMode(), torch.device("cpu"):
+            model, kwargs = build()
+            _cast(model, dtype)
+            wrapped = units_of(model, classes)
+            counter = _Counter(model, wrapped, fused)
+            with counter.watching():
+                output = model(**{name: _in(dtype, value) for name, value in kwargs.items()})
+            with counter.backward():
+                _loss_of(output).backward()  # type: ignore[no-untyped-call]
+    except FSDPError:
+        raise
+    except Exception as error:  # the user's own code, on tensors without data
+        raise FSDPValueError(
+            explain(
+                expected="a model whose forward and backward run on tensors without data",
+                got=f"{type(error).__name__}: {error}",
+                where="fsdp_dynamo.planner",
+                fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
+            )
+        ) from error
     return Inventory(counter.units, counter.segments, counter.behind)
+
+
+def _in(dtype: torch.dtype, value: Any) -> Any:
+    """Floating-point inputs are cast, as mixed precision does."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -195,7 +226,10 @@ class _Counter(TorchDispatchMode):
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
-                self.units[unit].numel += parameter.numel()
+                mine = self.units[unit]
+                mine.numel += parameter.numel()
+                has_grad = parameter.numel() if parameter.requires_grad else 0
+                mine.trained_numel = (mine.trained_numel or 0) + has_grad
         for child in module.children():
             self._share_out(child, unit)
 

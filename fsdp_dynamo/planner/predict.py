@@ -106,8 +106,8 @@ def predict(
     forward = _forward(inventory, cluster, sharding, setup)
     backward = _backward(inventory, cluster, sharding, setup, checkpointing)
     times = [_scheduled(problem) for problem in (forward, backward)]
-    held = inventory.numel / sharding.ranks
-    touched = held * (4 * setup.master_bytes + 2 * setup.optimizer_bytes)
+    an_element = 4 * setup.master_bytes + 2 * setup.optimizer_bytes  # read, and written
+    touched = inventory.trained / sharding.ranks * an_element
     update_ms = touched / cluster.memory_bytes_per_ms
     return Prediction(
         strategy=strategy,
@@ -165,7 +165,7 @@ def _backward(
         if unit and sharding.reshards and sharding.ranks > 1:
             first = units.index(unit)
             transfers.append(_gather(inventory, cluster, sharding, setup, unit, "backward", first))
-        if sharding.ranks * sharding.replicas > 1:
+        if sharding.ranks * sharding.replicas > 1 and inventory.units[unit].trained:
             transfers.append(
                 _reduction(inventory, cluster, sharding, setup, unit, last, len(units))
             )
@@ -199,7 +199,7 @@ def _reduction(
     end: int,
 ) -> Transfer:
     """Scattered among the ranks of a shard, then summed over its replicas."""
-    num_bytes = inventory.units[unit].numel * setup.reduce_bytes
+    num_bytes = inventory.units[unit].trained * setup.reduce_bytes
     shard = num_bytes / sharding.ranks
     ms = cluster.gather_ms(num_bytes, sharding.ranks)
     ms += cluster.reduce_replicas_ms(shard, sharding.replicas)
@@ -220,21 +220,21 @@ def _memory(
     casts = setup.param_bytes != setup.master_bytes
     fixed = {
         "shards": inventory.numel * setup.master_bytes // sharding.ranks,
-        "optimizer": inventory.numel * setup.optimizer_bytes // sharding.ranks,
+        "optimizer": inventory.trained * setup.optimizer_bytes // sharding.ranks,
         "unsharded": live * setup.param_bytes if sharding.ranks > 1 or casts else 0,
     }
     kept = {u.fqn: u.input_bytes if checkpointing and u.fqn else u.saved_bytes for u in units}
     again = max((u.saved_bytes for u in blocks), default=0) if checkpointing else 0
-    worst = {"gradients": 0, "activations": sum(kept.values())}
+    moments = [(0, sum(kept.values()))]
     done = 0
     for index, unit in enumerate(reversed(blocks)):
-        flying = unit.numel + (blocks[-index].numel if index else root.numel)
-        now = {
-            "gradients": done * setup.master_bytes // sharding.ranks + flying * setup.param_bytes,
-            "activations": sum(kept.values()) + again,
-        }
-        if sum(now.values()) > sum(worst.values()):
-            worst = now
-        done += unit.numel
+        before = blocks[-index].trained if index else 0  # its reduction is under way
+        flying = unit.trained + before + root.trained  # the root's is whole until the end
+        reduced = done * setup.master_bytes // sharding.ranks
+        moments.append((reduced + flying * setup.param_bytes, sum(kept.values()) + again))
+        done += unit.trained
         kept[unit.fqn] = 0
+    moments.append((inventory.trained * setup.master_bytes // sharding.ranks, 0))
+    gradients, activations = max(moments, key=sum)
+    worst = {"gradients": gradients, "activations": activations}
     return {name: int({**fixed, **worst}[name]) for name in CATEGORIES}

@@ -38,7 +38,8 @@ def _head(inventory: Inventory, cluster: Cluster) -> str:
         f"{inventory.numel / 1e6:,.1f} M parameters in {len(inventory.units)} units: the root of "
         f"{inventory.units[''].numel / 1e6:,.1f} M, {len(sizes)} of "
         f"{min(sizes) / 1e6:,.1f} to {max(sizes) / 1e6:,.1f} M\n"
-        f"{cluster.world_size} ranks, {min(cluster.per_node, cluster.world_size)} a node, "
+        f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}, "
+        f"{min(cluster.per_node, cluster.world_size)} a node, "
         f"{size_of(cluster.memory_bytes)} each; forward and backward of a rank: "
         f"{(inventory.forward_flops + inventory.backward.flops) / 1e12:,.2f} TFLOP"
     )
@@ -98,6 +99,8 @@ def _reason(best: Prediction, predictions: Sequence[Prediction], cluster: Cluste
         if hidden
         else (f"{best.exposed_ms / best.step_ms:.0%} of the step waits for the link")
     )
+    if not best.wire_bytes:
+        text = "one rank sends nothing"
     reason = f"the fastest of {len(fits)} that fit: {text}."
     if faster:
         first = min(faster, key=lambda p: p.step_ms)
