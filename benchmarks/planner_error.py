@@ -1,7 +1,7 @@
 """The planner's prediction against a step that was run: time, memory by category, bytes sent.
 
-Rates are those that the ranks measure of themselves before the first compilation; the model, its
-batch and the optimizer are the same. Run it over a real link:
+Rates are those that the ranks measure of themselves before the first compilation, here anew, not
+those of an earlier run; the model, its batch and the optimizer are the same. Run it over a real link:
 
     python benchmarks/link.py --rate 1gbit -- python benchmarks/planner_error.py [--json FILE]
 """
@@ -9,6 +9,7 @@ batch and the optimizer are the same. Run it over a real link:
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -159,6 +160,7 @@ def main() -> None:
     become_ranks(options.world_size)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    os.environ["FSDP_DYNAMO_PLACE"] = f"planner_error {time.time()}"  # nothing is known of it
     with one_line_on_bad_input(), process_group("cpu") as device:
         setting = Setting(decoder(options.decoder), device)
         rows = {s.name: row_of(s, setting, options.rounds, key) for s, key in PEERS.items()}
