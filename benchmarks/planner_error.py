@@ -1,7 +1,7 @@
 """The planner's prediction against a step that was run: time, memory by category, bytes sent.
 
 Rates are those that the ranks measure of themselves before the first compilation, here anew, not
-those of an earlier run; the model, its batch and the optimizer are the same. Run it over a real link:
+those of an earlier run; the model, its batch and the optimizer are the same. Over a real link:
 
     python benchmarks/link.py --rate 1gbit -- python benchmarks/planner_error.py [--json FILE]
 """
