@@ -18,18 +18,19 @@ import torch
 from torch import nn
 
 from fsdp_dynamo.errors import FSDPValueError, explain
-from fsdp_dynamo.flat_parameter import OriginalParameter, join_fqn
+from fsdp_dynamo.flat_parameter import join_fqn
 
 InitFn = Callable[[nn.Module], None]
 
 
 @dataclass
 class _Slot:
-    """One tensor of a module: where it is registered."""
+    """One tensor of a module: where it is registered, and which object it was."""
 
     tensors: dict[str, torch.Tensor | None]
     name: str
     fqn: str
+    owned: torch.Tensor
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -59,10 +60,10 @@ class DeferredInit:
         self._init = init
         self._slots: dict[nn.Module, list[_Slot]] = {}
         for fqn, module in modules:
-            slots = [s for s in _slots_of(fqn, module) if s.tensor is not None and s.tensor.is_meta]
+            slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
             if slots:
                 self._slots[module] = slots
-        self._made: dict[torch.Tensor, torch.Tensor] = {}
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unwritten: dict[str, None] = {}
 
     @property
@@ -92,17 +93,19 @@ class DeferredInit:
                 )
             )
 
-    def run(self, originals: Iterable[OriginalParameter]) -> Iterator[nn.Module]:
+    def run(self) -> Iterator[nn.Module]:
         """Give all modules their values, one after the other; yields each when it has them.
 
+        Parameters and buffers stay the objects that they were: an optimizer that holds them fits.
+
         Raises:
-            FSDPValueError: at the end, listing every tensor that nobody wrote; or what the
+            FSDPValueError: at the end, listing every tensor that nobody wrote; a tensor that
+                something holds weakly, or that the initialisation ties; or what the
                 initialisation raises. The model has its meta tensors again.
         """
-        by_param = {id(original.param): original for original in originals}
         try:
             for module, slots in self._slots.items():
-                self._initialise(module, slots, by_param)
+                self._initialise(module, slots)
                 yield module
             if self._unwritten:
                 raise FSDPValueError(
@@ -115,73 +118,85 @@ class DeferredInit:
                     )
                 )
         except BaseException:
-            self._undo(by_param)
+            self._undo()
             raise
 
     @torch.no_grad()
-    def _initialise(
-        self, module: nn.Module, slots: list[_Slot], by_param: dict[int, OriginalParameter]
-    ) -> None:
-        new = [slot for slot in slots if slot.tensor is not None and slot.tensor.is_meta]
-        tied = [slot.tensor for slot in slots if slot not in new and slot.tensor is not None]
+    def _initialise(self, module: nn.Module, slots: list[_Slot]) -> None:
+        new = [slot for slot in slots if slot.owned.is_meta]
+        tied = [slot.owned for slot in slots if slot not in new]
         kept = [(tensor, tensor.clone()) for tensor in tied]
         for slot in new:
-            self._allocate(slot, by_param)
-        before = {slot.name: _Trace(slot.tensor) for slot in new}
+            if slot.owned.is_meta:  # one module may hold it twice
+                self._take(slot, _without_values(slot.owned, self._device))
+        before = {slot.name: _Trace(slot.owned) for slot in new}
         if self._init is not None:
             self._init(module)
         else:
             module.reset_parameters()  # type: ignore[operator]
+        for slot in slots:
+            self._adopt(slot)
         for tensor, value in kept:  # of a tied parameter, the values of its first holder count
             tensor.copy_(value)
         for slot in new:
-            self._adopt(slot, by_param)
             if not self._values_follow and before[slot.name].is_unwritten(slot.tensor):
                 self._unwritten[slot.fqn] = None
 
-    def _allocate(self, slot: _Slot, by_param: dict[int, OriginalParameter]) -> None:
-        """A tensor with storage in place of one without, at every place that holds it."""
-        old = slot.tensor
-        if old is None or not old.is_meta:
-            return
-        new = self._made.get(old)
-        if new is None:
-            new = torch.empty_like(old, device=self._device)
-            if new.is_floating_point():
-                new.fill_(torch.nan)
-            if isinstance(old, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)
-            self._made[old] = new
-        slot.tensors[slot.name] = new
-        if id(old) in by_param:
-            self._replace(by_param[id(old)], new)
-
-    def _adopt(self, slot: _Slot, by_param: dict[int, OriginalParameter]) -> None:
+    def _adopt(self, slot: _Slot) -> None:
         """An initialisation may register another tensor instead of writing the one it finds."""
-        for old, made in self._made.items():
-            if id(old) not in by_param or slot.tensor is None or made is slot.tensor:
-                continue
-            original = by_param[id(old)]
-            if any(m._parameters is slot.tensors and n == slot.name for m, n, _ in original.sites):
-                self._made[old] = slot.tensor
-                self._replace(original, slot.tensor)
+        given = slot.tensor
+        if given is None or given is slot.owned:
+            return
+        for other in self._all_slots():
+            if given is other.owned:
+                raise FSDPValueError(
+                    explain(
+                        expected="an initialisation that writes or replaces tensors",
+                        got=f"one that ties it to '{other.fqn}'",
+                        where=f"deferred initialisation of '{slot.fqn}'",
+                        fix="Tie parameters before the model is wrapped.",
+                    )
+                )
+        self._take(slot, given)
+        slot.tensors[slot.name] = slot.owned
 
-    @staticmethod
-    def _replace(original: OriginalParameter, new: torch.Tensor) -> None:
-        assert isinstance(new, nn.Parameter)
-        original.param = new
-        for module, name, _ in original.sites:
-            module._parameters[name] = new
+    def _take(self, slot: _Slot, given: torch.Tensor) -> None:
+        """Let a tensor of the module be what ``given`` is, and stay the object that it was.
 
-    def _undo(self, by_param: dict[int, OriginalParameter]) -> None:
-        for old, new in self._made.items():
-            if id(old) in by_param and isinstance(old, nn.Parameter):
-                self._replace(by_param[id(old)], old)
-            for slots in self._slots.values():
-                for slot in slots:
-                    if slot.tensor is new:
-                        slot.tensors[slot.name] = old
+        Optimizers and other modules may hold it.
+        """
+        try:
+            torch.utils.swap_tensors(slot.owned, given)
+        except RuntimeError as error:
+            raise FSDPValueError(
+                explain(
+                    expected="a tensor that only modules and optimizers hold",
+                    got=str(error),
+                    where=f"deferred initialisation of '{slot.fqn}'",
+                    fix="Build the model anew on the meta device, and wrap it before it is used.",
+                )
+            ) from error
+        self._taken.append((slot.owned, given))
+
+    def _undo(self) -> None:
+        for owned, given in reversed(self._taken):
+            torch.utils.swap_tensors(owned, given)
+        for slot in self._all_slots():
+            slot.tensors[slot.name] = slot.owned
+
+    def _all_slots(self) -> Iterator[_Slot]:
+        return (slot for slots in self._slots.values() for slot in slots)
+
+
+def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Floating-point elements are NaN until they are written."""
+    new = torch.empty_like(like, device=device)
+    if new.is_floating_point():
+        new.fill_(torch.nan)
+    if isinstance(like, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=like.requires_grad)
+    new.__dict__.update(like.__dict__)
+    return new
 
 
 class _Trace:
@@ -206,5 +221,6 @@ class _Trace:
 def _slots_of(fqn: str, module: nn.Module) -> Iterator[_Slot]:
     tables: tuple[dict[str, torch.Tensor | None], ...] = (module._parameters, module._buffers)  # type: ignore[assignment]
     for tensors in tables:
-        for name in tensors:
-            yield _Slot(tensors, name, join_fqn(fqn, name))
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield _Slot(tensors, name, join_fqn(fqn, name), tensor)

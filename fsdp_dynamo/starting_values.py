@@ -69,7 +69,7 @@ class Values:
             owner: {module for original in originals for module, _, _ in original.sites}
             for owner, originals in owned.items()
         }
-        steps = self._deferred.run([o for originals in owned.values() for o in originals])
+        steps = self._deferred.run()
         missing = set(self._deferred.modules)
         last = {o: max((position[m] for m in holders[o]), default=-1) for o in owned}
         for owner in sorted(owned, key=last.__getitem__):

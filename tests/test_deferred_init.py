@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -126,6 +127,77 @@ def test_lists_what_nobody_initialised(ranks: RankPool) -> None:
         assert restored
         assert counted
         assert table == [0, 1, 2, 3]
+
+
+def _optimizer_first(rank: int, world_size: int, way: str) -> bool:
+    """Two steps with an optimizer that was made on the meta device, and one made afterwards."""
+    results = []
+    for is_first in (True, False):
+        torch.manual_seed(3)
+        model = _on_meta(num_blocks=1)
+        held = list(model.parameters())
+        wrapped = wrap(model)
+        assert all(a is b for a, b in zip(held, wrapped.parameters(), strict=True))
+        optimizer = torch.optim.AdamW(held if is_first else wrapped.parameters(), lr=0.1)
+        run = in_way(wrapped, way)
+        for step in range(2):
+            loss_of(run, batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(wrapped.state_dict())
+    return all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+def test_an_optimizer_made_before_fits(ranks: RankPool, way: str) -> None:
+    assert all(ranks.run(_optimizer_first, 2, way))
+
+
+def _replaces(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.full(parameter.shape, 2.0)))
+
+
+def _replaced(rank: int, world_size: int) -> tuple[bool, set[float]]:
+    model = _on_meta(num_blocks=1, tied=True)
+    held = list(model.parameters())
+    whole = wrap(model, param_init_fn=_replaces).state_dict()
+    same = all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    return same, {float(x) for value in whole.values() for x in (value.min(), value.max())}
+
+
+def test_an_init_may_register_other_parameters(ranks: RankPool) -> None:
+    assert ranks.run(_replaced, 2) == [(True, {2.0})] * 2
+
+
+def _refused(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    found = []
+    for fault in ("weak", "tie"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        weak = weakref.ref(model[1].weight) if fault == "weak" else None
+
+        def ties(module: nn.Module, fault: str = fault, model: nn.Sequential = model) -> None:
+            module.reset_parameters()  # type: ignore[operator]
+            if fault == "tie" and module is model[1]:
+                model[1].weight = model[0].weight
+
+        before = list(model.parameters())
+        with pytest.raises(FSDPValueError) as error:
+            FSDP(model, param_init_fn=ties)
+        assert weak is None or weak() is model[1].weight
+        same = all(a is b and b.is_meta for a, b in zip(before, model.parameters(), strict=True))
+        found.append((str(error.value), same))
+    return found
+
+
+def test_what_cannot_be_initialised(ranks: RankPool) -> None:
+    for (weak, kept), (tie, kept_too) in ranks.run(_refused, 2):
+        assert "'1.weight'" in weak
+        assert "weakref" in weak
+        assert "ties it to '0.weight'" in tie
+        assert kept
+        assert kept_too
 
 
 def _from_rank_0(rank: int, world_size: int, way: str) -> tuple[float, float]:
