@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -31,3 +32,26 @@ def test_links_of_the_readme() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+_NAMED = re.compile(r"\[(\w+)\]\(\.\./tests/(\w+)\.py\):\s+(test_\w+(?:,\s+test_\w+)*)")
+
+
+def test_features_name_tests_that_exist() -> None:
+    """Every row of the table has a state, and tests unless it is "no"; no row is left out."""
+    text = (ROOT / "docs" / "features.md").read_text()
+    rows = re.findall(r"^\| ([A-Z])(\d+) \| (.+?) \| (.+?) \| (.*)\|$", text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| [A-Z]+\d", text, re.MULTILINE)) > 60
+    last = ("", 0)
+    for letter, digits, _, state, tests in rows:
+        number = int(digits)
+        assert (letter, number) == (letter, last[1] + 1 if letter == last[0] else 1)
+        last = (letter, number)
+        assert re.match(r"\*\*(yes|in part|no)\*\*", state), last
+        assert bool(tests.strip()) or state.startswith("**no**"), last
+        assert _NAMED.sub("", tests).replace("<br>", "").strip() == "", last
+    for name, file, functions in _NAMED.findall(text):
+        body = ast.parse((ROOT / "tests" / f"{file}.py").read_text()).body
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        assert name == file
+        assert set(re.split(r",\s+", functions)) <= defined, file
