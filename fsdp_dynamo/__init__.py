@@ -16,13 +16,15 @@ from fsdp_dynamo.api import (
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from fsdp_dynamo.composable import FSDPModule, fully_shard, replicate
+from fsdp_dynamo.composable import FSDPModule, UnshardHandle, fully_shard, replicate
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -39,7 +41,7 @@ from fsdp_dynamo.flight_recorder import record_flight
 from fsdp_dynamo.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.optim_state_variants import OptimStateKeyType
 from fsdp_dynamo.original_shards import ParameterShard
-from fsdp_dynamo.planning import record_plans
+from fsdp_dynamo.planning import PlanLog, record_plans
 from fsdp_dynamo.rendezvous import set_agreement_timeout
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
@@ -67,14 +69,18 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "OptimStateDictConfig",
     "OptimStateKeyType",
     "ParameterShard",
+    "PlanLog",
     "RankFailedError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "UnsupportedError",
     "__version__",
     "checkpoint",

@@ -45,6 +45,9 @@ class ShardingStrategy(Enum):
       the groups, each of which holds a replica.
     - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
       ``SHARD_GRAD_OP`` inside.
+
+    Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
+    ``SHARD_GRAD_OP`` close to stage 2, with parameters that are sharded between steps.
     """
 
     FULL_SHARD = auto()
@@ -70,6 +73,8 @@ class BackwardPrefetch(Enum):
 
     - ``BACKWARD_PRE``: before the current unit's backward (most overlap).
     - ``BACKWARD_POST``: after the current unit's backward (least memory).
+
+    Source: backward prefetching of FSDP (arXiv:2304.11277).
     """
 
     BACKWARD_PRE = auto()
@@ -81,10 +86,12 @@ class MixedPrecision:
     """Data types of a unit's parameters, reductions and buffers.
 
     Attributes:
-        param_dtype: of the unsharded parameters and so of forward and backward.
+        param_dtype: of the unsharded parameters and so of forward and backward; ``None``: their
+            own. Shards, and so the optimizer's parameters, keep theirs in any case.
         reduce_dtype: of the gradient reduction; ``param_dtype`` if not given.
-        buffer_dtype: of floating-point buffers.
-        keep_low_precision_grads: leave gradients in the reduction's data type.
+        buffer_dtype: of floating-point buffers; ``None``: their own.
+        keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
+            cast to that of the shards.
         cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``.
         cast_root_forward_inputs: the same for the root; wins over the line above there.
         _module_classes_to_ignore: modules of these classes stay in their own data type;
@@ -105,6 +112,9 @@ class CPUOffload:
     """Keep sharded parameters and gradients in (pinned) host memory.
 
     On CPU devices this changes nothing and is accepted.
+
+    Attributes:
+        offload_params: whether to; gradients, and so the optimizer's state, go with them.
     """
 
     offload_params: bool = False
@@ -129,7 +139,7 @@ class StateDictConfig:
     """Options of every form.
 
     Attributes:
-        offload_to_cpu: copies in host memory.
+        offload_to_cpu: tensors of the state dict are in host memory.
     """
 
     offload_to_cpu: bool = False
@@ -140,7 +150,7 @@ class FullStateDictConfig(StateDictConfig):
     """Options of a full state dict.
 
     Attributes:
-        rank0_only: the other ranks get an empty one.
+        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
     """
 
     rank0_only: bool = False
@@ -164,10 +174,10 @@ class OptimStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a full one.
+    """Options of an optimizer's full state dict.
 
     Attributes:
-        rank0_only: the other ranks get an empty one.
+        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
     """
 
     rank0_only: bool = False
@@ -175,17 +185,23 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a sharded one."""
+    """Options of an optimizer's sharded state dict."""
 
 
 @dataclass(frozen=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a local one."""
+    """Options of an optimizer's local state dict."""
 
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """Which form of state dict a module writes, and how."""
+    """Which form of state dict a module writes, and how.
+
+    Attributes:
+        state_dict_type: the form, of the model's and of its optimizer's.
+        state_dict_config: options of the model's, of the class that goes with the form.
+        optim_state_dict_config: options of the optimizer's, likewise.
+    """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = FullStateDictConfig()

@@ -84,3 +84,6 @@ def _first_guard(text: str) -> str:
     if text.lstrip().startswith("["):
         reasons = json.loads(text)
     return re.sub(r"^\d+/\d+: ", "", reasons[0].strip()) if reasons else ""
+
+
+__all__ = ["GraphBreak", "Recompile"]

@@ -4,6 +4,8 @@ A hook is called as ``hook(state, grad)`` where parameters are not sharded, and 
 over ranks in place; else as ``hook(state, grad, output)``, and writes this rank's part of the mean
 of ``grad`` ``(padded_numel,)`` to ``output`` ``(padded_numel / N,)``. It returns when that is done:
 communication in a hook does not overlap.
+
+Source: the names of hooks are those of ``torch.distributed.algorithms._comm_hooks``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fsdp_dynamo import collectives
 from fsdp_dynamo.groups import Groups
 
 CommHook = Callable[..., Any]
+"""``hook(state, grad)`` or ``hook(state, grad, output)``."""
 
 
 class HookState:
@@ -35,27 +38,39 @@ class HookState:
         return self.groups.reduce
 
     def mean(self, grad: torch.Tensor, output: torch.Tensor | None) -> None:
-        """What is done without a hook, and waited for."""
+        """What is done without a hook, and waited for; for the arguments see ``default_hook``."""
         target = grad if output is None else output
         collectives.issue_reduce_mean(target, grad, self.groups.reduce).wait()
 
 
 def default_hook(state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The mean over ranks, in the gradient's dtype."""
+    """The mean over ranks, in the gradient's dtype.
+
+    Args:
+        state: the groups.
+        grad: the unsharded gradient ``(padded_numel,)``; without ``output`` overwritten.
+        output: this rank's part of the mean ``(padded_numel / N,)``; overwritten.
+    """
     state.mean(grad, output)
 
 
 def fp16_compress_hook(
     state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The mean over ranks in float16: half the bytes of float32."""
+    """The mean over ranks in float16: half the bytes of float32.
+
+    For the arguments see ``default_hook``.
+    """
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: HookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """The mean over ranks in bfloat16: half the bytes of float32, and its range."""
+    """The mean over ranks in bfloat16: half the bytes of float32, and its range.
+
+    For the arguments see ``default_hook``.
+    """
     _compressed(torch.bfloat16, state, grad, output)
 
 

@@ -24,7 +24,10 @@ from fsdp_dynamo.unit_module import UnitModule, is_unit
 
 
 class FSDPModule(UnitModule):
-    """What ``fully_shard`` adds to a module's class."""
+    """What ``fully_shard`` adds to a module's class.
+
+    Source: the methods' names are those of ``torch.distributed.fsdp.FSDPModule``.
+    """
 
     _fsdp_entry = "_call_impl"
     _call_impl = UnitModule._fsdp_run
@@ -44,6 +47,10 @@ class FSDPModule(UnitModule):
 
         Args:
             async_op: return at once, with something to wait for.
+
+        Raises:
+            FSDPStateError: a parameter was replaced, moved or frozen after the module became a
+                unit, or ``summon_full_params`` is open.
         """
         self._fsdp_root.recover()
         unit = self._fsdp_unit
@@ -68,6 +75,9 @@ class FSDPModule(UnitModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether the next steps reduce gradients, or sum them unsharded as in ``no_sync()``.
 
+        Args:
+            requires_gradient_sync: reduce them.
+
         Raises:
             FSDPStateError: not on the outermost module, or within a step.
         """
@@ -84,7 +94,7 @@ class FSDPModule(UnitModule):
 
 
 class UnshardHandle:
-    """An unshard that may still be under way."""
+    """An unshard that may still be under way; what ``unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -148,6 +158,9 @@ def fully_shard(
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
+
+    Source: ``torch.distributed.fsdp.fully_shard``, whose ``mesh``, ``reshard_after_forward``,
+    ``mp_policy`` and ``ignored_params`` these are; FSDP (arXiv:2304.11277).
     """
     target = module
     if isinstance(module, torch._dynamo.OptimizedModule):
@@ -191,6 +204,12 @@ def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
     Args:
         module: the module.
         arguments: those of ``fully_shard`` but ``strategy`` and ``reshard_after_forward``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        FSDPError: see ``fully_shard``.
     """
     return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
 

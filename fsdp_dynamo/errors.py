@@ -56,7 +56,7 @@ class CheckpointError(FSDPError):
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """An argument that upstream knows and this version does not support."""
+    """An argument, a model or a call that this version does not support."""
 
 
 def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | None = None) -> str:

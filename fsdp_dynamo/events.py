@@ -58,7 +58,11 @@ class Event:
 
 
 class EventLog(list[Event]):
-    """The ordered list that ``record_events`` yields."""
+    """The list of ``Event`` that ``record_events`` yields, in order of issue.
+
+    Attributes:
+        at_end: called when the recording ends; ``None``: nothing is left to do then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class EventLog(list[Event]):
     def issue(
         self, unit: str, kind: Kind, phase: Phase, num_bytes: int = 0, source: Source = "hook"
     ) -> Event:
-        """Append an event that begins now."""
+        """Append an event that begins now, and return it; for the arguments see ``Event``."""
         event = Event(unit, kind, phase, num_bytes, source, time.perf_counter_ns())
         with self._lock:  # backward hooks of CUDA devices run on autograd's own threads
             self.append(event)
@@ -77,7 +81,7 @@ class EventLog(list[Event]):
     def instant(
         self, unit: str, kind: Kind, phase: Phase, num_bytes: int, source: Source = "hook"
     ) -> None:
-        """Append an event without duration."""
+        """Append an event without duration; for the arguments see ``Event``."""
         event = self.issue(unit, kind, phase, num_bytes, source)
         event.waited_ns = event.issued_ns
 

@@ -25,7 +25,7 @@ from graph_passes.report import report_of
 
 
 class Explanation(Findings):
-    """What ``explain`` returns. ``str()`` of it is ``text()``."""
+    """What ``explain`` returns: ``Findings``, with views of them. ``str()`` of it is ``text()``."""
 
     def text(self, details: bool = False) -> str:
         """Totals, collectives with their reasons, and what to change first.
@@ -39,7 +39,10 @@ class Explanation(Findings):
         return self.text()
 
     def save_picture(self, path: str | Path) -> None:
-        """Draw the step as lanes, simulated above measured; the format follows the suffix.
+        """Draw the step as lanes, simulated above measured.
+
+        Args:
+            path: of the file; the format follows its suffix.
 
         Raises:
             FSDPError: matplotlib is not installed.
@@ -47,7 +50,11 @@ class Explanation(Findings):
         explain_views.save_picture(self, path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace for ``ui.perfetto.dev``: simulated and measured as two processes."""
+        """Write a trace (Chrome's JSON) for ``ui.perfetto.dev``.
+
+        Args:
+            path: of the file; simulated and measured are two processes in it.
+        """
         trace = {"traceEvents": explain_views.trace_events(self), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(trace))
 
@@ -74,6 +81,9 @@ def explain(
             not given.
         options: of the graph path, in place of the compiled model's own.
         kwargs: of the model.
+
+    Returns:
+        What was planned and measured; times in milliseconds, sizes in bytes.
 
     Raises:
         FSDPTypeError: not a module; options on the hooks path.

@@ -40,7 +40,14 @@ class UnitFacts:
 class Measured:
     """One recorded event; milliseconds from the first event of the step.
 
-    ``kind`` is ``"compute"`` or that of a collective, ``num_bytes`` are of the unsharded tensor.
+    Attributes:
+        unit: FQN, ``""`` for the root.
+        kind: ``"compute"``, or that of the collective.
+        phase: ``"forward"`` or ``"backward"``.
+        num_bytes: of the unsharded tensor; 0 for compute.
+        issued_ms: when it was issued or began.
+        done_ms: when it was known to be complete.
+        exposed_ms: how long the rank was blocked for it.
     """
 
     unit: str
@@ -118,21 +125,25 @@ class Findings:
 
     @property
     def measured_ms(self) -> float:
-        """From the first event to the end of the last."""
+        """Milliseconds from the first event to the end of the last."""
         return max((event.done_ms for event in self.measured), default=0.0)
 
     @property
     def measured_exposed_ms(self) -> float:
-        """For how long nothing was computed because of a collective."""
+        """For how many milliseconds nothing was computed because of a collective."""
         return sum(event.exposed_ms for event in self.measured if event.is_collective)
 
     @property
     def simulated_ms(self) -> float:
-        """Of all graphs, one after the other."""
+        """Simulated milliseconds of all graphs, one after the other."""
         return sum(graph.simulated_ms for graph in self.graphs)
 
     def pairs(self) -> Iterator[tuple[GraphReport, TransferReport, Measured | None]]:
-        """Every planned collective, and the event that is the same one."""
+        """Every planned collective, and the event that is the same one.
+
+        Yields:
+            The graph, the collective, and the event; ``None`` for one that was not recorded.
+        """
         left: dict[tuple[str, str, str], list[Measured]] = {}
         for event in self.measured:
             left.setdefault((event.phase, event.kind, event.unit), []).append(event)
@@ -165,3 +176,6 @@ def _measured(event: Event, start: int) -> Measured:
         done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
         exposed_ms=event.exposed_ns / 1e6,
     )
+
+
+__all__ = ["Findings", "Measured", "UnitFacts"]

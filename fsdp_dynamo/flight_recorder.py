@@ -106,6 +106,9 @@ def record_flight(folder: str | Path) -> None:
     It fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
     removed. Handlers of exceptions and of SIGTERM that are there keep their part.
 
+    Args:
+        folder: made when the first record is written.
+
     Raises:
         FSDPStateError: there is no process group, or another thread than the main one calls it.
     """

@@ -23,13 +23,18 @@ _SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unsha
 class GraphOptions:
     """What may stand in ``options``; everything has a default.
 
+    They are checked when the first graph is compiled; so is whether a graph keeps the budget
+    (``graph_passes.limits.BudgetError``) and fits the plan (``graph_passes.plan.PlanError``).
+
     Attributes:
         plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.
         memory_budget_bytes: what a graph may have alive; ``None``: what it needs without any
             prefetch, and twice the largest unit's unsharded flat parameter.
         max_in_flight: gathers ahead of their use, and reductions not waited for, at most.
-        link: ``"measured"``, or ``{"latency_ms": ..., "bytes_per_ms": ...}``.
-        device: ``"measured"``, or ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
+        link: ``"measured"`` (the default), a ``Link``, or a dict of its fields
+            ``{"latency_ms": ..., "bytes_per_ms": ...}``.
+        device: ``"measured"`` (the default), a ``Device``, or a dict of its fields
+            ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
         prefetch, sink_waits, bucket: whether to take these decisions.
         grad_buffer: whether gradients are written into the flat gradient, not concatenated.
         selective_unshard: whether a memory budget may be used to keep units unsharded between
@@ -55,6 +60,9 @@ class GraphOptions:
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> GraphOptions:
         """Check what the user gave.
+
+        Args:
+            options: as given to ``torch.compile``.
 
         Raises:
             FSDPTypeError: a key that is not known, or a value of the wrong type.
@@ -137,3 +145,6 @@ def _passes(value: Any) -> tuple[Callable[[fx.Graph], None], ...]:
     if not isinstance(value, Sequence) or not all(callable(item) for item in value):
         raise _wrong(FSDPTypeError, "passes", "a list of callables", repr(value))
     return tuple(value)
+
+
+__all__ = ["GraphOptions"]

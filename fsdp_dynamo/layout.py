@@ -35,10 +35,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
+        """Where it ends in the flat parameter, in elements."""
         return self.offset + self.numel
 
 
@@ -75,6 +77,7 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
+        """Elements of a shard."""
         return self.padded_numel // self.world_size
 
     @cached_property

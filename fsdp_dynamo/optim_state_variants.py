@@ -21,7 +21,11 @@ Given = Mapping[str, Any]
 
 
 class OptimStateKeyType(Enum):
-    """What stands for a parameter in an optimizer state dict."""
+    """What stands for a parameter in an optimizer state dict.
+
+    - ``PARAM_NAME``: its plain FQN.
+    - ``PARAM_ID``: its number in the optimizer, as in ``optim.state_dict()``.
+    """
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -46,6 +50,9 @@ class OptimStateVariants(nn.Module):
             optim_input: accepted; nothing depends on it here.
             rank0_only: whether the other ranks get an empty one.
             group: accepted; nothing depends on it here.
+
+        Returns:
+            By plain FQN; see ``optim_state_dict``.
         """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         with StateDictMethods.state_dict_type(model, _FULL, None, config):
@@ -55,7 +62,16 @@ class OptimStateVariants(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: object = None
     ) -> dict[str, Any]:
-        """This rank's parts, for torch.distributed.checkpoint."""
+        """This rank's parts, for torch.distributed.checkpoint.
+
+        Args:
+            model: the outermost unit.
+            optim: made of its parameters.
+            group: accepted; nothing depends on it here.
+
+        Returns:
+            By plain FQN; see ``optim_state_dict``.
+        """
         with StateDictMethods.state_dict_type(model, _SHARDED):
             return StateDictMethods.optim_state_dict(model, optim)
 
@@ -66,7 +82,17 @@ class OptimStateVariants(nn.Module):
         optim_input: object = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """From whole states, which every rank has, to what ``optim.load_state_dict`` takes."""
+        """From whole states, which every rank has, to what ``optim.load_state_dict`` takes.
+
+        Args:
+            full_optim_state_dict: by plain FQN.
+            model: the outermost unit.
+            optim_input: accepted; nothing depends on it here.
+            optim: made of the model's parameters; needed.
+
+        Raises:
+            FSDPValueError: no ``optim``; else see ``optim_state_dict_to_load``.
+        """
         with StateDictMethods.state_dict_type(model, _FULL):
             return StateDictMethods.optim_state_dict_to_load(
                 model, _needed(optim), full_optim_state_dict
@@ -76,7 +102,16 @@ class OptimStateVariants(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: Given, model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """From this rank's parts to what ``optim.load_state_dict`` takes."""
+        """From this rank's parts to what ``optim.load_state_dict`` takes.
+
+        Args:
+            sharded_optim_state_dict: by plain FQN.
+            model: the outermost unit.
+            optim: made of its parameters.
+
+        Raises:
+            FSDPValueError: see ``optim_state_dict_to_load``.
+        """
         with StateDictMethods.state_dict_type(model, _SHARDED):
             return StateDictMethods.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
@@ -90,7 +125,17 @@ class OptimStateVariants(nn.Module):
     ) -> dict[str, Any]:
         """From whole states, which rank 0 alone has, to what ``optim.load_state_dict`` takes.
 
-        Every rank must call it; the others pass ``None``.
+        Every rank must call it.
+
+        Args:
+            full_optim_state_dict: by plain FQN; what other ranks than the first pass is ignored.
+            model: the outermost unit.
+            optim_input: accepted; nothing depends on it here.
+            optim: made of the model's parameters; needed.
+            group: whose first rank has the states; the default group if not given.
+
+        Raises:
+            FSDPValueError: no ``optim``; else see ``optim_state_dict_to_load``.
         """
         given = from_first(full_optim_state_dict, group)
         return OptimStateVariants.shard_full_optim_state_dict(given, model, None, optim)
@@ -108,6 +153,10 @@ class OptimStateVariants(nn.Module):
         So a plain optimizer loads what a sharded one has saved: by number, as its own.
 
         Args:
+            optim_state_dict: whole states, by plain FQN or by number.
+            optim_state_key_type: what the result is to have.
+            model: whose parameters they are.
+            optim_input: accepted; nothing depends on it here.
             optim: the optimizer of ``model`` whose numbers are meant; by default, numbers are
                 those of an optimizer of ``model.parameters()``.
 

@@ -36,7 +36,7 @@ _measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakK
 
 
 class PlanLog(list[Planned]):
-    """What was decided for every graph that was compiled while the log was open.
+    """What was decided for every graph that was compiled while the log was open, as ``Planned``.
 
     Attributes:
         kept: units that stay unsharded between forward and backward.
@@ -47,7 +47,7 @@ class PlanLog(list[Planned]):
         self.kept: list[str] = []
 
     def plan(self) -> Plan:
-        """All decisions as one plan."""
+        """All decisions as one plan, to be saved and given back in ``options``."""
         inputs = {"options": sorted({repr(planned.options) for planned in self})}
         return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
 
@@ -57,7 +57,11 @@ _log: PlanLog | None = None
 
 @contextmanager
 def record_plans() -> Iterator[PlanLog]:
-    """Keep what is decided for graphs that are compiled in the context; compile caches are off."""
+    """Keep what is decided for graphs that are compiled in the context; compile caches are off.
+
+    Yields:
+        The log, which grows as graphs are compiled. It can be read after the context has closed.
+    """
     global _log
     before, _log = _log, PlanLog()
     try:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 class Work(Protocol):
     """Something in flight."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Wait until it is complete."""
 
 
 def _others(group: dist.ProcessGroup) -> Iterator[int]:

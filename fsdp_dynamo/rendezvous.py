@@ -35,7 +35,10 @@ def set_agreement_timeout(seconds: float) -> None:
     """How long a rank waits for others that do not compile (default 10 s).
 
     It waits before it first runs a new graph, and where one rank decides for all. The time in
-    which a rank of the group compiles does not count.
+    which a rank of the group compiles does not count, up to the process group's own timeout.
+
+    Args:
+        seconds: more than 0.
 
     Raises:
         FSDPValueError: not a number above 0.

@@ -36,6 +36,12 @@ class StateDictMethods(nn.Module):
     ) -> StateDictSettings:
         """Choose the form in which all units in ``module`` write their state dicts.
 
+        Args:
+            module: units, or a module that has them.
+            state_dict_type: the form.
+            state_dict_config: its options, of the class of that form; ``None``: their defaults.
+            optim_state_dict_config: the same, for optimizers.
+
         Returns:
             What was chosen before.
 
@@ -51,7 +57,11 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form in which the units in ``module`` write their state dicts."""
+        """The form in which the units in ``module`` write their state dicts.
+
+        Raises:
+            FSDPStateError: units in ``module`` have different settings, or it has none.
+        """
         found = {unit.state_dict_settings for unit in units_in(module)}
         if len(found) == 1:
             return found.pop()
@@ -72,7 +82,14 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` while open."""
+        """``set_state_dict_type`` while open, with the same arguments and errors.
+
+        Args:
+            module: units, or a module that has them.
+            state_dict_type: the form.
+            state_dict_config: its options.
+            optim_state_dict_config: its options for optimizers.
+        """
         before = StateDictMethods.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -103,6 +120,8 @@ class StateDictMethods(nn.Module):
         Raises:
             DivergenceError: ranks have states of different parameters, or one that is not as
                 large as its parameter and not the same on all ranks.
+            FSDPValueError: the optimizer has a parameter that the model has not, or ``model`` is a
+                part of a unit.
         """
         settings = StateDictMethods.get_state_dict_type(model)
         named = optim_state.named_places(model, units_in(model))
@@ -115,6 +134,14 @@ class StateDictMethods(nn.Module):
     ) -> dict[str, Any]:
         """From ``optim_state_dict`` of any sharding (full), or of this one, to what
         ``optim.load_state_dict`` takes; no communication.
+
+        Args:
+            model: units, or a module that has them.
+            optim: an optimizer of parameters of ``model``.
+            optim_state_dict: in the form of the model's ``state_dict_type``.
+
+        Returns:
+            ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
 
         Raises:
             FSDPValueError: an FQN that the model does not have, a tensor of another shape, or

@@ -190,7 +190,13 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As in ``nn.Module``, with plain FQNs; a wrapper and its module share one."""
+        """As in ``nn.Module``, with plain FQNs; a wrapper and its module share one.
+
+        Args:
+            memo: as in ``nn.Module``.
+            prefix: as in ``nn.Module``.
+            remove_duplicate: as in ``nn.Module``.
+        """
         self._fsdp_root.recover()
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield build.plain_fqn(name), module

@@ -47,6 +47,9 @@ class UserMethods(nn.Module):
 
         Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
         sharded form at the cost of one reduction a backward.
+
+        Raises:
+            FSDPStateError: entered within a step.
         """
         with self._fsdp_root.no_sync():
             yield
@@ -54,8 +57,13 @@ class UserMethods(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; every rank must call it.
 
+        Args:
+            max_norm: the bound.
+            norm_type: p of the p-norm; ``inf``: the largest absolute value.
+
         Returns:
-            The norm before clipping, a scalar equal on all ranks.
+            The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all
+            ranks.
         """
         managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
@@ -107,7 +115,8 @@ class UserMethods(nn.Module):
         """Let a method of the module run with this unit's parameters unsharded, like its forward.
 
         For methods that call the module's own ``forward``, such as ``generate()``. Nested units
-        are unsharded when they are called. The method runs eagerly.
+        are unsharded when they are called. The method runs eagerly. (Upstream's
+        ``register_fsdp_forward_method``.)
 
         Raises:
             FSDPValueError: the module has no such method.
@@ -159,13 +168,15 @@ class UserMethods(nn.Module):
             module: a wrapper, or a module with wrappers below.
             recurse: all units in ``module``; else only its own, if it is a wrapper.
             writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
-            rank0_only: whole values on rank 0 only; with ``writeback`` its changes go to all.
+            rank0_only: whole values on rank 0 only, parts on the others; with ``writeback`` rank
+                0's changes go to all.
             offload_to_cpu: whole values in host memory.
             with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
                 ``None`` inside.
 
         Raises:
             FSDPStateError: a unit is in its forward or backward.
+            UnsupportedError: tensor parallelism has split a parameter too.
         """
         wrappers = [m for _, m in build.raw_named_modules(module) if isinstance(m, UserMethods)]
         chosen = [w for w in wrappers if recurse or w is module]
@@ -184,7 +195,11 @@ class UserMethods(nn.Module):
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """By plain FQN, the global shape of each original parameter and the range of it, flattened,
-        that this rank holds; tied parameters once."""
+        that this rank holds; tied parameters once.
+
+        Raises:
+            UnsupportedError: tensor parallelism has split a parameter too.
+        """
         return shards_of(self._fsdp_root.units)
 
     def update_whole(
@@ -198,18 +213,22 @@ class UserMethods(nn.Module):
         Args:
             parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
                 a momentum, or the parameter itself.
-            update: called as ``update(fqn, whole)``; returns a tensor of the same shape.
+            update: called as ``update(fqn, whole)``, ``whole`` in the parameter's shape, on one
+                rank (on all where the parameter is not sharded); returns a tensor of that shape.
 
         Returns:
-            This rank's part of what ``update`` returned, by FQN.
+            By FQN, this rank's part of what ``update`` returned, in the shape of ``parts``.
 
         Raises:
             FSDPValueError: an unknown name, a part or a result of another size.
+            UnsupportedError: tensor parallelism has split one of these parameters too.
         """
         return update_whole(self._fsdp_root.units, parts, update)
 
     def flat_parameter_of(self, fqn: str) -> FlatParameter:
         """The flat parameter that holds the parameter with this plain FQN.
+
+        Of its tensors ``sharded``, this rank's ``(padded_numel / N,)``, is always there.
 
         Raises:
             FSDPValueError: if no unit holds a parameter of that name.

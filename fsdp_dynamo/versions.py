@@ -12,7 +12,8 @@ import warnings
 
 import torch
 
-__version__ = "0.1.0"  # pyproject.toml reads it from here, and CHANGELOG.md says what is in it
+__version__ = "0.1.0"
+"""``pyproject.toml`` reads it from here, and ``CHANGELOG.md`` says what is in it."""
 
 OLDEST = (2, 13)
 NEWEST = (2, 13)

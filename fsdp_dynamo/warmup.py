@@ -17,6 +17,7 @@ from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.untouched import forget_gradients, nothing_changes
 
 Step = Callable[[Any, Any], torch.Tensor]
+"""Called with the model and a batch; returns the loss, a scalar."""
 
 
 def warmup(
@@ -42,7 +43,8 @@ def warmup(
         max_recompiles: for ``limit_recompiles``, once all is done.
 
     Raises:
-        FSDPValueError: no module of ``model`` is a unit.
+        FSDPValueError: no module of ``model`` is a unit; without ``step``, no output depends on a
+            parameter.
         DivergenceError: ranks give different numbers of batches, or one does not come.
     """
     given = list(batches)
@@ -97,6 +99,9 @@ def limit_recompiles(count: int | None) -> None:
     is compiled for the first time does not count. ``None`` ends the limit; so does
     ``torch._dynamo.reset()`` where it is above 0.
 
+    Args:
+        count: 0 or more, or ``None``.
+
     Raises:
         FSDPValueError: a number below 0.
     """
@@ -128,3 +133,6 @@ def _count(args: CallbackArgs) -> None:
     _left -= 1
     if _left == 0:
         torch._dynamo.config.error_on_recompile = True
+
+
+__all__ = ["Step", "limit_recompiles", "warmup"]

@@ -2,6 +2,8 @@
 
 Two forms are understood: objects of ``WrapPolicy`` (and upstream's of the same interface), and
 callables ``policy(module=, recurse=, nonwrapped_numel=) -> bool`` as upstream has them.
+
+Source: the names are those of ``torch.distributed.fsdp.wrap``.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ Targets = dict[nn.Module, dict[str, Any]]
 """Modules to wrap, each with the constructor arguments that differ from the root's."""
 
 CallablePolicy = Callable[..., bool]
+"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``, by name. With ``recurse=True`` it
+says whether to look into the module (``nonwrapped_numel``: all elements of its parameters), then,
+innermost modules first, with ``recurse=False`` whether to wrap it (those in no unit below it)."""
 
 
 class WrapPolicy(ABC):
-    """Base class of policies."""
+    """Base class of policies, for one of your own."""
 
     @abstractmethod
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
@@ -31,11 +36,22 @@ class WrapPolicy(ABC):
         Args:
             root: the module being wrapped; wrapped anyway, so it need not be returned.
             ignored: modules that must not be wrapped.
+
+        Returns:
+            The modules, each with the constructor arguments of its own.
         """
 
 
 class ModuleWrapPolicy(WrapPolicy):
-    """Wrap every module of the given classes."""
+    """Wrap every module of the given classes, and of classes derived from them.
+
+    Args:
+        module_classes: the classes, for example ``{Block}``.
+
+    Raises:
+        FSDPTypeError: something else than a class of modules. While a model is wrapped,
+            ``FSDPValueError``: it has no such module.
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         classes = tuple(module_classes)
@@ -52,6 +68,11 @@ class ModuleWrapPolicy(WrapPolicy):
         self.module_classes = classes
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+        """The modules of the classes.
+
+        Raises:
+            FSDPValueError: there is none.
+        """
         found: Targets = {
             module: {}
             for module in root.modules()
@@ -62,12 +83,24 @@ class ModuleWrapPolicy(WrapPolicy):
 
 
 class CustomPolicy(WrapPolicy):
-    """Wrap where ``lambda_fn(module)`` is true; a dict adds constructor arguments."""
+    """Wrap where a function says so.
+
+    Args:
+        lambda_fn: called with each module; returns ``True``, ``False``, or, to wrap it, a dict of
+            constructor arguments of its own: ``sharding_strategy``, ``mixed_precision``,
+            ``backward_prefetch``, ``forward_prefetch``.
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+        """The modules for which the function says so.
+
+        Raises:
+            FSDPTypeError: it returned something else.
+            FSDPValueError: there is none.
+        """
         found: Targets = {}
         for module in root.modules():
             if module in ignored:
@@ -105,7 +138,13 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
 
 
 def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Wrap every module."""
+    """Wrap every module.
+
+    Args:
+        module: see ``CallablePolicy``.
+        recurse: see ``CallablePolicy``.
+        nonwrapped_numel: see ``CallablePolicy``.
+    """
     return True
 
 
@@ -115,7 +154,14 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
-    """Wrap modules of the layer classes (``ModuleWrapPolicy`` as a callable)."""
+    """Wrap modules of some classes (``ModuleWrapPolicy`` as a callable).
+
+    Args:
+        module: see ``CallablePolicy``.
+        recurse: see ``CallablePolicy``.
+        nonwrapped_numel: see ``CallablePolicy``.
+        transformer_layer_cls: the classes; give them by ``functools.partial``.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -125,7 +171,14 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Wrap where ``lambda_fn(module)`` is true."""
+    """Wrap where a function says so (``CustomPolicy`` as a callable).
+
+    Args:
+        module: see ``CallablePolicy``.
+        recurse: see ``CallablePolicy``.
+        nonwrapped_numel: see ``CallablePolicy``.
+        lambda_fn: called with each module; give it by ``functools.partial``.
+    """
     return recurse or lambda_fn(module)
 
 
@@ -137,10 +190,15 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
     exclude_wrap_modules: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
 ) -> bool:
-    """Wrap modules whose not yet wrapped parameters have at least ``min_num_params`` elements.
+    """Wrap modules whose not yet wrapped parameters have at least so many elements.
 
-    Modules of ``force_leaf_modules`` are never looked into, those of ``exclude_wrap_modules``
-    never wrapped.
+    Args:
+        module: see ``CallablePolicy``.
+        recurse: see ``CallablePolicy``.
+        nonwrapped_numel: see ``CallablePolicy``.
+        min_num_params: elements.
+        force_leaf_modules: modules of these classes are never looked into.
+        exclude_wrap_modules: modules of these classes are never wrapped.
     """
     big = nonwrapped_numel >= min_num_params
     if recurse:
@@ -221,3 +279,16 @@ def _run_callable(
             below = child_numel
         wrapped_numel += below
     return wrapped_numel
+
+
+__all__ = [
+    "CallablePolicy",
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Targets",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]

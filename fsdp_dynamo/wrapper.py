@@ -45,7 +45,8 @@ class FullyShardedDataParallel(UnitModule):
         sync_module_states: broadcast rank 0's parameters and buffers first.
         forward_prefetch: issue the next unit's all-gather before the current unit's forward.
             ``None`` (default): on CPU only, whose host does not run ahead of the device.
-        limit_all_gathers: accepted; at most one unit is gathered ahead in any case.
+        limit_all_gathers: accepted; at most one unit is gathered ahead in any case (on the graph
+            path: ``max_in_flight`` of ``GraphOptions``).
         use_orig_params: ``False`` is accepted in eager and refused under compile.
         device_mesh: a mesh in place of ``process_group``: 1-D, or with a hybrid strategy 2-D
             (replicas, shards).
@@ -56,6 +57,9 @@ class FullyShardedDataParallel(UnitModule):
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
             expected, what came, where, and what to do.
+
+    Source: FSDP (arXiv:2304.11277) and ZeRO (arXiv:1910.02054); names and arguments are those of
+    ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
 
     def __init__(

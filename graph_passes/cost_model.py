@@ -33,7 +33,7 @@ class Link:
 
     Attributes:
         latency_ms: what a collective needs besides its bytes, 0 or more.
-        bytes_per_ms: in each direction, more than 0.
+        bytes_per_ms: that a rank sends in a millisecond while it receives, more than 0.
         name: groups whose links have one name share it; "": the group has a link of its own.
 
     Raises:
@@ -140,3 +140,6 @@ def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
+
+
+__all__ = ["CostModel", "Device", "Link", "num_flops", "wire_bytes"]

@@ -67,7 +67,11 @@ def is_backward_region(node: fx.Node) -> bool:
 
 
 def wait_of(node: fx.Node) -> fx.Node:
-    """The one wait of a collective; raises ``ValueError`` if it has none or several."""
+    """The one wait of a collective.
+
+    Raises:
+        ValueError: it has none, or several.
+    """
     waits = [user for user in node.users if is_wait(user)]
     if len(waits) != 1:
         raise ValueError(f"collective {node.name}: expected one wait, got {len(waits)}")
@@ -159,3 +163,27 @@ def is_compute(node: fx.Node) -> bool:
     if name.startswith(_C10D):
         return not is_collective(node) and not is_wait(node)
     return bool(name) and name not in _NO_COMPUTE
+
+
+__all__ = [
+    "body_of",
+    "collectives",
+    "group_of",
+    "hint",
+    "is_alias",
+    "is_backward",
+    "is_backward_region",
+    "is_collective",
+    "is_compute",
+    "is_marked",
+    "is_region",
+    "is_view",
+    "is_wait",
+    "mutates",
+    "num_bytes",
+    "op_name",
+    "order_index",
+    "payload_bytes",
+    "wait_of",
+    "world_size_of",
+]

@@ -52,7 +52,7 @@ class Limits:
             )
 
     def resolved(self, problem: Problem) -> Limits:
-        """With the budget of a problem filled in.
+        """These limits with the budget of a problem filled in.
 
         Raises:
             BudgetError: the unscheduled graph does not keep the budget.
@@ -113,3 +113,6 @@ class Room:
         for step in range(gap, transfer.need):
             self._free[step] -= transfer.held_bytes
             self._places[step] -= 1
+
+
+__all__ = ["BudgetError", "Limits"]

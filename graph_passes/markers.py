@@ -12,13 +12,16 @@ from typing import Literal
 import torch.fx
 
 COLLECTIVE = "fsdp_collective"
+"""Key in ``node.meta["custom"]``: an encoded ``Mark``, on a collective and its wait."""
 UNIT = "fsdp_unit"
+"""FQN of the unit that a node belongs to."""
 BODY = "fsdp_body"
 """``"1"`` on what a unit's module computes with its parameter views, those included."""
 VIEWS = "fsdp_views"
 """On the cutting of an unsharded flat parameter into its parameter views."""
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+"""What a collective does."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Mark:
         kind: what it does.
         direction: the pass in which it was traced. (An all-gather that is recomputed for the
             backward keeps its mark; the graph it is in says the rest.)
-        ordinal: which flat parameter of the unit.
+        ordinal: which flat parameter of the unit, from 0.
         reshards: for an all-gather, whether the unit is resharded after its forward.
     """
 
@@ -46,7 +49,11 @@ class Mark:
 
     @staticmethod
     def decode(text: str) -> Mark:
-        """Back from ``encode``; raises ``ValueError`` for anything else."""
+        """Back from ``encode``.
+
+        Raises:
+            ValueError: anything else.
+        """
         kind, direction, ordinal, reshards, unit = text.split("|", 4)
         if kind not in ("all_gather", "reduce_scatter", "all_reduce"):
             raise ValueError(f"mark: expected a collective's kind, got '{kind}' in '{text}'")
@@ -56,14 +63,15 @@ class Mark:
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:
-    """The mark of a collective node (or of its wait), if it has one."""
+    """The mark of a collective node (or of its wait); ``None``: it has none."""
     custom = node.meta.get("custom") or {}
     text = custom.get(COLLECTIVE)
     return None if text is None else Mark.decode(text)
 
 
 def unit_of(node: torch.fx.Node) -> str | None:
-    """FQN of the unit whose module's forward made the node (or whose backward follows it)."""
+    """FQN of the unit whose module's forward made the node (or whose backward follows it);
+    ``None``: of none."""
     custom = node.meta.get("custom") or {}
     unit = custom.get(UNIT)
     return None if unit is None else str(unit)
@@ -83,11 +91,32 @@ _LAUNCH = "fsdp_launch"
 
 
 def set_launch(node: torch.fx.Node, launch: int | None) -> None:
-    """Say that a collective is launched together with all others of this number."""
+    """Say that a collective is launched together with all others of this number.
+
+    Args:
+        node: the collective.
+        launch: the number; ``None``: it is launched alone.
+    """
     node.meta[_LAUNCH] = launch
 
 
 def launch_of(node: torch.fx.Node) -> int | None:
-    """The launch that a collective shares with others, if it does."""
+    """The launch that a collective shares with others; ``None``: it is launched alone."""
     launch: int | None = node.meta.get(_LAUNCH)
     return launch
+
+
+__all__ = [
+    "BODY",
+    "COLLECTIVE",
+    "UNIT",
+    "VIEWS",
+    "CollectiveKind",
+    "Mark",
+    "cuts_views",
+    "is_body",
+    "launch_of",
+    "mark_of",
+    "set_launch",
+    "unit_of",
+]

@@ -25,6 +25,7 @@ from graph_passes.sink_views import sink_views
 from graph_passes.spec import inventory, verify_graph
 
 GraphPass = Callable[[fx.Graph], None]
+"""Changes a graph in place."""
 
 
 VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
@@ -45,6 +46,9 @@ def default_passes(
             compiler does away with views by itself.
         more: a user's own, which run before the collectives are placed.
         with_grad_buffer: whether gradients are written into the flat gradient.
+
+    Returns:
+        The passes, in order; the planner last.
     """
     views: tuple[GraphPass, ...] = VIEW_PASSES if node_by_node else ()
     buffers: tuple[GraphPass, ...] = (grad_buffer,)
@@ -72,7 +76,16 @@ class Pipeline:
     observe: Callable[[fx.Graph, str], None] = _look_away
 
     def run(self, graph: fx.Graph) -> None:
-        """Run all passes; raises ``SpecError`` at the first that breaks the spec."""
+        """Run all passes.
+
+        Args:
+            graph: partitioned: a forward or a backward; changed in place.
+
+        Raises:
+            SpecError: the graph, or what the first pass that is wrong made of it, breaks the spec.
+            BudgetError: see ``Planner``.
+            PlanError: see ``Planner``.
+        """
         verify_graph(graph, "partition")
         before = inventory(graph)
         self.observe(graph, "partition")
@@ -101,3 +114,6 @@ def pass_name(pass_: GraphPass) -> str:
     """How a pass is called in messages."""
     function = getattr(pass_, "func", pass_)  # of a partial
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+__all__ = ["VIEW_PASSES", "GraphPass", "Pipeline", "default_passes", "pass_name"]

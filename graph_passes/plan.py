@@ -26,6 +26,7 @@ from graph_passes.problem import Dissection, Problem, Transfer
 from graph_passes.simulate import Placement, Schedule
 
 VERSION = 1
+"""Of the format that ``Plan.to_json`` writes, the only one that ``Plan.from_json`` reads."""
 
 
 class PlanError(ValueError):
@@ -34,7 +35,16 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """One collective's place. ``unit``, ``kind`` and ``ordinal`` are those of its mark."""
+    """One collective's place.
+
+    Attributes:
+        unit: of its mark.
+        kind: of its mark.
+        ordinal: of its mark.
+        issue: gap between steps of compute in which it is issued, from 0.
+        wait: gap in which it is waited for.
+        launch: collectives of a graph with the same number are launched together.
+    """
 
     unit: str
     kind: str
@@ -51,7 +61,14 @@ class PlannedTransfer:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """All places in one graph."""
+    """All places in one graph.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"``.
+        digest: of the graph: a plan is applied to the graph that it was made for only.
+        num_steps: of compute in it.
+        transfers: in order of issue.
+    """
 
     phase: str
     digest: str
@@ -61,7 +78,13 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for the graphs of a compiled model."""
+    """Decisions for the graphs of a compiled model.
+
+    Attributes:
+        inputs: what they follow from; for the reader.
+        kept: FQNs of units that stay unsharded between forward and backward.
+        graphs: places of collectives.
+    """
 
     inputs: Mapping[str, Any]
     kept: tuple[str, ...]
@@ -92,12 +115,17 @@ class Plan:
             raise PlanError(f"plan: expected the fields of version {VERSION}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file."""
+        """Write it to a file, as ``to_json``."""
         Path(path).write_text(self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read it from a file. Raises ``PlanError`` or ``OSError``."""
+        """Read it from a file.
+
+        Raises:
+            PlanError: not a plan of this version.
+            OSError: the file cannot be read.
+        """
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -248,3 +276,6 @@ def _check_gaps(planned: PlannedTransfer, problem: Problem, index: int) -> None:
             f"wait <= {transfer.need} (its result is used), got issue {planned.issue} and wait "
             f"{planned.wait}: the graph would be cyclic. Correct the two numbers."
         )
+
+
+__all__ = ["VERSION", "GraphPlan", "Plan", "PlanError", "PlannedTransfer"]

@@ -1,11 +1,11 @@
 """Planner: the pass that places all collectives of a graph, from a cost model or from a plan.
 
-Before, in whatever order tracing left::
+Before, in whatever order tracing left:
 
     ag(0) wait(0) compute(0) ag(1) wait(1) compute(1) ...
     rs(1) wait(1) compute(0) rs(0) wait(0)
 
-After::
+After:
 
     ag(0) ag(1) wait(0) compute(0) ag(2) wait(1) compute(1) ...
     rs(1) compute(0) wait(1) rs(0) wait(0)
@@ -59,8 +59,8 @@ class Planner:
     """A graph pass with options.
 
     Args:
-        options: cost model, limits, and which decisions to take.
-        live_bytes_of: bytes alive at every node of a graph; none: they are not limited.
+        options: cost model, limits, and which decisions to take; by default ``Options()``.
+        live_bytes_of: bytes alive at every node of a graph; ``None``: they are not limited.
         plan: places to take instead of deciding; graphs that it does not know are an error.
         observe: called with what was done to each graph.
     """

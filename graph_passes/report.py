@@ -32,7 +32,11 @@ class TransferReport:
         exposed_ms: for how long nothing is computed because of it.
         moved_steps: steps of compute between where it is and where it was unscheduled.
         moved_across: the units of these steps.
-        reason: why it did not move further; see ``Why``, also for the rest.
+        reason: why it did not move further: ``"hidden"``, ``"dependency"``, ``"memory"``,
+            ``"in flight"``, ``"order"``, ``"bandwidth"`` or ``"not planned"``.
+        bytes_short: what the budget lacks, if that is the reason; else 0.
+        behind: unit of the collective that is ahead on the link, where that matters.
+        saves_ms: what one move more would save, where it is not planned; else 0.
     """
 
     unit: str
@@ -58,7 +62,15 @@ class TransferReport:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """Sums over a unit's compute and collectives in one graph."""
+    """Sums over a unit's compute and collectives in one graph.
+
+    Attributes:
+        unit: FQN, ``""`` for the root.
+        compute_ms: of its steps of compute.
+        communication_ms: of its collectives, each with the link to itself.
+        exposed_ms: of its collectives, in which nothing is computed.
+        wire_bytes: what this rank sends for it.
+    """
 
     unit: str
     compute_ms: float
@@ -69,7 +81,13 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """When a unit computes without a pause or another unit in between."""
+    """When a unit computes without a pause or another unit in between.
+
+    Attributes:
+        unit: FQN, ``""`` for the root.
+        begin_ms: from the start of the graph.
+        end_ms: from the start of the graph.
+    """
 
     unit: str
     begin_ms: float

@@ -52,12 +52,15 @@ class Options:
 def pose(
     graph: fx.Graph, cost: CostModel, live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None
 ) -> tuple[Dissection, Problem]:
-    """Put a graph into unscheduled order; its parts, and the problem with its memory.
+    """Put a graph into unscheduled order.
 
     Args:
         graph: changed in place.
         cost: milliseconds.
-        live_bytes_of: bytes alive at every node of a graph; none: memory is left out.
+        live_bytes_of: bytes alive at every node of a graph; ``None``: memory is left out.
+
+    Returns:
+        The graph's parts, and the problem with its memory (see ``graph_passes.problem``).
     """
     parts = dissect(graph)
     problem = problem_of(graph, cost, parts)
@@ -69,7 +72,14 @@ def pose(
 
 
 def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
-    """The schedule of a problem, and by index of the transfer the launch that it is part of.
+    """Where all transfers go.
+
+    Args:
+        problem: of one graph.
+        options: which decisions to take, and within which limits.
+
+    Returns:
+        The schedule, and by index of the transfer the launch that it is part of.
 
     Raises:
         BudgetError: a memory budget that the unscheduled graph does not keep.

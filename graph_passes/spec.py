@@ -99,3 +99,6 @@ def _alike(node: fx.Node) -> tuple[object, ...]:
     """What collectives of one launch have in common: the kind, the dtype and the group."""
     dtype = getattr(node.meta.get("val"), "dtype", None)
     return (op_name(node), dtype, node.args[1:])
+
+
+__all__ = ["SpecError", "inventory", "verify_graph"]

@@ -69,8 +69,12 @@ def load(
     Raises:
         CheckpointError: a file is missing or damaged (names it, and the FQNs it holds), or the
             checkpoint is one of another model, or of a newer format. On every rank; nothing was
-            changed.
-        DivergenceError: ranks want to load something different, or do not come.
+            changed. Also where a rank has died, or does not come.
+        DivergenceError: ranks want to load something different.
+        FSDPTypeError: something in ``optimizers``, ``shared`` or ``per_rank`` is not what it is to
+            be; nothing was changed.
+        FSDPValueError: an optimizer's parameters or groups are not those that were saved; nothing
+            was changed.
     """
     kept, own = dict(shared or {}), dict(per_rank or {})
     failure = saving.failure_of_last()

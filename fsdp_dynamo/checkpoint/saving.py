@@ -62,7 +62,7 @@ class _Content:
 
 
 class Saving:
-    """A checkpoint that is being written while training goes on."""
+    """A checkpoint that is being written while training goes on; ``async_save`` makes it."""
 
     def __init__(self, write: Callable[[], Path]) -> None:
         self._path: Path | None = None
@@ -82,7 +82,10 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until it is complete; returns its folder.
+        """Wait until it is complete.
+
+        Returns:
+            The checkpoint's folder.
 
         Raises:
             CheckpointError: it could not be written. Older checkpoints are as they were.
@@ -115,9 +118,8 @@ def async_save(
 
     It returns when this rank's part of everything has been copied to memory on the CPU. If an
     earlier one is still being written, it waits for that first, and raises what that has met.
-    Call ``wait()`` on what it returns before the process group is destroyed.
-
-    Args, Raises: see ``save``.
+    Call ``wait()`` on what it returns before the process group is destroyed. For the arguments and
+    errors see ``save``; what goes wrong while writing is raised by ``wait()``.
     """
     global _last
     write = _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
@@ -158,9 +160,13 @@ def save(
 
     Raises:
         CheckpointError: it could not be written; names the file and what it was to hold. On every
-            rank; older checkpoints are as they were.
-        DivergenceError: ranks want to save something different, or do not come.
-        FSDPTypeError, FSDPValueError, UnsupportedError: wrong arguments; nothing was written.
+            rank; older checkpoints are as they were. Also where a rank has died, or does not come.
+        DivergenceError: ranks want to save something different.
+        FSDPTypeError: something in ``optimizers``, ``shared`` or ``per_rank`` is not what it is to
+            be; nothing was written.
+        FSDPValueError: ``step`` or ``keep_last`` is no whole number, or too small; an optimizer of
+            other parameters, or two of the same one; nothing was written.
+        UnsupportedError: a state that could not be read again; nothing was written.
     """
     return _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=False)()
 

@@ -21,9 +21,12 @@ from fsdp_dynamo.errors import FSDPTypeError, UnsupportedError, explain
 class Stateful(Protocol):
     """Whatever has a state: a scheduler, a gradient scaler, a data loader."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of tensors, numbers, texts, lists and dicts."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take what ``state_dict`` gave."""
 
 
 Kept = Stateful | torch.Generator

@@ -20,7 +20,6 @@ from fsdp_dynamo.inspection.decompiled import emit_decompiled, require_depyf
 from fsdp_dynamo.inspection.listings import Listing, listings_of
 from fsdp_dynamo.inspection.page import page_of
 from fsdp_dynamo.planning import PlanLog, record_plans
-from graph_passes.listing import ROOT
 from graph_passes.report import report_of
 
 
@@ -30,7 +29,7 @@ class Inspection:
 
     Attributes:
         folder: where the files are; ``None`` on ranks that write none.
-        listings: every graph at every stage.
+        listings: every graph at every stage, also on those.
     """
 
     folder: Path | None
@@ -39,7 +38,7 @@ class Inspection:
 
 @contextmanager
 def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspection]:
-    """Write down what ``torch.compile`` makes of the steps inside::
+    """Write down what ``torch.compile`` makes of the steps inside:
 
         with fsdp_dynamo.inspect_graphs("out/"):
             step(batch).sum().backward()
@@ -55,6 +54,9 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     Args:
         folder: made if it is missing.
         rank: which rank writes; ``None``: every one, into ``rank0`` and so on inside the folder.
+
+    Yields:
+        What is filled on leaving.
 
     Raises:
         FSDPError: depyf is not installed.
@@ -170,4 +172,4 @@ def _write(folder: Path, listings: Sequence[Listing], found: tuple[Findings, str
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
-__all__ = ["ROOT", "Inspection", "Listing", "inspect_graphs"]
+__all__ = ["Inspection", "Listing", "inspect_graphs"]

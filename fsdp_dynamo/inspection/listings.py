@@ -35,8 +35,8 @@ class Listing:
     Attributes:
         unit: FQN, ``""`` for the root; ``None`` for the graph of a whole step.
         graph: which of the unit's graphs, in order of compilation.
-        phase: one of ``PHASES``.
-        stage: ``"partition"``, ``"after_planner"``, ``"inductor"``.
+        phase: ``"dynamo"``, ``"joint"``, ``"forward"`` or ``"backward"``.
+        stage: ``"partition"``, ``"after_planner"``, ``"inductor"`` and so on.
         text: the code.
         variant: more than 0 where a listing before has the same file name, but for case.
     """

@@ -46,6 +46,14 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
 
     Rank 0's values are sent to all, as ``DistributedDataParallel`` does.
 
+    Args:
+        model: the whole model.
+        sharding: how.
+        device: on which it is to compute.
+
+    Returns:
+        The same object.
+
     Raises:
         FSDPStateError: there is no process group.
         FSDPError: see ``fully_shard``.
@@ -83,6 +91,10 @@ def layers_of(
 ) -> set[type[nn.Module]]:
     """The classes that are meant, of those in the model.
 
+    Args:
+        model: the model.
+        layers: as in ``Sharding``.
+
     Raises:
         FSDPValueError: a name that no module's class has, or nothing is named at all.
     """
@@ -101,3 +113,6 @@ def layers_of(
             )
         )
     return {present[one] if isinstance(one, str) else one for one in wanted}
+
+
+__all__ = ["Sharding", "layers_of", "shard"]

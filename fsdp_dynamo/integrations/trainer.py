@@ -46,11 +46,13 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     With another kind of Trainer: ``class Mine(FSDPTrainer, Seq2SeqTrainer)``.
 
     Args:
-        sharding: how to shard, and whether to compile.
         arguments: those of ``Trainer``. ``bf16=True`` computes in bfloat16 and reduces in float32.
+        sharding: how to shard, and whether to compile.
+        named: those of ``Trainer``, by name.
 
     Raises:
-        UnsupportedError: a training argument that does not go with sharding.
+        UnsupportedError: a training argument that does not go with sharding, or settings of
+            accelerate that shard, too.
     """
 
     def __init__(self, *arguments: Any, sharding: Sharding | None = None, **named: Any) -> None:
@@ -61,6 +63,11 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
+        """As in ``Trainer``; refuses what would shard a second time.
+
+        Raises:
+            UnsupportedError: see the class.
+        """
         _check(self.args)
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -92,11 +99,13 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             self.model.register_forward_method("generate")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in ``Trainer``, of the sharded model."""
         self.shard()
         made: torch.optim.Optimizer = super().create_optimizer(model)
         return made
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        """As in ``Trainer``, of the sharded model."""
         self.shard()
         return super().evaluation_loop(*arguments, **named)
 
@@ -104,7 +113,8 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         """Sharding does so, unit by unit."""
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of the whole model: its parameters hold this rank's elements only."""
+        """Operations of a step on one rank's inputs: 6 a token and element of the whole model (of
+        which this rank's parameters hold a part), embeddings left out."""
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if tokens is None else 6 * int(tokens.numel()) * self._numel
 
@@ -147,7 +157,13 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any
     ) -> Any:
-        """Train; ``resume_from_checkpoint=True`` goes on from the newest complete checkpoint."""
+        """Train, as in ``Trainer``.
+
+        Args:
+            resume_from_checkpoint: the folder of a checkpoint; ``True``: the newest complete one.
+            arguments: those of ``Trainer.train``.
+            named: those of ``Trainer.train``, by name.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = trainer_files.newest(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *arguments, **named)
@@ -216,3 +232,6 @@ def _check_trainer() -> None:
 
 
 _check_trainer()
+
+
+__all__ = ["FSDPTrainer"]

@@ -32,7 +32,14 @@ def is_ours(path: str | Path) -> bool:
 
 
 def newest(output_dir: str | Path) -> str | None:
-    """The newest checkpoint that was written to its end; ``None``: there is none."""
+    """The newest checkpoint that was written to its end, for ``resume_from_checkpoint``.
+
+    Args:
+        output_dir: the Trainer's.
+
+    Returns:
+        The folder of the checkpoint of the highest step; ``None``: there is none.
+    """
     folders = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")
@@ -102,3 +109,6 @@ def require_no_other(path: str | Path) -> None:
                     fix="Load its model with from_pretrained() and begin anew.",
                 )
             )
+
+
+__all__ = ["newest"]

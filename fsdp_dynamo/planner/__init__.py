@@ -4,18 +4,20 @@
 """
 
 from fsdp_dynamo.planner.hardware import ACCELERATORS, Accelerator, Cluster
-from fsdp_dynamo.planner.inventory import Inventory, UnitInventory, take_inventory
+from fsdp_dynamo.planner.inventory import Build, Inventory, UnitInventory, Work, take_inventory
 from fsdp_dynamo.planner.predict import Prediction, Setup, predict
 from fsdp_dynamo.planner.text import best_of, text_of
 
 __all__ = [
     "ACCELERATORS",
     "Accelerator",
+    "Build",
     "Cluster",
     "Inventory",
     "Prediction",
     "Setup",
     "UnitInventory",
+    "Work",
     "best_of",
     "predict",
     "take_inventory",

@@ -59,8 +59,8 @@ class Accelerator:
 
     Attributes:
         name: of the device.
-        flops_per_s: dense, of 16-bit matrix products.
-        bytes_per_s: of its memory.
+        flops_per_s: floating-point operations a second, dense, of 16-bit matrix products.
+        bytes_per_s: read and written from its memory.
         memory_bytes: how much it has.
         node_bytes_per_s: to the other devices of its node, in one direction.
     """
@@ -81,7 +81,7 @@ ACCELERATORS = {
         Accelerator("b200", 2250e12, 8e12, 180 * 10**9, 900e9),
     )
 }
-"""Source: NVIDIA's data sheets of the SXM models."""
+"""By name. Source: NVIDIA's data sheets of the SXM models."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Cluster:
     Attributes:
         world_size: ranks.
         per_node: ranks of a node.
-        flops_per_ms: of a rank, as reached.
-        memory_bytes_per_ms: of a rank's memory, as reached.
+        flops_per_ms: floating-point operations of a rank, as reached.
+        memory_bytes_per_ms: read and written from a rank's memory, as reached.
         link_bytes_per_ms: a rank's share of the link between nodes, in each direction.
         node_bytes_per_ms: the same inside a node.
         latency_ms: of one collective between nodes, for each doubling of the ranks.
@@ -109,10 +109,14 @@ class Cluster:
     memory_bytes: int
 
     def gather_ms(self, num_bytes: float, ranks: int) -> float:
-        """An all-gather, or a reduce-scatter, of so many bytes among neighbouring ranks.
+        """Milliseconds of an all-gather, or a reduce-scatter, among neighbouring ranks.
 
         Each rank receives what other nodes hold over the link, and passes it on inside its node
         meanwhile: the slower one counts.
+
+        Args:
+            num_bytes: of the unsharded tensor.
+            ranks: how many have a shard of it.
         """
         if ranks == 1:
             return 0.0
@@ -124,7 +128,12 @@ class Cluster:
         return self.latency_ms * math.ceil(math.log2(ranks)) + max(over_link, over_node)
 
     def reduce_replicas_ms(self, num_bytes: float, replicas: int) -> float:
-        """An all-reduce among ranks of different nodes."""
+        """Milliseconds of an all-reduce among ranks of different nodes.
+
+        Args:
+            num_bytes: of the tensor, on each rank.
+            replicas: how many ranks.
+        """
         if replicas == 1:
             return 0.0
         sent = 2 * (replicas - 1) / replicas * num_bytes

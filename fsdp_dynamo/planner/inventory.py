@@ -27,20 +27,36 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass
 class Work:
-    """Operations of matrix products, and bytes that operators read and write."""
+    """Operations of matrix products, and bytes that operators read and write.
+
+    Attributes:
+        flops: floating-point operations of all operators.
+        traffic_bytes: of all operators.
+        costs: both, for each operator.
+    """
 
     flops: int = 0
     traffic_bytes: int = 0
     costs: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, flops: int, traffic_bytes: int) -> None:
-        """One operator more."""
+        """One operator more.
+
+        Args:
+            flops: its floating-point operations.
+            traffic_bytes: that it reads and writes.
+        """
         self.flops += flops
         self.traffic_bytes += traffic_bytes
         self.costs.append((flops, traffic_bytes))
 
     def ms(self, flops_per_ms: float, bytes_per_ms: float) -> float:
-        """Each operator takes as long as the slower of arithmetic and memory traffic."""
+        """Milliseconds: each operator takes as long as the slower of arithmetic and memory traffic.
+
+        Args:
+            flops_per_ms: of the device.
+            bytes_per_ms: of its memory.
+        """
         return sum(max(f / flops_per_ms, b / bytes_per_ms) for f, b in self.costs)
 
 
@@ -51,9 +67,9 @@ class UnitInventory:
     Attributes:
         fqn: ``""`` for the root.
         numel: elements of its parameters.
-        trained_numel: of those that are trained.
         saved_bytes: of activations that its forward saves for the backward.
         input_bytes: of what it is called with: what checkpointing saves instead.
+        trained_numel: elements of those that are trained; ``None``: all.
     """
 
     fqn: str
@@ -74,7 +90,7 @@ class Inventory:
 
     Attributes:
         units: by FQN, the root first.
-        segments: in order of the forward, the unit that runs and its work.
+        segments: in order of the forward, the FQN of the unit that runs and its work.
         backward: all of the backward's work.
     """
 
@@ -94,20 +110,24 @@ class Inventory:
 
     @property
     def forward_flops(self) -> int:
-        """Of all segments."""
+        """Floating-point operations of all segments."""
         return sum(work.flops for _, work in self.segments)
 
 
 def take_inventory(
     build: Build, classes: Sequence[str], dtype: torch.dtype, fused: bool = True
 ) -> Inventory:
-    """Run forward and backward once.
+    """Run forward and backward once, on tensors without data.
 
     Args:
         build: is called under a fake mode.
-        classes: names of the module classes that become units; those that repeat, if empty.
+        classes: names of the module classes that become units; if empty, the class in a
+            ``ModuleList`` that holds most parameters.
         dtype: of parameters and compute.
         fused: pointwise operators are part of their neighbours' kernels, as under a compiler.
+
+    Returns:
+        What one rank's batch takes.
 
     Raises:
         FSDPValueError: no module of such a class; nothing to differentiate comes out; the model

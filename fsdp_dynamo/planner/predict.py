@@ -19,13 +19,13 @@ CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a step is besides the model.
+    """What a step is besides the model: bytes of an element.
 
     Attributes:
-        param_bytes: of an element while it computes, and while it is gathered.
-        reduce_bytes: of an element of a gradient that is reduced.
-        master_bytes: of an element of a shard and of its gradient.
-        optimizer_bytes: of an element's optimizer state.
+        param_bytes: of a parameter while it is gathered and computes.
+        reduce_bytes: of a gradient that is reduced.
+        master_bytes: of a shard and of its gradient.
+        optimizer_bytes: of the optimizer's state: 8 for AdamW in float32.
     """
 
     param_bytes: int = 2
@@ -36,17 +36,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to shard.
+    """One way to shard, and what a step takes then.
 
     Attributes:
         strategy: how.
         checkpointing: whether every unit but the root computes its forward again.
-        memory: bytes of a rank at the worst moment, by category.
+        memory: bytes of a rank at the worst moment, by category: shards, optimizer, unsharded,
+            gradients, activations.
         wire_bytes: what a rank sends in a step.
         compute_ms: forward and backward.
-        bound_ms: no order of the collectives is faster.
+        bound_ms: no order of the collectives is faster, the update included.
         step_ms: forward and backward as scheduled, and the update.
-        exposed_ms: in which nothing is computed.
+        exposed_ms: of forward and backward, in which nothing is computed.
         update_ms: of the optimizer.
     """
 
@@ -62,7 +63,7 @@ class Prediction:
 
     @property
     def total_bytes(self) -> int:
-        """Of all categories."""
+        """Bytes of all categories."""
         return sum(self.memory.values())
 
 
@@ -93,7 +94,7 @@ def predict(
     setup: Setup = Setup(),  # noqa: B008  # frozen
     checkpointing: bool = False,
 ) -> Prediction:
-    """One step: gathers, forward, backward, reductions, update.
+    """What one step takes: gathers, forward, backward, reductions, update.
 
     Args:
         inventory: of the model, for the batch of one rank.
@@ -101,6 +102,9 @@ def predict(
         strategy: which ranks share what.
         setup: sizes of elements.
         checkpointing: of every unit but the root.
+
+    Returns:
+        Memory, bytes sent and times, of one rank.
     """
     sharding = _sharding(strategy, cluster)
     forward = _forward(inventory, cluster, sharding, setup)
@@ -238,3 +242,6 @@ def _memory(
     gradients, activations = max(moments, key=sum)
     worst = {"gradients": gradients, "activations": activations}
     return {name: int({**fixed, **worst}[name]) for name in CATEGORIES}
+
+
+__all__ = ["Prediction", "Setup", "predict"]

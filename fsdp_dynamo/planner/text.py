@@ -11,7 +11,15 @@ from fsdp_dynamo.planner.predict import CATEGORIES, Prediction
 
 
 def best_of(predictions: Sequence[Prediction], memory_bytes: int) -> Prediction | None:
-    """The fastest that fits; of equally fast ones that with less memory."""
+    """The fastest that fits; of equally fast ones that with less memory.
+
+    Args:
+        predictions: to choose from.
+        memory_bytes: what a rank has.
+
+    Returns:
+        One of them; ``None``: nothing fits.
+    """
     fits = [p for p in predictions if p.total_bytes <= memory_bytes]
     return min(fits, key=lambda p: (round(p.step_ms, 3), p.total_bytes), default=None)
 
