@@ -7,9 +7,10 @@ show them. Where nobody listens nothing is written down. ``record_artifacts`` li
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from graph_passes.listing import listing
 
 PREFIX = "fsdp_dynamo."
 DECOMPILED = PREFIX + "dynamo.decompiled"
+STAGES = PREFIX + "stages"
 
 unit_now: ContextVar[str] = ContextVar("unit_now", default="")
 """FQN of the unit whose body runs now on the hooks path."""
@@ -81,6 +83,15 @@ def emit_graph(graph: fx.Graph, stage: str, phase: str = "") -> None:
     emit(f"{PREFIX}{phase}.{stage}", text)
 
 
+def emit_stages(stages: Mapping[str, str]) -> None:
+    """Write down what the stages of a pipeline are, for those who show its graphs.
+
+    Args:
+        stages: one line by the name of each stage.
+    """
+    emit(STAGES, lambda: json.dumps(dict(stages)))
+
+
 class _Listener(logging.Handler):
     """Keeps what torch's trace log is told."""
 
@@ -125,10 +136,12 @@ def is_recording() -> bool:
 __all__ = [
     "DECOMPILED",
     "PREFIX",
+    "STAGES",
     "Artifact",
     "Frame",
     "emit",
     "emit_graph",
+    "emit_stages",
     "is_recording",
     "record_artifacts",
     "unit_now",

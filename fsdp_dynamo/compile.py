@@ -18,6 +18,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
@@ -29,6 +30,7 @@ from fsdp_dynamo.dynamo_glue import (
     one_schema_a_region,
     warn_if_the_graph_breaks,
 )
+from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.graph_entry import with_entry
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.lowering import (
@@ -46,7 +48,7 @@ from fsdp_dynamo.planning import (
 )
 from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
 from graph_passes.markers import COLLECTIVE, UNIT
-from graph_passes.pipeline import VIEW_PASSES, Pipeline, default_passes
+from graph_passes.pipeline import VIEW_PASSES, GraphPass, Pipeline, default_passes
 from graph_passes.planner import Planner
 from graph_passes.region_boundary import tidy_region_boundaries
 from graph_passes.regions import outline_regions
@@ -183,6 +185,30 @@ def _inductor_config(partitioner: _Partitioner, pipeline: Pipeline, marks: str) 
 Options = Mapping[str, Any] | None
 
 
+_TUNED = "max-autotune-no-cudagraphs"
+
+
+def _settings_of_mode(mode: str | None, *known: str) -> dict[str, Any]:
+    """What Inductor makes of ``torch.compile(mode=...)``.
+
+    Raises:
+        FSDPValueError: not one of those that the backend knows.
+    """
+    if mode is None:
+        return {}
+    if mode not in known:
+        raise FSDPValueError(
+            explain(
+                expected=" or ".join(map(repr, ("default", *known))),
+                got=repr(mode),
+                where="torch.compile(mode=...)",
+                fix=f"Modes with CUDA graphs do not go with collectives in the graph; {_TUNED!r} "
+                'needs backend="fsdp_dynamo".',
+            )
+        )
+    return dict(list_mode_options(mode))
+
+
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     """Read the options; make equal unit bodies regions, if the user asked for it."""
     announce_this_compilation()
@@ -195,17 +221,28 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     return parsed
 
 
+def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
+    """It writes down every graph at every stage, and first what the stages are."""
+    pipeline = Pipeline(passes, artifacts.emit_graph)
+    artifacts.emit_stages(pipeline.stages())
+    return pipeline
+
+
 def fsdp_dynamo_aot_eager(
-    gm: fx.GraphModule, example_inputs: list[Any], options: Options = None, **_: Any
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    options: Options = None,
+    mode: str | None = None,
 ) -> Any:
     """Backend: the whole step's graphs, scheduled, run node by node.
 
-    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``.
+    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``; ``mode`` is the default.
     """
+    _settings_of_mode(mode)
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.grad_buffer)
-    compiler = partial(_run_as_python, Pipeline(passes, artifacts.emit_graph))
+    compiler = partial(_run_as_python, _pipeline(passes))
     compile_ = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
@@ -217,20 +254,25 @@ def fsdp_dynamo_aot_eager(
 
 
 def fsdp_dynamo(
-    gm: fx.GraphModule, example_inputs: list[Any], options: Options = None, **_: Any
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    options: Options = None,
+    mode: str | None = None,
 ) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor.
 
-    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``.
+    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``; ``mode`` is
+    ``"max-autotune-no-cudagraphs"``, or ``"default"``.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    settings = _settings_of_mode(mode, _TUNED)
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     passes = default_passes(planner, False, parsed.passes, parsed.grad_buffer)
-    pipeline = Pipeline(passes, artifacts.emit_graph)
+    pipeline = _pipeline(passes)
     partitioner = _Partitioner(planner, parsed.selective_unshard)
-    config = _inductor_config(partitioner, pipeline, _digest_of_marks(gm))
+    config = settings | _inductor_config(partitioner, pipeline, _digest_of_marks(gm))
     inner_compile = generated_code.checking(compile_fx_inner)
     with one_schema_a_region():
         compiled: Any = compile_fx(gm, example_inputs, inner_compile, config_patches=config)

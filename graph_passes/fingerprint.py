@@ -43,6 +43,12 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     return _FIELDS.join(fields)
 
 
+def alone(entry: str) -> str:
+    """An entry as if it shared no launch."""
+    fields = entry.split(_FIELDS, 6)
+    return _FIELDS.join((*fields[:5], "-", *fields[6:])) if entry else ""
+
+
 def describe_entry(entry: str) -> str:
     """An entry in words, for a message; ``""`` stands for none."""
     if not entry:

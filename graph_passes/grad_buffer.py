@@ -34,12 +34,12 @@ from graph_passes.graph_utils import order_index
 
 
 def grad_buffer(graph: fx.Graph) -> None:
-    """For a compiler that fuses a sum with its copy into the slice."""
+    """Gradients are written right into the flat gradient; a compiler fuses sums with the copy."""
     _rewrite_all(graph, PRODUCERS)
 
 
 def grad_buffer_node_by_node(graph: fx.Graph) -> None:
-    """For a graph that is run as it is: sums write by themselves too."""
+    """Gradients are written right into the flat gradient; sums write by themselves too."""
     _rewrite_all(graph, PRODUCERS | SUMS)
 
 

@@ -1,8 +1,9 @@
 """The ordered passes over a partitioned graph; the spec is verified after each.
 
 A pass is a callable ``pass_(graph) -> None`` that changes the graph in place. It is named in
-error messages by its ``__name__`` and takes part in the compile-cache key by its source, and by
-what its method ``cache_key()`` returns, if it has one.
+error messages by its ``__name__``, and explained by the first line of its docstring. It takes part
+in the compile-cache key by its source, and by what its method ``cache_key()`` returns, if it has
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from torch import fx
 
@@ -89,13 +92,27 @@ class Pipeline:
         verify_graph(graph, "partition")
         before = inventory(graph)
         self.observe(graph, "partition")
-        seen: Counter[str] = Counter()
-        for pass_ in self.passes:
+        for pass_, stage in zip(self.passes, self._stage_names(), strict=True):
             pass_(graph)
+            self.observe(graph, stage)
+            verify_graph(graph, pass_name(pass_), before)
+
+    def stages(self) -> dict[str, str]:
+        """The stages behind the passes, in order.
+
+        Returns:
+            By the name that ``observe`` is given: the first line of the pass's docstring.
+        """
+        return dict(zip(self._stage_names(), map(pass_summary, self.passes), strict=True))
+
+    def _stage_names(self) -> list[str]:
+        seen: Counter[str] = Counter()
+        found = []
+        for pass_ in self.passes:
             name = pass_name(pass_)
             seen[name] += 1
-            self.observe(graph, f"after_{name}" + (f"_{seen[name]}" if seen[name] > 1 else ""))
-            verify_graph(graph, name, before)
+            found.append(f"after_{name}" + (f"_{seen[name]}" if seen[name] > 1 else ""))
+        return found
 
     def cache_key(self) -> str:
         """Changes when a pass is added, removed, reordered or edited."""
@@ -104,16 +121,37 @@ class Pipeline:
             digest.update(path.read_bytes())
         for pass_ in self.passes:
             digest.update(pass_name(pass_).encode())
-            digest.update(inspect.getsource(inspect.getmodule(pass_) or type(pass_)).encode())
+            digest.update(_source_of(pass_).encode())
             key = getattr(pass_, "cache_key", None)  # of a pass with options
             digest.update(key().encode() if key is not None else b"")
         return digest.hexdigest()
 
 
+def _source_of(pass_: GraphPass) -> str:
+    """What changes when a pass is edited; of one without a file (a notebook's) always another."""
+    try:
+        return inspect.getsource(inspect.getmodule(pass_) or type(pass_))
+    except (OSError, TypeError):
+        return uuid4().hex
+
+
 def pass_name(pass_: GraphPass) -> str:
     """How a pass is called in messages."""
-    function = getattr(pass_, "func", pass_)  # of a partial
-    return str(getattr(function, "__name__", type(function).__name__))
+    return str(_named(pass_).__name__)
 
 
-__all__ = ["VIEW_PASSES", "GraphPass", "Pipeline", "default_passes", "pass_name"]
+def pass_summary(pass_: GraphPass) -> str:
+    """The first line of a pass's docstring, of an object that of its class; ``""`` without one."""
+    named = _named(pass_)
+    text = inspect.cleandoc(named.__doc__ or "")
+    is_made = text.startswith(f"{named.__name__}(")  # a dataclass gets its signature
+    return "" if is_made else text.partition("\n")[0]
+
+
+def _named(pass_: GraphPass) -> Any:
+    """What has the name and the docstring: a partial's function, an object's class."""
+    function = getattr(pass_, "func", pass_)
+    return function if hasattr(function, "__name__") else type(function)
+
+
+__all__ = ["VIEW_PASSES", "GraphPass", "Pipeline", "default_passes", "pass_name", "pass_summary"]

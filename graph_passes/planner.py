@@ -56,7 +56,7 @@ class Planned:
 
 
 class Planner:
-    """A graph pass with options.
+    """Places all collectives, so that they run while something else is computed.
 
     Args:
         options: cost model, limits, and which decisions to take; by default ``Options()``.

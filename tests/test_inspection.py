@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
+import json
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -18,17 +22,21 @@ from torch import nn
 import fsdp_dynamo
 from fsdp_dynamo import (
     FSDP,
-    FSDPError,
     FSDPStateError,
     FSDPValueError,
     inspect_graphs,
     record_events,
 )
-from fsdp_dynamo.artifacts import Artifact, Frame
-from fsdp_dynamo.inspection.__main__ import load
+from fsdp_dynamo.artifacts import STAGES, Artifact, Frame
+from fsdp_dynamo.events import Event, Kind
+from fsdp_dynamo.inspection.__main__ import load, main
 from fsdp_dynamo.inspection.listings import Listing, listings_of
+from fsdp_dynamo.inspection.recorded import Cut, last_step
+from fsdp_dynamo.inspection.stages import meanings_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.listing import Line, listing, of_unit, units_in
+from graph_passes.pipeline import Pipeline, default_passes, pass_summary
+from graph_passes.planner import Planner
 
 # -- listings -------------------------------------------------------------------------------------
 
@@ -121,6 +129,102 @@ def test_no_two_files_have_one_name() -> None:
     ]
 
 
+# -- what stages are ------------------------------------------------------------------------------
+
+
+def _documented(graph: torch.fx.Graph, more: int = 0) -> None:
+    """Looks at the graph.
+
+    And at nothing else.
+    """
+
+
+def _bare(graph: torch.fx.Graph) -> None:
+    pass
+
+
+class _Made:
+    """Says what it is in its class."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Not this."""
+
+
+@dataclass
+class _Plain:
+    more: int = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Not this."""
+
+
+def test_a_pass_is_explained_by_its_docstring() -> None:
+    assert pass_summary(_documented) == "Looks at the graph."
+    assert pass_summary(partial(_documented, more=1)) == "Looks at the graph."
+    assert pass_summary(_Made()) == "Says what it is in its class."
+    assert pass_summary(_bare) == pass_summary(_Plain()) == pass_summary(lambda graph: None) == ""
+
+
+def test_stages_are_explained() -> None:
+    stages = Pipeline([_documented, _bare, _documented]).stages()
+    found = meanings_of(
+        [Artifact(STAGES, Frame(0, 0), "", json.dumps(stages), 0)],
+        ["partition", *stages, "after_unheard_of", "no_stage_of_ours"],
+    )
+    assert "no pass has run" in found["partition"]
+    assert found["after__documented"] == "Pass _documented: Looks at the graph."
+    assert found["after__documented_2"] == "Pass _documented_2: Looks at the graph."
+    assert found["after__bare"] == "Pass _bare: it has no docstring."
+    assert found["after_unheard_of"] == "Pass unheard_of: it has no docstring."
+    assert found["no_stage_of_ours"] == ""
+
+
+@pytest.mark.parametrize("node_by_node", [False, True])
+def test_our_passes_have_docstrings(node_by_node: bool) -> None:
+    stages = Pipeline(default_passes(Planner(), node_by_node)).stages()
+    assert all(text.endswith((".", ",")) and len(text) > 30 for text in stages.values()), stages
+
+
+# -- the step that is drawn -----------------------------------------------------------------------
+
+
+def _event(kind: Kind, phase: Literal["forward", "backward"], begin: int, end: int) -> Event:
+    return Event("", kind, phase, 0, "hook", begin * 10**6, end * 10**6)
+
+
+def _two_steps() -> list[Event]:
+    """Of 40 ms each; in the second 960 ms more between its forward and its backward."""
+    return [
+        _event("forward", "forward", 0, 20),
+        _event("backward", "backward", 20, 40),
+        _event("all_gather", "forward", 100, 110),
+        _event("unshard", "forward", 110, 110),
+        _event("forward", "forward", 110, 120),
+        _event("backward", "backward", 1080, 1100),
+    ]
+
+
+def test_the_last_step_is_drawn() -> None:
+    step = last_step(_two_steps(), [10 * 10**6])
+    assert [event.kind for event in step.events] == ["all_gather", "forward", "backward"]
+    assert (step.num_steps, step.compiled, step.cuts) == (2, False, ())
+    assert step.note == "The last of 2 recorded steps."
+    assert last_step(_two_steps(), [2000 * 10**6]).compiled is False, "after it"
+    nothing = last_step([], [1])
+    assert (nothing.num_steps, nothing.note, nothing.cuts) == (0, "", ())
+
+
+def test_compilation_in_the_last_step_is_cut_out() -> None:
+    step = last_step(_two_steps(), [10 * 10**6, 500 * 10**6, 900 * 10**6, 1090 * 10**6])
+    assert step.cuts == (Cut(20.0, 980.0), Cut(980.0, 1000.0))
+    assert "The last of 2 recorded steps, with compilation: 1.0 s are cut out" in step.note
+    short = last_step(_two_steps(), [105 * 10**6])
+    assert (short.compiled, short.cuts) == (True, ()), "10 ms of a second"
+    assert "with compilation. Run one step more" in short.note
+    first = last_step(_two_steps()[:2], [5 * 10**6])
+    assert first.note.startswith("The one recorded step, with compilation")
+
+
 # -- real steps ---------------------------------------------------------------------------------
 
 
@@ -181,6 +285,9 @@ def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
             assert f"{owner}.backward.{stage}.py" in names
     texts = dict(found)
     assert "__compiled_fn" in texts["_whole.dynamo.decompiled.py"]
+    page = (tmp_path / "index.html").read_text()
+    assert "Pass planner: Places all collectives" in page
+    assert '"start":{"owner":2,"phase":"backward"}' in page, "at blocks.0"
     kinds = [Line.parse(x) for x in texts["_whole.backward.after_planner.py"].splitlines()]
     reductions = [x.unit for x in kinds if x.kind == "reduce_scatter" and not x.is_wait]
     assert reductions == ["blocks.1", "blocks.0", ""]
@@ -264,18 +371,37 @@ def test_nothing_compiled_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_depyf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = builtins.__import__
+def _inspect_without_depyf(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+    """File names, and what was warned of."""
+    with (
+        mock.patch.dict(sys.modules, {"depyf": None}),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        found, same = _inspect(rank, world_size, folder, GRAPH)
+    assert same
+    return [name for name, _ in found], [str(x.message) for x in said if "depyf" in str(x.message)]
 
-    def no_depyf(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "depyf":
-            raise ImportError("No module named 'depyf'")
-        return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", no_depyf)
-    with pytest.raises(FSDPError, match="pip install depyf"), inspect_graphs(tmp_path / "out"):
-        pytest.fail("entered")
-    assert not (tmp_path / "out").exists()
+def test_without_depyf(ranks: RankPool, tmp_path: Path) -> None:
+    with_it, _ = ranks.run(_inspect, 2, str(tmp_path / "with"), GRAPH)[0]
+    (names, said), (_, said_by_others) = ranks.run(
+        _inspect_without_depyf, 2, str(tmp_path / "without")
+    )
+    decompiled = "_whole.dynamo.decompiled.py"
+    assert [name for name, _ in with_it if name != decompiled] == names
+    assert {path.name for path in (tmp_path / "without").iterdir()} == {*names, "index.html"}
+    (message,) = said
+    assert "pip install 'fsdp-dynamo[inspection]'" in message
+    assert said_by_others == [], "they write nothing"
+
+
+def test_the_warning_names_the_callers_line(tmp_path: Path) -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="aot_eager")
+    without = mock.patch.dict(sys.modules, {"depyf": None})
+    with without, pytest.warns(UserWarning, match="depyf") as said, inspect_graphs(tmp_path):
+        compiled(torch.ones(1, 2)).sum().backward()
+    assert [x.filename for x in said if "depyf" in str(x.message)] == [__file__]
 
 
 @pytest.mark.parametrize("name", ["json", "json:nothing", "no_such_module:main", ":main"])
@@ -297,24 +423,55 @@ def main():
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def _command(folder: Path, *rest: str) -> subprocess.CompletedProcess[str]:
+    """What the command says; ``train.py`` is in the folder."""
+    (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += [
-        "-m",
-        "fsdp_dynamo.inspection",
-        "--module",
-        "train:main",
-        "--out",
-        "seen",
-        "--",
-        "3",
-    ]
+    command += ["-m", "fsdp_dynamo.inspection", "--module", "train:main", "--out", "seen", *rest]
     root = str(Path(fsdp_dynamo.__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = _command(tmp_path, "--", "3")
     assert done.returncode == 0, done.stderr
     assert "index.html" in done.stdout
     assert "f32[3, 4]" in (tmp_path / "seen" / "_root.backward.partition.py").read_text()
+    assert (tmp_path / "seen" / "_root.dynamo.decompiled.py").exists()
+
+
+def test_the_command_without_depyf(tmp_path: Path) -> None:
+    (tmp_path / "depyf.py").write_text("raise ImportError('not here')")
+    done = _command(tmp_path, "--", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install 'fsdp-dynamo[inspection]'") == 1
+    assert (tmp_path / "seen" / "index.html").exists()
+    assert (tmp_path / "seen" / "_root.backward.partition.py").exists()
+    assert not (tmp_path / "seen" / "_root.dynamo.decompiled.py").exists()
+
+
+HOW_IT_IS_CALLED = "main() was called without arguments; what follows -- is in sys.argv[1:]"
+
+
+def test_the_command_says_how_the_function_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "compiles_nothing.py").write_text(
+        "import sys\n\ndef main(*given):\n    print(given, sys.argv[1:])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["--module", "compiles_nothing:main", "--", "graph", "fp32"]
+    with pytest.raises(FSDPStateError, match="nothing was compiled") as raised:
+        main(arguments)
+    assert HOW_IT_IS_CALLED in str(raised.value)
+    assert "() ['graph', 'fp32']" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert HOW_IT_IS_CALLED.replace("was called", "is called") in said
+    assert "pip install 'fsdp-dynamo[inspection]'" in said

@@ -1,6 +1,8 @@
 """A picture of a page: ``python tools/screenshot.py out/index.html docs/pictures/inspection.png``.
 
-Needs playwright and a Chromium. What is to be shown may stand in the address:
+Needs playwright and a Chromium. The picture in the documentation shows the step of
+``tools/inspected.py``, which says how to make its page. The page opens where the picture is to be
+taken; another place may stand in the address:
 ``out/index.html#graph=layers.1&phase=backward&left=partition&right=after_planner``.
 """
 
@@ -14,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 
 def main(page: str, picture: str) -> None:
-    """Open the page from the disk and take its picture, 1400 x 900."""
+    """Open the page from the disk and take a picture of it, 1400 x 900."""
     path, bar, place = page.partition("#")
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium")

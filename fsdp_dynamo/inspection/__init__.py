@@ -14,11 +14,13 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.artifacts import Artifact, record_artifacts
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
-from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, record_events
+from fsdp_dynamo.events import Event, record_events
 from fsdp_dynamo.findings import Findings, UnitFacts, measured_of
-from fsdp_dynamo.inspection.decompiled import emit_decompiled, require_depyf
+from fsdp_dynamo.inspection.decompiled import emit_decompiled, find_depyf, warn_without_depyf
 from fsdp_dynamo.inspection.listings import Listing, listings_of
-from fsdp_dynamo.inspection.page import page_of
+from fsdp_dynamo.inspection.page import Recorded, page_of
+from fsdp_dynamo.inspection.recorded import RecordedStep, last_step
+from fsdp_dynamo.inspection.stages import meanings_of
 from fsdp_dynamo.planning import PlanLog, record_plans
 from graph_passes.report import report_of
 
@@ -49,7 +51,8 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
 
     All ranks must enter it, since all compile: what was compiled before is compiled again, without
     caches. What is computed does not change. Older files of those names are overwritten. Where a
-    step fails, what was compiled before is written all the same.
+    step fails, what was compiled before is written all the same. Without depyf (the extra
+    ``inspection``) the code that it decompiles is left out, with a warning.
 
     Args:
         folder: made if it is missing.
@@ -59,12 +62,13 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         What is filled on leaving.
 
     Raises:
-        FSDPError: depyf is not installed.
         FSDPValueError: there is no such rank.
         FSDPStateError: on leaving, if nothing was compiled inside.
     """
-    depyf = require_depyf()
     found = Inspection(_folder_of_this_rank(Path(folder), rank))
+    depyf = find_depyf()
+    if depyf is None and found.folder is not None:
+        warn_without_depyf(stacklevel=3)
     torch._dynamo.reset()
     completed = False
     with ExitStack() as stack:
@@ -80,9 +84,9 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         finally:  # where a compilation fails, what came before it is wanted most
             found.listings = listings_of(artifacts)
             if found.listings and found.folder is not None:
-                _write(found.folder, found.listings, _findings(plans, log, artifacts))
+                _write(found.folder, found.listings, artifacts, _recorded(plans, log, artifacts))
     if completed and not found.listings:
-        raise _nothing_compiled()
+        raise nothing_compiled("Call what torch.compile returned inside, not the model itself.")
 
 
 _NO_CACHES = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
@@ -118,27 +122,31 @@ def _world_size() -> int:
     return dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _nothing_compiled() -> FSDPStateError:
-    return FSDPStateError(
+class NothingCompiledError(FSDPStateError):
+    """Nothing was compiled in the context."""
+
+
+def nothing_compiled(fix: str) -> NothingCompiledError:
+    """The error, with what the user can do about it."""
+    return NothingCompiledError(
         explain(
             expected="a step of a compiled model inside the context",
             got="none: nothing was compiled",
             where="inspect_graphs()",
-            fix="Call what torch.compile returned inside the context, not the model itself.",
+            fix=fix,
         )
     )
 
 
-def _findings(
-    plans: PlanLog, log: Sequence[Event], artifacts: Sequence[Artifact]
-) -> tuple[Findings, str]:
-    """What was planned, what the last step took, and a word about that."""
-    step = _last_step([e for e in log if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS])
-    compiled = max(artifact.made_ns for artifact in artifacts)
-    is_clean = bool(step) and step[0].issued_ns > compiled
-    note = "" if is_clean else "With compilation: run two steps in the context to see one without."
+def _recorded(plans: PlanLog, log: Sequence[Event], artifacts: Sequence[Artifact]) -> Recorded:
+    """What was planned, and what the last step took."""
+    step = last_step(log, (artifact.made_ns for artifact in artifacts))
+    return Recorded(_findings(plans, log, step), step.note, step.cuts)
+
+
+def _findings(plans: PlanLog, log: Sequence[Event], step: RecordedStep) -> Findings:
     units = dict.fromkeys(event.unit for event in log)
-    findings = Findings(
+    return Findings(
         path="graph" if plans else "hooks",
         backend="",
         device="",
@@ -147,28 +155,27 @@ def _findings(
         num_graphs=len(plans),
         graph_breaks={},
         graphs=tuple(report_of(planned) for planned in plans),
-        measured=measured_of(step),
+        measured=measured_of(step.events),
     )
-    return findings, note
 
 
-def _last_step(log: Sequence[Event]) -> Sequence[Event]:
-    """From the last forward that comes after a backward."""
-    begins = (i for i in range(len(log) - 1, 0, -1) if log[i].phase == "forward")
-    return log[next((i for i in begins if log[i - 1].phase == "backward"), 0) :]
-
-
-def _write(folder: Path, listings: Sequence[Listing], found: tuple[Findings, str]) -> None:
-    findings, note = found
+def _write(
+    folder: Path,
+    listings: Sequence[Listing],
+    artifacts: Sequence[Artifact],
+    recorded: Recorded,
+) -> None:
     for listing in listings:
         (folder / listing.file_name).write_text(listing.text, encoding="utf-8")
+    findings = recorded.findings
     owners = {(x.unit, x.graph) for x in listings}
     facts = (
         f"{findings.path} path, rank {_own_rank()} of "
         f"{findings.world_size}, {len(findings.units)} units, {len(owners)} graphs and parts, "
         f"torch {torch.__version__}"
     )
-    page = page_of(listings, findings, facts, note)
+    meanings = meanings_of(artifacts, [x.stage for x in listings])
+    page = page_of(listings, recorded, facts, meanings)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, ModuleType
@@ -9,35 +10,39 @@ from types import CodeType, ModuleType
 import torch
 
 from fsdp_dynamo.artifacts import DECOMPILED, emit
-from fsdp_dynamo.errors import FSDPError, explain
 
 
-def require_depyf() -> ModuleType:
-    """The decompiler.
-
-    Raises:
-        FSDPError: it is not installed.
-    """
+def find_depyf() -> ModuleType | None:
+    """The decompiler, if it is installed."""
     try:
         import depyf
-    except ImportError as error:
-        raise FSDPError(
-            explain(
-                expected="depyf to be installed",
-                got=str(error),
-                where="inspect_graphs()",
-                fix="pip install depyf, or pip install 'fsdp-dynamo[inspection]'.",
-            )
-        ) from error
+    except ImportError:
+        return None
     return depyf  # type: ignore[no-any-return]
 
 
+def warn_without_depyf(stacklevel: int) -> None:
+    """Say what will be missing, and how to get it."""
+    warnings.warn(
+        "inspect_graphs(): depyf is not installed, so the decompiled code "
+        "(*.dynamo.decompiled.py) is left out; everything else is written. "
+        "For the decompiled code: pip install 'fsdp-dynamo[inspection]'",
+        stacklevel=stacklevel + 1,
+    )
+
+
 @contextmanager
-def emit_decompiled(depyf: ModuleType) -> Iterator[None]:
+def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
     """While open, every frame that Dynamo compiles is emitted as decompiled code.
 
     What runs is Dynamo's bytecode all the same: a fault of the decompiler changes no result.
+
+    Args:
+        depyf: the decompiler; ``None``: nothing is emitted.
     """
+    if depyf is None:
+        yield
+        return
 
     def hook(code: CodeType, new_code: CodeType) -> None:
         emit(DECOMPILED, lambda: _decompile(depyf, code, new_code))

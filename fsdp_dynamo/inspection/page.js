@@ -1,6 +1,6 @@
-"use strict";
 // Shows what `inspect_graphs` found: a list of owners (the whole step, units), their phases, and
-// two stages of one side by side. Everything it knows is in #data; it asks no server.
+// two stages of one side by side. Everything it knows is in #data; it asks no server. The timeline
+// is in page.timeline.js.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -33,22 +33,21 @@ function firstPhase() {
   return ["backward", "forward"].find((n) => names.includes(n)) ?? names[0];
 }
 
-// The first pair of stages between which something changes, or the last pair.
-function interesting() {
-  const list = stages();
-  const at = list.findIndex((s, i) => i && s.name.startsWith("after_") && s.text !== list[i - 1].text);
-  const right = at > 0 ? at : list.length - 1;
+// The most telling stage and the one before it.
+function telling() {
+  const right = phases().find((p) => p.name === state.phase).telling;
   return { left: Math.max(0, right - 1), right };
 }
 
 function fromAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
-  state.owner = Math.max(0, data.owners.findIndex((o) => o.name === asked.get("graph")));
-  state.phase = asked.get("phase");
+  const found = data.owners.findIndex((o) => o.name === asked.get("graph"));
+  state.owner = found < 0 ? data.start.owner : found;
+  state.phase = asked.get("phase") ?? (found < 0 ? data.start.phase : null);
   if (!phases().some((p) => p.name === state.phase)) state.phase = firstPhase();
   const at = (key) => stages().findIndex((s) => s.name === asked.get(key));
   const [left, right] = [at("left"), at("right")];
-  Object.assign(state, left >= 0 && right >= 0 ? { left, right } : interesting());
+  Object.assign(state, left >= 0 && right >= 0 ? { left, right } : telling());
 }
 
 // -- drawing -------------------------------------------------------------------------------------
@@ -59,9 +58,9 @@ function element(tag, text, properties = {}) {
   return Object.assign(made, properties);
 }
 
-function buttons(id, names, chosen, onclick) {
+function buttons(id, names, chosen, onclick, meanings = {}) {
   $(id).replaceChildren(...names.map((name, i) => {
-    const button = element("button", name, { onclick: () => onclick(i) });
+    const button = element("button", name, { onclick: () => onclick(i), title: meanings[name] ?? "" });
     button.setAttribute("aria-pressed", String(i === chosen || name === chosen));
     return button;
   }));
@@ -71,14 +70,15 @@ function draw() {
   drawOwners();
   buttons("phases", phases().map((p) => p.name), state.phase, (i) => {
     choose({ phase: phases()[i].name });
-    choose(interesting());
-  });
+    choose(telling());
+  }, data.phases);
   const list = stages();
   buttons("stages", list.map((s) => s.name), list[state.right].name,
-    (i) => choose({ left: Math.max(0, i - 1), right: i }));
+    (i) => choose({ left: Math.max(0, i - 1), right: i }), data.stages);
   for (const side of ["left", "right"]) {
     $(side).replaceChildren(...list.map((s, i) => element("option", s.name, { value: i })));
     $(side).value = state[side];
+    $(side + "what").textContent = data.stages[list[state[side]].name] ?? "";
     $(side + "file").textContent = list[state[side]].file;
     $(side + "file").href = encodeURIComponent(list[state[side]].file);
   }
@@ -91,14 +91,25 @@ function draw() {
 function drawOwners() {
   const wanted = $("filter").value.toLowerCase();
   const rows = data.owners.map((o, i) => {
-    const row = element("li", o.name, { onclick: () => { choose({ owner: i }); choose(interesting()); } });
+    const row = element("li", null, { onclick: () => { choose({ owner: i }); choose(telling()); } });
+    row.append(...named(o.name, o.unit));
     row.setAttribute("aria-current", String(i === state.owner));
     row.hidden = !o.name.toLowerCase().includes(wanted);
     return row;
   });
-  const others = data.without_code.map((name) =>
-    element("li", name, { className: "none", title: "ran code that an equal unit was compiled for" }));
+  const others = data.without_code.map((unit) => {
+    const row = element("li", null, { className: "none", title: "ran code that an equal unit was compiled for" });
+    row.append(...named(unit || data.root, unit));
+    return row;
+  });
   $("owners").replaceChildren(...rows, ...others);
+}
+
+// A name behind the colour that its unit has in the timeline.
+function named(name, unit) {
+  const swatch = element("span", null, { className: "swatch" });
+  swatch.style.background = unit === null ? "transparent" : colour(unit);
+  return [swatch, element("span", name)];
 }
 
 // -- side by side ----------------------------------------------------------------------------------
@@ -118,7 +129,7 @@ function drawDiff(left, right) {
   }
   $("summary").textContent = added + removed + moved === 0
     ? `${left.name} and ${right.name} are the same, ${a.length} lines`
-    : `${left.name} to ${right.name}: ${moved} lines moved, ${added} added, ${removed} removed`;
+    : `${left.name} to ${right.name}: lines: ${moved} moved, ${added} added, ${removed} removed`;
   const table = element("table", null);
   const columns = element("colgroup", null);
   for (const width of ["3.6em", "", "3.6em", ""]) {
@@ -164,6 +175,10 @@ function oneRow(row, a, b) {
 function fillCode(cell, line) {
   const at = line.lastIndexOf("  # ");
   if (at < 0) { cell.textContent = line; return; }
+  if (!line.slice(0, at).trim()) {
+    cell.append(element("span", line, { className: "remark alone" }));
+    return;
+  }
   const remark = line.slice(at);
   const isCollective = /# (all_gather|reduce_scatter|all_reduce) /.test(remark);
   cell.append(element("span", line.slice(0, at), { className: isCollective ? "collective" : "" }));
@@ -225,67 +240,6 @@ function anchors(a, b) {
   const run = [];
   for (let p = tops.length ? tops[tops.length - 1] : -1; p >= 0; p = before[p]) run.push(pairs[p]);
   return run.reverse();
-}
-
-// -- timeline ----------------------------------------------------------------------------------------
-
-const SVG = "http://www.w3.org/2000/svg";
-const ROW = 20, LABEL = 130;
-
-function drawTimeline() {
-  const sides = data.timeline;
-  $("timeline").hidden = sides.length === 0;
-  if (!sides.length) return;
-  buttons("sides", sides.map((s) => s.title), state.side, (i) => { state.side = i; drawTimeline(); });
-  const side = sides[state.side];
-  const end = Math.max(...side.bars.map((bar) => bar.end_ms), 1e-6);
-  $("caption").textContent = `${end.toFixed(2)} ms; red edge: nothing is computed meanwhile. ${side.note}`;
-  const width = Math.max(600, $("lanes").clientWidth);
-  const scale = (width - LABEL - 5) / end;
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${width} ${side.lanes.length * ROW + 4}`);
-  side.lanes.forEach((lane, row) => {
-    svg.append(shape("text", { x: 0, y: row * ROW + 14 }, lane));
-  });
-  for (const bar of side.bars) {
-    const x = LABEL + bar.begin_ms * scale;
-    const y = side.lanes.indexOf(bar.lane) * ROW + 2;
-    const length = Math.max(1, (bar.end_ms - bar.begin_ms) * scale);
-    const rect = shape("rect", {
-      x, y, width: length, height: ROW - 4, rx: 2, fill: colour(bar.unit),
-      class: (bar.exposed_ms > end / 200 ? "exposed " : "") + (bar.unit === owner().unit ? "chosen" : ""),
-    });
-    rect.append(shape("title", {}, describe(bar)));
-    rect.onclick = () => openUnit(bar.unit);
-    svg.append(rect);
-  }
-  $("lanes").replaceChildren(svg);
-}
-
-function describe(bar) {
-  const parts = [bar.name || "(root)", `${(bar.end_ms - bar.begin_ms).toFixed(3)} ms`];
-  if (bar.exposed_ms > 0) parts.push(`${bar.exposed_ms.toFixed(3)} ms exposed`);
-  if (bar.num_bytes) parts.push(`${bar.num_bytes.toLocaleString("en")} bytes`);
-  return parts.join(", ");
-}
-
-function openUnit(unit) {
-  const found = data.owners.findIndex((o) => o.unit === unit);
-  if (found < 0) return;
-  choose({ owner: found });
-  choose(interesting());
-}
-
-function colour(unit) {
-  const at = data.units.indexOf(unit);
-  return at < 0 ? "#9aa3ad" : `hsl(${(at * 137.5) % 360} 52% 58%)`;
-}
-
-function shape(tag, attributes, text) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
 }
 
 // -- start ---------------------------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"use strict";
+// The timeline of one step; what it shares with page.js, which comes behind it, is defined there.
+
+const SVG = "http://www.w3.org/2000/svg";
+const ROW = 20, LABEL = 100, AXIS = 18, RIGHT = 30;
+const CUT = 38; // width of time that is cut out
+const CHARACTER = 6.3; // width of one in a bar
+
+function drawTimeline() {
+  const sides = data.timeline;
+  $("timeline").hidden = sides.length === 0;
+  if (!sides.length) return;
+  buttons("sides", sides.map((s) => s.title), state.side, (i) => { state.side = i; drawTimeline(); });
+  const side = sides[state.side];
+  const end = Math.max(...side.bars.map((bar) => bar.end_ms), 1e-6);
+  const width = Math.max(600, $("lanes").clientWidth);
+  const clock = clockOf(side.cuts, end, width - LABEL - RIGHT);
+  $("caption").textContent = caption(side, clock.total);
+  const height = AXIS + side.lanes.length * ROW + 4;
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.append(...axis(clock, height), ...side.lanes.map((lane, row) =>
+    shape("text", { x: 0, y: AXIS + row * ROW + 14, class: "lane" }, lane)));
+  const drawn = side.bars.map((bar) => drawBar(bar, side.lanes.indexOf(bar.lane), clock));
+  svg.append(...drawn.map(([rect]) => rect), ...side.cuts.flatMap((cut) => drawCut(cut, clock, height)));
+  svg.append(...drawn.flatMap(([, ...label]) => label));
+  $("lanes").replaceChildren(svg);
+}
+
+function caption(side, ms) {
+  const exposed = side.bars.some((bar) => isExposed(bar, ms));
+  const parts = [`${ms.toFixed(2)} ms${side.cuts.length ? " without compilation" : ""}`];
+  parts.push("a colour is a unit, as in the list below");
+  if (exposed) parts.push("red edge: nothing is computed meanwhile");
+  return `${parts.join("; ")}. ${side.note}`;
+}
+
+const isExposed = (bar, total) => bar.exposed_ms > total / 200;
+
+// From milliseconds to pixels. Every cut, whatever it lasts, is as wide as the others.
+function clockOf(cuts, end, width) {
+  const gap = cuts.length ? Math.min(CUT, 0.4 * width / cuts.length) : 0;
+  const total = end - cuts.reduce((sum, cut) => sum + cut.end_ms - cut.begin_ms, 0);
+  const scale = (width - gap * cuts.length) / Math.max(total, 1e-6);
+  const place = (ms) => {
+    let x = LABEL + ms * scale;
+    for (const cut of cuts) {
+      const length = cut.end_ms - cut.begin_ms;
+      const inside = Math.max(0, Math.min(ms - cut.begin_ms, length));
+      x += (inside / length) * gap - inside * scale;
+    }
+    return x;
+  };
+  const isNearCut = (x) => cuts.some(
+    (cut) => x > place(cut.begin_ms) - gap / 2 && x < place(cut.end_ms) + gap / 2);
+  // A moment of the time that is left, as a moment of the step.
+  const moment = (left) => cuts.reduce(
+    (ms, cut) => (ms > cut.begin_ms ? ms + cut.end_ms - cut.begin_ms : ms), left);
+  return { total, place, moment, isNearCut };
+}
+
+function axis(clock, height) {
+  const wanted = clock.total / 8;
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= wanted);
+  const digits = Math.max(0, -Math.floor(Math.log10(step)));
+  const made = [];
+  for (let k = 0; k * step <= clock.total; k++) {
+    const x = clock.place(clock.moment(k * step));
+    made.push(shape("line", { x1: x, x2: x, y1: AXIS - 3, y2: height, class: "tick" }));
+    if (clock.isNearCut(x)) continue; // its own text is there
+    made.push(shape("text", { x, y: 11, class: "tick" }, `${(k * step).toFixed(digits)}${k ? "" : " ms"}`));
+  }
+  return made;
+}
+
+function drawBar(bar, row, clock) {
+  const x = clock.place(bar.begin_ms);
+  const y = AXIS + row * ROW + 2;
+  const length = Math.max(1, clock.place(bar.end_ms) - x);
+  const rect = shape("rect", {
+    x, y, width: length, height: ROW - 4, rx: 2, fill: colour(bar.unit),
+    class: (isExposed(bar, clock.total) ? "exposed " : "") + (bar.unit === owner().unit ? "chosen" : ""),
+  });
+  rect.append(shape("title", {}, describe(bar)));
+  rect.onclick = () => openUnit(bar.unit);
+  const label = fitting(bar.unit, length - 6);
+  if (!label) return [rect];
+  return [rect, shape("text", { x: x + length / 2, y: y + 12, class: "bar" }, label)];
+}
+
+// The unit's name, or its end, or nothing, as there is room.
+function fitting(unit, width) {
+  const parts = (unit || data.root).split(".");
+  while (parts.length && parts.join(".").length * CHARACTER > width) parts.shift();
+  return parts.join(".");
+}
+
+function drawCut(cut, clock, height) {
+  const x = clock.place(cut.begin_ms);
+  const width = clock.place(cut.end_ms) - x;
+  const seconds = `${((cut.end_ms - cut.begin_ms) / 1e3).toFixed(1)} s`;
+  const box = shape("rect", { x, y: AXIS, width, height: height - AXIS, class: "cut" });
+  box.append(shape("title", {}, `${seconds} of compilation, cut out`));
+  const made = [box];
+  for (let y = AXIS - width; y < height; y += 7) { // hatched by hand: lines from edge to edge
+    const [top, bottom] = [Math.max(AXIS, y), Math.min(height, y + width)];
+    made.push(shape("line", { x1: x + top - y, x2: x + bottom - y, y1: top, y2: bottom, class: "hatch" }));
+  }
+  if (width > seconds.length * CHARACTER) {
+    made.push(shape("text", { x: x + width / 2, y: 11, class: "cut" }, seconds));
+  }
+  return made;
+}
+
+function describe(bar) {
+  const parts = [bar.name.trim() + (bar.unit ? "" : ` ${data.root}`), `${(bar.end_ms - bar.begin_ms).toFixed(3)} ms`];
+  if (bar.exposed_ms > 0) parts.push(`${bar.exposed_ms.toFixed(3)} ms exposed`);
+  if (bar.num_bytes) parts.push(`${bar.num_bytes.toLocaleString("en")} bytes`);
+  return parts.join(", ");
+}
+
+function openUnit(unit) {
+  const found = data.owners.findIndex((o) => o.unit === unit);
+  if (found < 0) return;
+  choose({ owner: found });
+  choose(telling());
+}
+
+// Hues from yellow over green and blue to violet: red is for edges. The root has none.
+function colour(unit) {
+  const at = data.units.indexOf(unit);
+  return at < 0 || unit === "" ? "#aab2bb" : `hsl(${45 + (at * 0.618034 % 1) * 255} 55% 66%)`;
+}
+
+function shape(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
