@@ -65,9 +65,10 @@ def test_accumulation(ranks: RankPool, first: str, last: str) -> None:
         assert reduced == [6 if first.endswith(" sync") else 0, 3]
 
 
-def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:
+def _accumulated_bytes(rank: int, world_size: int, way: str) -> tuple[int, int, int, int]:
     """Gradient bytes kept by two steps in ``no_sync()``, and by two steps outside it."""
     model = wrap(make_transformer(num_blocks=2))
+    run = in_way(model, way)
     flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
 
     def kept() -> int:
@@ -77,20 +78,21 @@ def _accumulated_bytes(rank: int, world_size: int) -> tuple[int, int, int, int]:
         return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
 
     for step in range(2):
-        loss_of(model, batch(rank, step)).backward()
+        loss_of(run, batch(rank, step)).backward()
     outside = kept()
     model.zero_grad()
     with model.no_sync():
         for step in range(2):
-            loss_of(model, batch(rank, step)).backward()
+            loss_of(run, batch(rank, step)).backward()
     inside = kept()
     unsharded = sum(flat.reduce_bytes for flat in flats)
     return outside, inside, unsharded // world_size, unsharded
 
 
-def test_memory_of_accumulation(ranks: RankPool) -> None:
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_memory_of_accumulation(ranks: RankPool, way: str) -> None:
     """Outside ``no_sync()`` one shard of the gradients is kept, inside it all of them."""
-    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2):
+    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2, way):
         assert (outside, inside) == (sharded, unsharded)
 
 

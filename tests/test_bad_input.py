@@ -6,6 +6,7 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ways import WAYS, in_way
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, build
+from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, build, starting_values
 from fsdp_dynamo.arguments import warn_of_cpu_start
 from fsdp_dynamo.flat_parameter import OriginalParameter
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
@@ -45,6 +46,12 @@ def _two_devices() -> None:
     build._check_devices("block", originals)
 
 
+def _cpu_tensors_with_nccl() -> None:
+    """A group of ranks that, as an NCCL group, serves no CPU."""
+    with mock.patch.object(starting_values, "_serves_cpu", return_value=False):
+        FSDP(nn.Linear(2, 2), sync_module_states=True)
+
+
 def _wrap_in_compiled_way(backend: str, fullgraph: bool, **kwargs: Any) -> None:
     model = wrap(make_transformer(num_blocks=1), **kwargs)
     torch.compile(model, backend=backend, fullgraph=fullgraph)(batch(0, 0))
@@ -61,6 +68,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "not a module": (lambda: FSDP(torch.zeros(2)), "argument 'module': expected a torch.nn.Module"),
     "wrapped twice": (lambda: FSDP(FSDP(nn.Linear(2, 2))), "expected a module that is no unit yet"),
     "two devices": (_two_devices, "'block.cuda.weight' on cuda:0"),
+    "CPU tensors with NCCL": (
+        _cpu_tensors_with_nccl,
+        "argument 'sync_module_states': expected parameters on the accelerator, got a CPU tensor "
+        "with an NCCL group. Pass device_id=",
+    ),
     "meta": (lambda: FSDP(_without_values()), "reset_parameters() method, got none for 'scale'"),
     "policy matches nothing": (
         lambda: FSDP(nn.Linear(2, 2), auto_wrap_policy=ModuleWrapPolicy({Block})),
@@ -207,6 +219,28 @@ def test_cpu_start_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_cpu_start(nn.Linear(2, 2), group, 0)
+
+
+def _root_ignored(rank: int, world_size: int, inside: bool) -> tuple[list[str], Any, Any]:
+    """Warnings of ignoring the root (or a module in it); shapes of what is left alone."""
+    plain = make_transformer(num_blocks=1)
+    whole = [p.shape for p in plain.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped = FSDP(plain, ignored_modules=[plain.head if inside else plain])
+    shapes = [p.shape for p in wrapped.parameters()]
+    return [str(w.message) for w in caught if "ignored" in str(w.message)], shapes, whole
+
+
+def test_ignoring_the_root_warns(ranks: RankPool) -> None:
+    for messages, shapes, whole in ranks.run(_root_ignored, 2, False):
+        assert messages == [
+            "ignored_modules names the wrapped module itself: nothing will be sharded"
+        ]
+        assert shapes == whole
+    for messages, shapes, whole in ranks.run(_root_ignored, 2, True):
+        assert messages == []
+        assert shapes != whole
 
 
 def test_no_process_group() -> None:

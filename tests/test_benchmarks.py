@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,9 @@ import torch.distributed as dist
 from pool import RankPool
 from torch import nn
 
-from benchmarks import bench, checks, link, pictures, saving, workloads
+from benchmarks import checks, pictures, saving, workloads
 from benchmarks.bound import flat_cluster, lower_bound, wire_bytes
 from benchmarks.comparison_report import Row, comparison_table, memory_table, rows
-from benchmarks.errors import BadInputError
 from benchmarks.peers import Setting, Trainee, named, simple_fsdp
 from benchmarks.report import table
 from benchmarks.rounds import Comparison
@@ -354,18 +351,6 @@ def test_a_missing_package_is_refused(
     assert "'torchviz'" in capfd.readouterr().err
 
 
-def test_the_link_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(BadInputError, match=r"expected root.*got user id 1000"):
-        link.run_on_link(["true"], link.Shape())
-    assert bench.link_arguments() == ()
-
-
-@pytest.mark.parametrize(("rate", "expected"), [("1gbit", 125e6), ("2.5mbit", 312500.0)])
-def test_link_rates(rate: str, expected: float) -> None:
-    assert link.Shape(rate).bytes_per_s == expected
-
-
 def test_distributed_writes_what_was_asked_for(tmp_path: Path) -> None:
     """The command as one rank of one: losses, order of issue, trace, record."""
     arguments = ["--toy_model", "--model_size", "small", "--fsdp", "--fsdp_wrap", "--device", "cpu"]
@@ -391,78 +376,3 @@ def test_distributed_writes_what_was_asked_for(tmp_path: Path) -> None:
     assert data["command"].startswith("python benchmarks/dynamo/distributed.py --toy_model")
     assert data["versions"]["torch"] == torch.__version__
     assert len(data["rows"][0]["step_ms"]["samples"]) == 2
-
-
-def _can_link() -> str | None:
-    """Why no link can be made here, or ``None``; making one is the only sure test."""
-    try:
-        link.check_can_link()
-        with link.two_hosts(link.Shape()):
-            return None
-    except BadInputError as error:
-        return str(error)
-
-
-def _namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-
-
-NO_LINK = _can_link()
-needs_link = pytest.mark.skipif(NO_LINK is not None, reason=str(NO_LINK))
-
-SEND = """
-import os, socket
-address = (os.environ["MASTER_ADDR"], 29999)
-if os.environ["RANK"] == "0":
-    server = socket.create_server(address)
-    connection, _ = server.accept()
-    while connection.recv(1 << 20):
-        pass
-else:
-    import time
-    for _ in range(100):
-        try:
-            socket.create_connection(address).sendall(bytes(3_000_000))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-"""
-
-
-@needs_link
-def test_link_counts_bytes_and_cleans_up() -> None:
-    before = _namespaces()
-    code, sent = link.run_on_link([sys.executable, "-c", SEND], link.Shape("1gbit"))
-    assert code == 0
-    assert 3_000_000 <= sent[1] < 3_500_000
-    assert sent[0] < 300_000
-    assert _namespaces() == before
-
-
-@needs_link
-def test_link_gives_a_failure_on_and_ends_the_other_rank() -> None:
-    before = _namespaces()
-    failing = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
-    code, _ = link.run_on_link([sys.executable, "-c", failing], link.Shape())
-    assert code == 7
-    assert _namespaces() == before
-
-
-@needs_link
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_link_cleans_up_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    before = _namespaces()
-    started = tmp_path / "pid"
-    sleeper = f"import os, pathlib, time; pathlib.Path({str(started)!r} + os.environ['RANK'])"
-    sleeper += ".write_text(str(os.getpid())); time.sleep(600)"
-    command = [sys.executable, str(ROOT / "benchmarks" / "link.py"), "--"]
-    process = subprocess.Popen([*command, sys.executable, "-c", sleeper])
-    files = [Path(f"{started}{rank}") for rank in (0, 1)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 128 + number
-    assert _namespaces() == before
-    for file in files:
-        assert not Path("/proc", file.read_text()).exists()

@@ -215,6 +215,40 @@ def test_the_module_stays_the_users(ranks: RankPool) -> None:
         assert [what for what, holds in found.items() if not holds] == []
 
 
+def _summoned(rank: int, world_size: int, way: str) -> dict[str, bool]:
+    """Whole parameters between two steps of a model without a wrapper."""
+    plain = make_transformer(num_blocks=2)
+    model = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
+    run = in_way(model, way)
+    expected, got = [train(plain, 0, steps=2)[0]], [train(run, 0, steps=2)[0]]
+    with FSDP.summon_full_params(model, with_grads=True):
+        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+        values = all(torch.allclose(p, q, 1e-5, 1e-6) for p, q in pairs)
+        grads = all(torch.allclose(p.grad, q.grad, 1e-4, 1e-6) for p, q in pairs)
+        with torch.no_grad():
+            model.head.weight.mul_(3.0)
+            plain.head.weight.mul_(3.0)
+    sharded = all(p.ndim == 1 for p in model.parameters())
+    with FSDP.summon_full_params(model.blocks[0], writeback=False):
+        one_block = model.blocks[0].up.weight.ndim == 2 and model.head.weight.ndim == 1
+        model.blocks[0].up.weight.detach().zero_()
+    expected.append(train(plain, 0, steps=2)[0])
+    got.append(train(run, 0, steps=2)[0])
+    return {
+        "values": values,
+        "gradients": grads,
+        "sharded again": sharded,
+        "one block": one_block,
+        "losses": got == [pytest.approx(losses, rel=1e-5) for losses in expected],
+    }
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+def test_whole_parameters(ranks: RankPool, way: str) -> None:
+    for found in ranks.run(_summoned, 2, way):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
 ORDERS = [
     ("shard", "compile"),
     ("compile", "shard"),
@@ -281,7 +315,7 @@ def _by_hand(rank: int, world_size: int) -> tuple[list[Any], list[Any], list[str
         model.blocks[0].set_requires_gradient_sync(False)
     except RuntimeError as error:
         nested = str(error)
-    assert "expected the outermost module" in nested
+    assert "expected the outermost unit" in nested
     reductions = [
         [e.unit for e in events if e.kind == "reduce_scatter"] for events in (kept, reduced)
     ]

@@ -128,9 +128,30 @@ def _through_files(rank: int, world_size: int, writer: str, reader: str, folder:
     ],
 )
 def test_through_files(ranks: RankPool, tmp_path: Path, writer: str, reader: str) -> None:
-    """Model and optimizer, with a frozen part; FSDP1's and FSDP2's files are read, ours by them."""
+    """Model and optimizer, with a frozen part: FSDP1's and FSDP2's files, and ours by FSDP2."""
     for wrong in ranks.run(_through_files, 2, writer, reader, str(tmp_path)):
         assert wrong == []
+
+
+def _fsdp1_reads_ours(rank: int, world_size: int, writer: str, folder: str) -> list[str]:
+    """The model; of the optimizer its template has no parameter groups on some ranks."""
+    model, _ = _trained(writer, rank)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    theirs, _ = _made("FSDP1", seed=8)
+    state = {"model": get_model_state_dict(theirs)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(theirs, state["model"])
+    whole = StateDictOptions(full_state_dict=True)
+    return _same(
+        get_model_state_dict(model, options=whole), get_model_state_dict(theirs, options=whole)
+    )
+
+
+@pytest.mark.parametrize(
+    "writer", ["wrapper", "composable", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_fsdp1_reads_our_model(ranks: RankPool, tmp_path: Path, writer: str) -> None:
+    assert ranks.run(_fsdp1_reads_ours, 2, writer, str(tmp_path)) == [[], []]
 
 
 def _fsdp1s_own_form(rank: int, world_size: int, folder: str) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fsdp_dynamo.wrap_policy import (
     ModuleWrapPolicy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
 )
 
 ALL_WAYS = list(WAYS)
@@ -82,31 +84,7 @@ def test_keep_low_precision_grads(ranks: RankPool) -> None:
         assert after == pytest.approx(1e-3, rel=2e-2)
 
 
-# -- gradients: clipping, freezing ---------------------------------------------------------------
-
-
-def _norms(
-    rank: int, world_size: int, norm_type: float, strategy: ShardingStrategy
-) -> tuple[float, float, float]:
-    """One process with the whole batch against sharded gradients."""
-    plain = make_transformer(num_blocks=2)
-    total = sum(loss_of(plain, batch(r, 0)) for r in range(world_size)) / world_size
-    total.backward()
-    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type))
-    model = wrap(make_transformer(num_blocks=2), sharding_strategy=strategy)
-    loss_of(model, batch(rank, 0)).backward()
-    got = float(model.clip_grad_norm_(0.1, norm_type))
-    return expected, got, float(model.clip_grad_norm_(0.1, norm_type))
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_norm_equals_one_process(
-    ranks: RankPool, norm_type: float, strategy: ShardingStrategy
-) -> None:
-    for expected, got, after in ranks.run(_norms, 2, norm_type, strategy):
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert after == pytest.approx(min(0.1, expected), rel=1e-4)
+# -- freezing --------------------------------------------------------------------------------------
 
 
 def _freeze(model: Transformer) -> Transformer:
@@ -149,23 +127,29 @@ class TiedBlocks(Transformer):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-def _tied_across_units(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+def _tied_across_units(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any, list[str]]:
     torch.manual_seed(2)
     expected, _ = train(DistributedDataParallel(TiedBlocks()), rank)
     torch.manual_seed(2)
     wrapped = wrap(TiedBlocks())
-    got, _ = train(in_way(wrapped, way), rank)
+    model = in_way(wrapped, way)
+    got, _ = train(model, rank)
     owner = wrapped.flat_parameter_of("blocks.1.up.weight")
     state = wrapped.state_dict()
     assert torch.equal(state["blocks.0.up.weight"], state["blocks.1.up.weight"])
-    return expected, got, owner.unit_fqn
+    with record_events() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    return expected, got, owner.unit_fqn, [e.unit for e in log if e.kind == "all_gather"]
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_parameters_tied_across_units(ranks: RankPool, way: str) -> None:
-    for expected, got, owner in ranks.run(_tied_across_units, 2, way):
+    """The unit above all users owns them, and gathers once for all of them."""
+    for expected, got, owner, gathered in ranks.run(_tied_across_units, 2, way):
         assert got == pytest.approx(expected, rel=1e-6)
         assert owner == ""
+        assert gathered.count("") == 1
+        assert set(gathered) == {"", "blocks.0", "blocks.1"}
 
 
 # -- outputs, inputs, odd uses ---------------------------------------------------------------------
@@ -300,6 +284,9 @@ def test_two_forwards_one_backward(ranks: RankPool, way: str) -> None:
 # -- construction ----------------------------------------------------------------------------------
 
 
+BY_CLASS: dict[str, Any] = {"transformer_layer_cls": {Block}}
+
+
 def _policies(rank: int, world_size: int) -> list[list[str]]:
     def units(**kwargs: Any) -> list[str]:
         return [u.fqn for u in FSDP(make_transformer(num_blocks=2), **kwargs)._fsdp_root.units]
@@ -313,6 +300,7 @@ def _policies(rank: int, world_size: int) -> list[list[str]]:
         return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, 1500)
 
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy as UpstreamPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy as upstreams
 
     custom = CustomPolicy(
         lambda m: (
@@ -325,6 +313,8 @@ def _policies(rank: int, world_size: int) -> list[list[str]]:
         units(),
         units(auto_wrap_policy=ModuleWrapPolicy({Block})),
         units(auto_wrap_policy=UpstreamPolicy({Block})),
+        units(auto_wrap_policy=partial(upstreams, **BY_CLASS)),
+        units(auto_wrap_policy=partial(transformer_auto_wrap_policy, **BY_CLASS)),
         units(auto_wrap_policy=by_lambda),
         units(auto_wrap_policy=by_size),
         strategies,
@@ -333,9 +323,9 @@ def _policies(rank: int, world_size: int) -> list[list[str]]:
 
 def test_policies(ranks: RankPool) -> None:
     blocks = ["", "blocks.0", "blocks.1"]
-    for whole, by_class, upstream, by_lambda, by_size, strategies in ranks.run(_policies, 2):
+    for whole, *by_block, by_size, strategies in ranks.run(_policies, 2):
         assert whole == [""]
-        assert by_class == upstream == by_lambda == blocks
+        assert by_block == [blocks] * 5
         assert set(blocks) <= set(by_size)
         assert strategies == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"]
 
@@ -379,26 +369,69 @@ def test_sync_module_states(ranks: RankPool) -> None:
     assert ranks.run(_sync_states, 2) == [(True, True)] * 2
 
 
-def _conversion(rank: int, world_size: int) -> tuple[Any, Any, Any]:
-    model = wrap(make_transformer(num_blocks=1))
-    loss_of(model, batch(rank, 0)).backward()
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    parameters = list(model.parameters())
-    model.double()
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+def _broadcasts(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
+    """Shapes that were broadcast, and those of a model with a tied weight and two buffers."""
+    model = make_transformer(num_blocks=1, tied=True)
+    model.register_buffer("table", torch.arange(5.0))
+    model.blocks[0].register_buffer("count", torch.zeros((), dtype=torch.long))
+    expected = [t.shape for t in (*model.parameters(), *model.buffers())]
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        wrap(model, sync_module_states=True)
+    return [call.args[0].shape for call in broadcast.call_args_list], expected
+
+
+def test_each_tensor_is_broadcast_once(ranks: RankPool) -> None:
+    for sent, expected in ranks.run(_broadcasts, 2):
+        assert sorted(sent) == sorted(expected)
+
+
+def _conversion(rank: int, world_size: int, how: str, way: str) -> tuple[Any, Any, Any]:
+    """In the middle of training; optimizers keep their parameters."""
+    convert = CONVERSIONS[how]
+    wrapped, plain = wrap(make_transformer(num_blocks=1)), make_transformer(num_blocks=1)
+    model = in_way(wrapped, way)
+    before = train(plain, 0, steps=2)[0], train(model, 0, steps=2)[0]
+    grads = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+    parameters = list(wrapped.parameters())
+    flats = [flat for unit in wrapped._fsdp_root.units for flat in unit.flats]
+    shards = [flat.sharded for flat in flats]
+    convert(wrapped)
+    assert all(f.sharded.data_ptr() != s.data_ptr() for f, s in zip(flats, shards, strict=True))
+    assert all(a is b for a, b in zip(parameters, wrapped.parameters(), strict=True))
     kept = all(
-        torch.equal(p.grad.float(), g) for p, g in zip(model.parameters(), before, strict=True)
+        torch.equal(p.grad.float(), g) for p, g in zip(wrapped.parameters(), grads, strict=True)
     )
-    plain = make_transformer(num_blocks=1).double()
-    losses = (train(plain, 0)[0], train(model, 0)[0])
-    return kept, losses[0], losses[1]
+    losses = train(convert(plain), 0)[0], train(model, 0)[0]
+    return kept, (before[0], losses[0]), (before[1], losses[1])
 
 
-def test_conversion_refreshes_views(ranks: RankPool) -> None:
-    """.double() keeps parameters' identity and gradients, and training goes on in float64."""
-    for kept, expected, got in ranks.run(_conversion, 2):
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda model: model.double(),
+    "to": lambda model: model.to("cpu", torch.float64),
+    "storage": lambda model: model._apply(torch.clone),  # as where the device is another one
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [
+        ("double", "eager"),
+        ("double", "hooks"),
+        ("double", "graph"),
+        ("storage", "eager"),
+        ("storage", "graph"),
+        ("to", "eager"),
+        pytest.param("storage", "hooks", marks=pytest.mark.slow),
+        pytest.param("to", "hooks", marks=pytest.mark.slow),
+        pytest.param("to", "graph", marks=pytest.mark.slow),
+    ],
+)
+def test_conversion_refreshes_views(ranks: RankPool, how: str, way: str) -> None:
+    """Parameters keep identity and gradients; training goes on, in float64 where converted."""
+    for kept, (first, then), (got_first, got) in ranks.run(_conversion, 2, how, way):
         assert kept
-        assert got == pytest.approx(expected, rel=1e-12)
+        assert got_first == pytest.approx(first, rel=1e-6)
+        assert got == pytest.approx(then, rel=1e-5)
 
 
 def _original_parameters(rank: int, world_size: int) -> tuple[list[int], bool]:
@@ -444,19 +477,22 @@ def test_groups_and_meshes(ranks: RankPool) -> None:
         assert got == expected
 
 
-def _hook_order(rank: int, world_size: int) -> list[Callable[..., Any]]:
+def _hook_order(rank: int, world_size: int, way: str) -> list[Any]:
     seen: list[Any] = []
     model = make_transformer(num_blocks=1)
     model.blocks[0].register_forward_pre_hook(
         lambda m, args, kwargs: seen.append(m.qkv.weight.shape), with_kwargs=True
     )
     wrapped = wrap(model)
-    copies = copy.copy(seen)
-    wrapped(tokens=batch(rank, 0))  # the root's forward by keyword
-    assert copies == []
+    run = in_way(wrapped, way)
+    run(tokens=batch(rank, 0))  # the root's forward by keyword; it may trace
+    assert wrapped.blocks[0].qkv.weight.ndim == 1
+    seen.clear()
+    run(tokens=batch(rank, 1))
     return seen
 
 
-def test_unit_hooks_run_first(ranks: RankPool) -> None:
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_unit_hooks_run_first(ranks: RankPool, way: str) -> None:
     """A module's own pre-hooks see unsharded parameters; the root takes keyword inputs."""
-    assert ranks.run(_hook_order, 2) == [[torch.Size([48, 16])]] * 2
+    assert ranks.run(_hook_order, 2, way) == [[torch.Size([48, 16])]] * 2

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,16 +23,18 @@ pytestmark = [
 ]
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
 def nccl() -> Iterator[torch.device]:
     """A default NCCL group of one rank."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    address = f"tcp://localhost:{_free_port()}"
     device = torch.device("cuda", 0)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://localhost:{port}", rank=0, world_size=1, device_id=device
-    )
+    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1, device_id=device)
     yield device
     dist.destroy_process_group()
 
@@ -52,3 +58,29 @@ def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str, offload: b
             optimizer.step()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+def test_inputs_on_another_device_are_moved(nccl: torch.device, way: str) -> None:
+    """The root's, positional and by keyword, are moved to where its parameters are."""
+    tokens = torch.randint(31, (2, 8))
+    plain = make_transformer(num_blocks=2).to(nccl)
+    model = in_way(wrap(make_transformer(num_blocks=2), device_id=0), way)
+    expected = plain(tokens.to(nccl))
+    for output in (model(tokens), model(tokens=tokens)):
+        assert output.device == nccl
+        torch.testing.assert_close(output, expected)
+        output.square().mean().backward()
+
+
+def test_gpu_memory_stats() -> None:
+    """The flag of the benchmark script prints torch's own summary."""
+    script = Path(__file__).parent.parent / "benchmarks" / "dynamo" / "distributed.py"
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    flags = ["--toy_model", "--model_size", "small", "--fsdp", "--fsdp_wrap", "--repeat", "1"]
+    flags += ["--device", "cuda", "--gpu_memory_stats"]
+    command = [sys.executable, str(script), *flags]
+    done = subprocess.run(command, env=os.environ | rank | address, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch CUDA memory summary" in done.stdout

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from ways import in_way
 
-from fsdp_dynamo import FSDP
+from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention_for_cpu"}
@@ -105,6 +105,32 @@ def test_graphs_do_not_grow_with_depth(ranks: RankPool) -> None:
     assert shallow == deep
     for after_two, at_end in deep:
         assert after_two == at_end == 3  # before the blocks, the block, after the blocks
+
+
+def _tagged(rank: int, world_size: int, kind: str) -> tuple[set[Any], set[Any], int]:
+    """What Dynamo looks for on managed modules, and on ignored ones."""
+    model = make_transformer(num_blocks=2)
+    ignored = [model.blocks[0].up, model.norm]
+    managed = [module for module in model.modules() if module not in ignored]
+    if kind == "fully_shard":
+        policy = ModuleWrapPolicy({Block})
+        fully_shard(model, policy=policy, ignored_modules=ignored)
+    else:
+        wrap(model, ignored_modules=ignored, use_orig_params=kind == "wrapper")
+
+    def tags(modules: list[nn.Module]) -> set[Any]:
+        names = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+        return {tuple(vars(module).get(name) for name in names) for module in modules}
+
+    return tags(managed), tags(ignored), len(managed)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "fully_shard", "wrapper, use_orig_params=False"])
+def test_managed_modules_are_tagged(ranks: RankPool, kind: str) -> None:
+    for managed, ignored, count in ranks.run(_tagged, 2, kind):
+        assert managed == {(True, "False" not in kind)}
+        assert ignored == {(None, None)}
+        assert count > 15
 
 
 class TwoWidths(nn.Module):

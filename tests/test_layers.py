@@ -52,6 +52,7 @@ LAYERS: dict[str, dict[str, int]] = {
     },
     "fsdp_dynamo": {
         "errors": 0,
+        "help": 0,
         "tree": 0,
         "registry": 0,
         "layout": 0,
@@ -134,6 +135,8 @@ LAYERS: dict[str, dict[str, int]] = {
         "planner.__main__": 5,
         "inspection.listings": 2,
         "inspection.decompiled": 2,
+        "inspection.stages": 3,
+        "inspection.recorded": 2,
         "inspection.page": 5,
         "inspection": 9,
         "inspection.__main__": 10,
@@ -155,6 +158,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "integrations.sharding": 16,
         "integrations.trainer_files": 16,
         "integrations.trainer": 17,
+        "integrations.lightning": 17,
     },
     "benchmarks": {
         "__init__": 0,

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp as upstream
+from models import make_transformer, train, wrap
+from pool import RankPool
 
-from fsdp_dynamo import FSDP, FSDPModule, fully_shard
+from fsdp_dynamo import FSDP, FSDPModule, ShardingStrategy, fully_shard
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
 
@@ -55,6 +57,21 @@ def test_methods(heading: str, theirs: type, ours: type) -> None:
     assert len(rows) > 8
     for name, second in rows.items():
         assert (second == "same") == hasattr(ours, name), name
+
+
+def _without_originals(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
+    model = make_transformer(num_blocks=2)
+    kind = ShardingStrategy[strategy]
+    wrapped = wrap(model, sharding_strategy=kind, use_orig_params=False)
+    expected, _ = train(make_transformer(num_blocks=2), 0)
+    return expected, train(wrapped, 0)[0]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_trains_without_original_parameters(ranks: RankPool, strategy: str) -> None:
+    """``use_orig_params=False``, upstream's default, trains in eager as one process does."""
+    for expected, got in ranks.run(_without_originals, 2, strategy):
+        assert got == pytest.approx(expected, rel=1e-6)
 
 
 def test_fields_of_accelerates_plugin() -> None:

@@ -161,15 +161,20 @@ def test_another_sharding_loads_it(
     assert _in_one_process(folder) == []
 
 
-def test_no_padding_in_the_files(ranks: RankPool, tmp_path: Path) -> None:
-    """Every element once: as many boxes' bytes as the model has, and what a file adds to a box."""
-    ranks.run(_save, 4, "blocks", str(tmp_path))
-    with (tmp_path / ".metadata").open("rb") as file:
+def _chunks(folder: Path) -> dict[str, list[int]]:
+    """The sizes of all boxes of each tensor in a checkpoint."""
+    with (folder / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
-    chunks = {
+    return {
         name: [math.prod(chunk.sizes) for chunk in info.chunks]
         for name, info in metadata.state_dict_metadata.items()
     }
+
+
+def test_no_padding_in_the_files(ranks: RankPool, tmp_path: Path) -> None:
+    """Every element once: as many boxes' bytes as the model has, and what a file adds to a box."""
+    ranks.run(_save, 4, "blocks", str(tmp_path))
+    chunks = _chunks(tmp_path)
     numels = {name: value.numel() for name, value in _model().state_dict().items()}
     assert {name: sum(sizes) for name, sizes in chunks.items()} == numels
     assert max(len(sizes) for sizes in chunks.values()) > 4  # ranks hold rows and ends of rows
@@ -210,6 +215,64 @@ def _upstream(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_fsdp2_reads_ours_and_ours_reads_its(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(_upstream, 2, str(tmp_path)) == [[], []]
+
+
+# -- what no unit holds ----------------------------------------------------------------------------
+
+
+def _partly_ignored(how: str) -> nn.Module:
+    """Two modules (one has a buffer) and a single parameter are left alone."""
+    model = _model()
+    arguments: dict[str, Any] = {"ignored_modules": [model.odd, model.blocks[0].up]}
+    if how == "wrapper":
+        return wrap(model, **arguments, ignored_states=[model.scale])
+    arguments["ignored_params"] = [model.scale]
+    return fully_shard(model, policy=ModuleWrapPolicy({Block}), **arguments)
+
+
+def _is_ignored(name: str) -> bool:
+    return name == "scale" or name.startswith(("odd.", "blocks.0.up."))
+
+
+def _with_ignored(rank: int, world_size: int, how: str, folder: str) -> dict[str, bool]:
+    expected = _moved(_model().state_dict())
+    model, fresh = _partly_ignored(how), _partly_ignored(how)
+    held = {f"{u.fqn}.{o.fqn}".lstrip(".") for u in model._fsdp_root.units for o in u.originals()}
+    model.load_state_dict(expected)
+    whole = model.state_dict()
+    first = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        alone = model.state_dict()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = model.state_dict()
+    with FSDP.state_dict_type(model, SHARDED):
+        parts = model.state_dict()
+        dcp.save(parts, checkpoint_id=folder)
+    with FSDP.state_dict_type(fresh, SHARDED):
+        state = fresh.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        fresh.load_state_dict(state)
+    loaded = fresh.state_dict()
+    ignored = [name for name in expected if _is_ignored(name)]
+    return {
+        "no unit holds them": len(ignored) == 10 and not held & set(ignored),
+        "keys": list(whole) == list(parts) == list(local) == list(expected),
+        "values": all(torch.equal(whole[name], value) for name, value in expected.items()),
+        "whole in every form": all(
+            torch.equal(form[name], expected[name]) for form in (local, parts) for name in ignored
+        ),
+        "rank 0 alone": list(alone) == (list(expected) if rank == 0 else []),
+        "loaded": all(torch.equal(loaded[name], value) for name, value in expected.items()),
+    }
+
+
+@pytest.mark.parametrize("how", ["wrapper", "composable"])
+def test_ignored_ones_are_saved_once(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for found in ranks.run(_with_ignored, 2, how, str(tmp_path)):
+        assert [what for what, holds in found.items() if not holds] == []
+    chunks = _chunks(tmp_path)
+    assert chunks.keys() == _model().state_dict().keys()
+    assert {len(sizes) for name, sizes in chunks.items() if _is_ignored(name)} == {1}
 
 
 # -- the forms and their options -----------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +16,11 @@ from pool import RankPool
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.functional import cross_entropy
 
 from fsdp_dynamo import FSDP, FSDPError, set_agreement_timeout
+from fsdp_dynamo import help as help_page
 from fsdp_dynamo.errors import TROUBLESHOOTING, Mistake
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -179,6 +182,117 @@ def _make_one(rank: int, world_size: int, name: str) -> str:
     return _message(APART[name][1])
 
 
+# -- what nobody says ------------------------------------------------------------------------------
+
+
+def _small(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def _gradients_of(model: nn.Module, size: int = 32, of_all: int = 0) -> None:
+    """``of_all``: examples of all ranks, by which the loss of this rank is weighed."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(size, 8, generator=generator)
+    y = torch.randint(4, (size,), generator=generator)
+    loss = cross_entropy(model(x), y, reduction="sum" if of_all else "mean")
+    (loss * dist.get_world_size() / of_all if of_all else loss).backward()
+
+
+def _norm_of_gradients(parameters: Iterable[nn.Parameter]) -> float:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).item()
+
+
+def _after_adafactor(model: nn.Module) -> float:
+    """A weight after a step with gradients of one."""
+    parameters = [p for p in model.parameters() if p.numel()]
+    for p in parameters:
+        p.grad = torch.arange(1.0, p.numel() + 1).view_as(p)
+    torch.optim.Adafactor(parameters, lr=0.1).step()
+    return float(model.state_dict()["0.weight"][0, 0])
+
+
+def _after_overflow(scaler: torch.amp.GradScaler) -> bool:
+    """Whether this rank has made the step, where rank 1 alone has seen an overflow."""
+    model = FSDP(_small())
+    scaler.scale(model(torch.randn(4, 8)).sum()).backward()
+    if dist.get_rank() == 1:
+        next(p.grad for p in model.parameters() if p.grad is not None and p.numel())[0] = torch.inf
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(torch.optim.SGD(model.parameters()))
+    scaler.update()
+    return any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def _silent(rank: int, world_size: int) -> dict[str, Any]:
+    plain = [_small(seed).state_dict() for seed in range(2)]
+    found: dict[str, Any] = {}
+    for sync in (False, True):
+        state = FSDP(_small(rank), sync_module_states=sync).state_dict()
+        found[f"values, {sync}"] = [
+            all(map(torch.equal, p.values(), state.values())) for p in plain
+        ]
+
+    model = FSDP(_small())
+    _gradients_of(model)
+    found["norms"] = _norm_of_gradients(model.parameters()), model.clip_grad_norm_(1e9).item()
+    found["torch's"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    found["dimensions"] = {p.ndim for p in model.parameters()}
+    before = _small()
+    matrices = [p for p in before.parameters() if p.ndim == 2]
+    wrapped = {id(p) for p in FSDP(before).parameters()}
+    found["chosen before"] = len(matrices), all(id(p) in wrapped for p in matrices)
+
+    found["statistics"] = model.state_dict()["1.running_mean"][0].item()
+    found["adafactor"] = _after_adafactor(FSDP(_small())), _after_adafactor(_small())
+    try:
+        torch.optim.Muon(list(FSDP(_small()).parameters()))
+    except ValueError as error:
+        found["muon"] = str(error)
+    found["scalers"] = [
+        _after_overflow(torch.amp.GradScaler("cpu", init_scale=4.0)),
+        _after_overflow(ShardedGradScaler("cpu", init_scale=4.0)),
+    ]
+
+    for of_all in (0, 36):  # 32 examples here, 4 there, without statistics of a batch
+        model = FSDP(nn.Linear(8, 4), sync_module_states=True)
+        _gradients_of(model, size=[32, 4][rank], of_all=of_all)
+        whole = nn.Linear(8, 4)
+        whole.load_state_dict(model.state_dict())
+        generators = [torch.Generator().manual_seed(r) for r in range(2)]
+        sizes = list(zip((32, 4), generators, strict=True))
+        x = torch.cat([torch.randn(size, 8, generator=g) for size, g in sizes])
+        y = torch.cat([torch.randint(4, (size,), generator=g) for size, g in sizes])
+        cross_entropy(whole(x), y).backward()
+        norms = model.clip_grad_norm_(1e9).item(), _norm_of_gradients(whole.parameters())
+        found[f"sizes, {of_all}"] = norms
+    return found
+
+
+def test_what_is_wrong_without_a_message(ranks: RankPool) -> None:
+    """Each row of that section."""
+    first, second = ranks.run(_silent, 2)
+    for found in (first, second):
+        assert found["values, False"] == [False, False]  # of neither rank
+        assert found["values, True"] == [True, False]
+        seen, right = found["norms"]
+        assert seen == found["torch's"] < right
+        assert found["dimensions"] == {1}
+        assert found["chosen before"] == (2, True)
+        sharded, whole = found["adafactor"]
+        assert abs(sharded - whole) > 1e-3
+        assert "2D" in found["muon"]
+        seen, right = found["sizes, 0"]
+        assert abs(seen - right) > 1e-3
+        seen, right = found["sizes, 36"]
+        assert seen == pytest.approx(right, rel=1e-5)
+    parts = [found["norms"][0] ** 2 for found in (first, second)]
+    assert sum(parts) == pytest.approx(first["norms"][1] ** 2, rel=1e-5)
+    assert first["statistics"] != second["statistics"]
+    assert (first["scalers"], second["scalers"]) == ([True, False], [False, False])
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 
@@ -195,7 +309,7 @@ def _paragraphs() -> dict[str, str]:
 
 def _check(message: str, mistake: Mistake) -> None:
     """It ends with the link, and its paragraph shows it; "..." there stands for anything."""
-    link = f" See {TROUBLESHOOTING}#{mistake}."
+    link = f" See {TROUBLESHOOTING}#{mistake} (python -m fsdp_dynamo.help {mistake})."
     own = message.partition("\n")[0]  # Dynamo adds where in the user's code
     assert own.endswith(link), message
     said = own.removesuffix(link)
@@ -209,6 +323,17 @@ def test_every_mistake_has_its_paragraph_and_a_test() -> None:
     tested = {mistake for mistake, _ in [*TOGETHER.values(), *APART.values()]}
     assert tested | {"no-process-group"} == set(MISTAKES)
     assert len(MISTAKES) == 12
+
+
+def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(help_page.paragraphs()) == list(_paragraphs())
+    for mistake in MISTAKES:
+        assert help_page.main([mistake]) == 0
+        heading, _, text = capsys.readouterr().out.partition("\n")
+        assert _link_of(heading.removeprefix("## ")) == mistake
+        assert text.strip() == _paragraphs()[mistake].strip()
+    assert help_page.main(["wrapped"]) == 2
+    assert "expected one of these, got 'wrapped'" in capsys.readouterr().err
 
 
 def test_no_process_group() -> None:

@@ -267,16 +267,17 @@ def test_apply_sees_whole_parameters(ranks: RankPool) -> None:
 # -- gradient scaling --------------------------------------------------------------------------
 
 
-def _scaled(rank: int, world_size: int) -> tuple[list[float], list[bool]]:
+def _scaled(rank: int, world_size: int, way: str) -> tuple[list[float], list[bool]]:
     """One rank's gradients overflow in the second of three steps."""
     model = wrap(make_transformer(num_blocks=1))
+    run = in_way(model, way)
     scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales, moved = [], []
     for step in range(3):
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, batch(rank, step))).backward()
+        scaler.scale(loss_of(run, batch(rank, step))).backward()
         if step == 1 and rank == 1:
             next(p for p in model.parameters() if p.numel()).grad.fill_(torch.inf)
         scaler.step(optimizer)
@@ -288,8 +289,9 @@ def _scaled(rank: int, world_size: int) -> tuple[list[float], list[bool]]:
     return scales, moved
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
-    for scales, moved in ranks.run(_scaled, 2):
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, way: str) -> None:
+    for scales, moved in ranks.run(_scaled, 2, way):
         assert scales == [8.0, 4.0, 4.0]
         assert moved == [True, False, True]
 
@@ -309,36 +311,39 @@ class Swapping(nn.Module):
         return out
 
 
-def _swapped(rank: int, world_size: int) -> tuple[Any, list[str]]:
+def _swapped(rank: int, world_size: int, way: str) -> tuple[Any, list[str]]:
     plain = Swapping()
     model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    run = in_way(model, way)
     messages = []
     for swapped in (False, False, True, True):
         plain.swapped = swapped
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model(torch.ones(2, 4)).sum().backward()
+            run(torch.ones(2, 4)).sum().backward()
             with torch.no_grad():
-                model(torch.ones(2, 4))
-        messages.append(" ".join(str(w.message) for w in caught))
+                run(torch.ones(2, 4))
+        found = [str(w.message) for w in caught]
+        messages.append(" ".join(text for text in found if "at position" in text))
     return model._fsdp_root.execution_order.fqns, messages
 
 
-def test_another_order_warns_once(ranks: RankPool) -> None:
-    for fqns, messages in ranks.run(_swapped, 2):
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+def test_another_order_warns_once(ranks: RankPool, way: str) -> None:
+    for fqns, messages in ranks.run(_swapped, 2, way):
         assert fqns == ("", "a", "b")
         assert [bool(message) for message in messages] == [False, False, True, False]
         assert "expected unit 'a' at position 1, got unit 'b'" in messages[2]
 
 
-def _swapped_on_one_rank(rank: int, world_size: int) -> str:
+def _swapped_on_one_rank(rank: int, world_size: int, way: str) -> str:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
     try:
         plain = Swapping()
         model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
         plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
-        model(torch.ones(2, 4))
+        in_way(model, way)(torch.ones(2, 4))
     except DivergenceError as error:
         return str(error)
     finally:
@@ -347,8 +352,9 @@ def _swapped_on_one_rank(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool) -> None:
-    first, second = ranks.run(_swapped_on_one_rank, 2)
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool, way: str) -> None:
+    first, second = ranks.run(_swapped_on_one_rank, 2, way)
     assert first == second
     # By which of the two comparisons: whichever is first to see it.
     assert "order of units in the forward" in first or "to issue what rank" in first

@@ -72,8 +72,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     source = folder / "source"
     for package in PACKAGES:
         ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / package, source / package, ignore=ignore)
-    for name in ("pyproject.toml", "README.md"):
+        shutil.copytree(REPOSITORY / package, source / package, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "docs/troubleshooting.md"):
+        (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(folder)]
     _run([sys.executable, "-m", "pip", "wheel", str(source), *options], folder)
@@ -98,6 +99,8 @@ def test_wheel_has_all_of_the_packages(wheel: Path) -> None:
     """Every file of both packages, nothing else, and the version of the package."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        page = archive.read("fsdp_dynamo/troubleshooting.md")  # a link in the checkout
+    assert page == (REPOSITORY / "docs" / "troubleshooting.md").read_bytes()
     expected = [
         path.relative_to(REPOSITORY).as_posix()
         for package in PACKAGES

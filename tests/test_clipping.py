@@ -1,0 +1,86 @@
+"""clip_grad_norm_ with any p: the norm of one process, over sharded and whole units."""
+
+from __future__ import annotations
+
+import pytest
+from models import Block, batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+from ways import WAYS, in_way
+
+from fsdp_dynamo import FSDP, ShardingStrategy
+from fsdp_dynamo.wrap_policy import CustomPolicy
+
+NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
+BOUND = 0.1
+Norms = tuple[float, float, float]
+
+
+def _expected(world_size: int, norm_type: float) -> float:
+    """Of one process with the whole batch."""
+    plain = make_transformer(num_blocks=2)
+    total = sum(loss_of(plain, batch(r, 0)) for r in range(world_size)) / world_size
+    total.backward()
+    return float(nn.utils.clip_grad_norm_(plain.parameters(), BOUND, norm_type))
+
+
+def _norms(rank: int, world_size: int, wrapped: FSDP, way: str) -> list[Norms]:
+    """For each p: one process's norm, the sharded model's, and the latter after clipping."""
+    model = in_way(wrapped, way)
+    found = []
+    for norm_type in NORM_TYPES:
+        wrapped.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+        got = float(wrapped.clip_grad_norm_(BOUND, norm_type))
+        after = float(wrapped.clip_grad_norm_(BOUND, norm_type))
+        found.append((_expected(world_size, norm_type), got, after))
+    return found
+
+
+def _check(results: list[list[Norms]]) -> None:
+    for norms in results:
+        for expected, got, after in norms:
+            assert got == pytest.approx(expected, rel=1e-6)
+            assert after == pytest.approx(min(BOUND, expected), rel=1e-4)
+
+
+def _one_strategy(rank: int, world_size: int, name: str, way: str) -> list[Norms]:
+    strategy = ShardingStrategy[name]
+    wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=strategy)
+    return _norms(rank, world_size, wrapped, way)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        ("FULL_SHARD", "eager"),
+        ("NO_SHARD", "eager"),
+        ("FULL_SHARD", "hooks"),
+        ("FULL_SHARD", "graph"),
+        pytest.param("NO_SHARD", "hooks", marks=pytest.mark.slow),
+        pytest.param("NO_SHARD", "graph", marks=pytest.mark.slow),
+    ],
+)
+def test_norm_equals_one_process(ranks: RankPool, strategy: str, way: str) -> None:
+    _check(ranks.run(_one_strategy, 2, strategy, way))
+
+
+def _sharded_and_whole(rank: int, world_size: int, way: str) -> list[Norms]:
+    """The first block is whole on every rank; the second one and the root are sharded."""
+    plain = make_transformer(num_blocks=2)
+    strategies = {
+        plain.blocks[0]: ShardingStrategy.NO_SHARD,
+        plain.blocks[1]: ShardingStrategy.FULL_SHARD,
+    }
+    policy = CustomPolicy(
+        lambda m: {"sharding_strategy": strategies[m]} if isinstance(m, Block) else False
+    )
+    wrapped = FSDP(plain, auto_wrap_policy=policy)
+    used = [unit.config.strategy.name for unit in wrapped._fsdp_root.units]
+    assert used == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
+    return _norms(rank, world_size, wrapped, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_and_whole_units_in_one_model(ranks: RankPool, way: str) -> None:
+    _check(ranks.run(_sharded_and_whole, 2, way))
