@@ -38,7 +38,7 @@ from fsdp_dynamo import order_log, watching
 KEYS = ("ours", "ours_graph_aot_eager")
 WARMUP, PAIRS, LOOPS = 3, 10, 20_000
 _ENTRIES = {
-    kind: order_log.Entry(0, 0, kind, "", 0)
+    kind: order_log.Entry(0, 0, kind, "", 0, "forward")
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 }
 
@@ -112,7 +112,7 @@ def microseconds_of_a_check() -> float:
     for number in range(LOOPS):
         label = f"blocks.{number % 8}"
         order_log.note(group, "all_gather", label, 4096)
-        order_log.tag_of("all_gather", label, 4096)
+        order_log.tag_of("all_gather", label, 4096, "forward")
         watching._watcher.begin(group)
         watching._watcher.end()
     return (time.perf_counter() - began) / LOOPS * 1e6

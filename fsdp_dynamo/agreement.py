@@ -33,7 +33,7 @@ from fsdp_dynamo.rendezvous import (
     wait_for_texts,
 )
 from fsdp_dynamo.watching import watch
-from graph_passes.fingerprint import SEPARATOR, describe_entry
+from graph_passes.fingerprint import SEPARATOR, alone, describe_entry
 
 _CAUSE = (
     "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
@@ -322,8 +322,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _difference_message(first: int, other: int, of_first: str, of_other: str) -> str:
-    pairs = zip_longest(of_first.split(SEPARATOR), of_other.split(SEPARATOR), fillvalue="")
-    position, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    """The first collective that differs; launches count where nothing else does."""
+    pairs = list(zip_longest(of_first.split(SEPARATOR), of_other.split(SEPARATOR), fillvalue=""))
+    differing = [(i, one, two) for i, (one, two) in enumerate(pairs) if one != two]
+    others = [(i, one, two) for i, one, two in differing if alone(one) != alone(two)]
+    position, one, two = (others or differing)[0]
+    if others:
+        one, two = alone(one), alone(two)
     return explain(
         expected=f"rank {other} to issue what rank {first} does: {describe_entry(one)}",
         got=describe_entry(two),

@@ -131,25 +131,29 @@ def issue_all_gather(
     group: dist.ProcessGroup,
     event: events.Event | None = None,
     label: str = "",
+    use: str = "",
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
     Args:
         label: FQN of the unit, for ranks that compare what they have issued.
+        use: see ``order_log.note``.
     """
-    entry = order_log.note(group, "all_gather", label, output.numel())
+    entry = order_log.note(group, "all_gather", label, output.numel(), use)
     with ranges.named("all_gather", label):
         if way_of(group, output.device) == "point_to_point":
-            tag = order_log.tag_of("all_gather", label, output.numel())
+            tag = order_log.tag_of(*entry.what)
             works = point_to_point.issue_all_gather(output, shard, group, tag)
         else:
             works = [_all_gather(output, shard, group=group, async_op=True)]
     return InFlight(works, (output, shard), event, group=group, entry=entry)
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's shard and wait."""
-    issue_all_gather(output, shard, group).wait()
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, label: str = ""
+) -> None:
+    """Gather every rank's shard, to have whole parameters outside of a step, and wait."""
+    issue_all_gather(output, shard, group, None, label, "whole parameters").wait()
 
 
 def issue_reduce_mean(

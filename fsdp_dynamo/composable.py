@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_dynamo.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.arguments import check_module, precision_for, strategy_for
 from fsdp_dynamo.construct import Arguments, construct
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.unit import Unit
 from fsdp_dynamo.unit_module import UnitModule, is_unit
 
@@ -81,15 +80,7 @@ class FSDPModule(UnitModule):
         Raises:
             FSDPStateError: not on the outermost module, or within a step.
         """
-        if not self._fsdp_is_outermost():
-            raise FSDPStateError(
-                explain(
-                    expected="the outermost module of fully_shard",
-                    got="a nested one",
-                    where=unit_name(self._fsdp_unit.fqn),
-                    fix="Call it on the whole model.",
-                )
-            )
+        self._fsdp_require_outermost("set_requires_gradient_sync()")
         self._fsdp_root.set_sync_gradients(requires_gradient_sync)
 
 

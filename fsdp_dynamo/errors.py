@@ -70,7 +70,9 @@ def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | Non
         see: the paragraph of the troubleshooting page that says more.
     """
     message = f"{where}: expected {expected}, got {got}. {fix}"
-    return message if see is None else f"{message} See {TROUBLESHOOTING}#{see}."
+    if see is None:
+        return message
+    return f"{message} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.help {see})."
 
 
 def unit_name(fqn: str) -> str:

@@ -69,8 +69,9 @@ class _Recorder:
             draft.write_text(json.dumps(self._content(reason, stack, groups)))
             draft.rename(self.path)
             # Inside: who finds it written may end the process at once.
-            explainer = f"python -m fsdp_dynamo.flight {self.folder}"
-            _say(f"rank {self._rank}: flight record in {self.path} ({explainer})")
+            if issued:  # a script that fails before it trains needs none to be understood
+                explainer = f"python -m fsdp_dynamo.flight {self.folder}"
+                _say(f"rank {self._rank}: flight record in {self.path} ({explainer})")
             self._written_at = issued
 
     def _content(

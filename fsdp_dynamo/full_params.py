@@ -111,7 +111,7 @@ class _WholeFlat:
         flat = self._flat
         whole = shard.clone() if not flat.is_sharded else shard.new_empty(flat.layout.padded_numel)
         if flat.is_sharded:
-            all_gather(whole, shard, flat.group)
+            all_gather(whole, shard, flat.group, flat.unit_fqn)
         if self._has_whole and self._how.offload_to_cpu:
             whole = whole.cpu()
         return flat.cut(whole)

@@ -17,8 +17,9 @@ from fsdp_dynamo.errors import explain, unit_name
 from fsdp_dynamo.order_log import Entry, recent
 
 _CAUSE = (
-    "A rank has left a unit out, run one more often, or taken another branch: make all ranks run "
-    "the same units in the same order, then start all ranks again."
+    "A rank has left a unit out, run one more often, taken another branch, or called alone what "
+    "all must call (backward(), state_dict()): make all ranks run the same units in the same "
+    "order, then start all ranks again."
 )
 
 

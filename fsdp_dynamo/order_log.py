@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.errors import unit_name
@@ -32,6 +33,8 @@ class Entry(NamedTuple):
         kind: of the collective.
         label: FQN of the unit; empty for the root and for what belongs to none.
         numel: elements of the unsharded side.
+        use: what it is for: ``"forward"``, ``"backward"`` or ``"whole parameters"`` (state dicts,
+            ``summon_full_params``).
     """
 
     number: int
@@ -39,17 +42,19 @@ class Entry(NamedTuple):
     kind: str
     label: str
     numel: int
+    use: str = ""
 
     @property
-    def what(self) -> tuple[str, str, int]:
+    def what(self) -> tuple[str, str, int, str]:
         """What must be the same on all ranks."""
-        return self.kind, self.label, self.numel
+        return self.kind, self.label, self.numel, self.use
 
     def described(self) -> str:
         """In words."""
         name = unit_name(self.label)
         kind = self.kind.replace("_", "-")
-        return f"the {kind} of {name} ({self.numel} elements, step {self.step})"
+        use = f"{self.use}, " if self.use else ""
+        return f"the {kind} of {name} ({self.numel} elements, {use}step {self.step})"
 
 
 class _Log:
@@ -77,18 +82,24 @@ def current_step() -> int:
     return _step
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def newest() -> Entry | None:
     """The collective that this rank has issued last."""
     return _newest
 
 
-def note(group: dist.ProcessGroup, kind: str, label: str, numel: int) -> Entry:
-    """A collective is issued."""
+def note(group: dist.ProcessGroup, kind: str, label: str, numel: int, use: str = "") -> Entry:
+    """A collective is issued; without a ``use``, for the forward or backward that runs."""
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _Log(group)
     global _newest
-    _newest = Entry(log.count, _step, kind, label, numel)
+    use = use or ("backward" if is_in_backward() else "forward")
+    _newest = Entry(log.count, _step, kind, label, numel, use)
     log.entries.append(_newest)
     log.count += 1
     return _newest
@@ -109,12 +120,13 @@ def all_recent() -> list[Recent]:
 
 
 @lru_cache(maxsize=4096)
-def tag_of(kind: str, label: str, numel: int) -> int:
+def tag_of(kind: str, label: str, numel: int, use: str) -> int:
     """A message's tag: the same on all ranks, apart from a user's, and another one for another
-    kind, unit or size (but for one pair in 16 million). gloo ends a process that gets more than it
-    expects."""
+    kind, unit, size or use (but for one pair in 16 million). gloo ends a process that gets more
+    than it expects."""
     first = _GATHERS if kind == "all_gather" else _EXCHANGES
-    return first << _LABEL_BITS | zlib.crc32(f"{label} {numel}".encode()) >> (32 - _LABEL_BITS)
+    digest = zlib.crc32(f"{label} {numel} {use}".encode())
+    return first << _LABEL_BITS | digest >> (32 - _LABEL_BITS)
 
 
 def kind_of_tag(tag: int) -> str | None:

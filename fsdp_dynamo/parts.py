@@ -41,7 +41,7 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
         unsharded = shard.detach()
         if flat.is_sharded:
             unsharded = shard.new_empty(flat.layout.padded_numel)
-            all_gather(unsharded, shard, flat.group)
+            all_gather(unsharded, shard, flat.group, flat.unit_fqn)
         views = flat.cut(unsharded)
         for original, view in zip(flat.originals, views, strict=True):
             yield view if original.parallel is None else original.parallel.whole(view)

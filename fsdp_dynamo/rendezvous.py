@@ -44,7 +44,7 @@ def set_agreement_timeout(seconds: float) -> None:
         FSDPValueError: not a number above 0.
     """
     global _timeout_s
-    if not seconds > 0:
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise FSDPValueError(
             explain(
                 expected="a number of seconds above 0",

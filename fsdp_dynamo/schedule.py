@@ -284,7 +284,7 @@ class Root:
 
     def recover(self) -> None:
         """Reset if a backward raised: the engine then never called ``_end_backward``."""
-        if self.in_backward and not _engine_is_running():
+        if self.in_backward and not order_log.is_in_backward():
             self.reset()
 
     @contextmanager
@@ -318,7 +318,3 @@ def _prefetches_forward(unit: Unit) -> bool:
     if wanted is not None:
         return wanted
     return bool(unit.flats) and unit.flats[0].device.type == "cpu"
-
-
-def _engine_is_running() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -102,9 +102,6 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         for flat in flats:
             mark_shard(flat)
 
-    def _fsdp_is_outermost(self) -> bool:
-        return self._fsdp_root.units[0] is self._fsdp_unit
-
     # -- running ---------------------------------------------------------------------------------
 
     def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from fsdp_dynamo.errors import (
     FSDPValueError,
     UnsupportedError,
     explain,
+    unit_name,
 )
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.full_params import Summon, summoned
@@ -39,6 +40,21 @@ class UserMethods(nn.Module):
         """The user's module."""
         raise NotImplementedError
 
+    def _fsdp_is_outermost(self) -> bool:
+        return self._fsdp_root.units[0] is self._fsdp_unit
+
+    def _fsdp_require_outermost(self, what: str) -> None:
+        """Refuse on a part of the model what concerns all units."""
+        if not self._fsdp_is_outermost():
+            raise FSDPStateError(
+                explain(
+                    expected=f"the outermost unit of the model for {what}",
+                    got="a nested unit",
+                    where=unit_name(self._fsdp_unit.fqn),
+                    fix="Call it on the whole model.",
+                )
+            )
+
     # -- training ------------------------------------------------------------------------------
 
     @contextmanager
@@ -49,8 +65,9 @@ class UserMethods(nn.Module):
         sharded form at the cost of one reduction a backward.
 
         Raises:
-            FSDPStateError: entered within a step.
+            FSDPStateError: entered within a step, or not on the outermost unit.
         """
+        self._fsdp_require_outermost("no_sync()")
         with self._fsdp_root.no_sync():
             yield
 
@@ -64,7 +81,11 @@ class UserMethods(nn.Module):
         Returns:
             The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all
             ranks.
+
+        Raises:
+            FSDPStateError: not on the outermost unit.
         """
+        self._fsdp_require_outermost("clip_grad_norm_()")
         managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
@@ -88,15 +109,15 @@ class UserMethods(nn.Module):
             raise FSDPTypeError(
                 explain(expected="a callable", got=repr(hook), where=where, fix="Pass a function.")
             )
+        self._fsdp_require_outermost(where)
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
-        has_one = any(flat.comm_hook for flat in flats)
-        if has_one or self._fsdp_root.units[0] is not self._fsdp_unit:
+        if any(flat.comm_hook for flat in flats):
             raise FSDPStateError(
                 explain(
                     expected="one call for the whole model",
-                    got="the second one" if has_one else "a nested unit",
+                    got="the second one",
                     where=where,
-                    fix="Call it once, on the outermost wrapper.",
+                    fix="Call it once.",
                 )
             )
         if self._fsdp_unit.config.strategy.is_hybrid:

@@ -43,10 +43,12 @@ def warmup(
         max_recompiles: for ``limit_recompiles``, once all is done.
 
     Raises:
-        FSDPValueError: no module of ``model`` is a unit; without ``step``, no output depends on a
+        FSDPValueError: ``max_recompiles`` is no number of at least 0; no module of ``model`` is a
+            unit; without ``step``, no output depends on a
             parameter.
         DivergenceError: ranks give different numbers of batches, or one does not come.
     """
+    _check_count(max_recompiles, "warmup(max_recompiles=...)")
     given = list(batches)
     module = uncompiled(model)
     units = _units_of(module)
@@ -103,24 +105,28 @@ def limit_recompiles(count: int | None) -> None:
         count: 0 or more, or ``None``.
 
     Raises:
-        FSDPValueError: a number below 0.
+        FSDPValueError: not a number of at least 0.
     """
     global _left
-    if count is not None and count < 0:
-        raise FSDPValueError(
-            explain(
-                expected="a number of recompiles, 0 or more, or None",
-                got=repr(count),
-                where="limit_recompiles()",
-                fix="Pass how often Dynamo may still compile anew.",
-            )
-        )
+    _check_count(count, "limit_recompiles()")
     if _count in callback_handler.start_callbacks:
         callback_handler.remove_start_callback(_count)
     if count:
         callback_handler.register_start_callback(_count)
     _left = count or 0
     torch._dynamo.config.error_on_recompile = count == 0
+
+
+def _check_count(count: int | None, where: str) -> None:
+    if count is not None and not (isinstance(count, int) and count >= 0):
+        raise FSDPValueError(
+            explain(
+                expected="a number of recompiles, 0 or more, or None",
+                got=repr(count),
+                where=where,
+                fix="Pass how often Dynamo may still compile anew.",
+            )
+        )
 
 
 def _count(args: CallbackArgs) -> None:

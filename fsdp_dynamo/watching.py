@@ -142,7 +142,9 @@ def wait_watching(
             work.wait()
     except RuntimeError as error:
         if watched:
-            _explain(error, group, peer_of(group, works, position), entry)
+            explanation = _explanation(error, group, peer_of(group, works, position), entry)
+            if explanation is not None:
+                raise explanation from None  # gloo's own words are no help
         raise
     finally:
         if watched:
@@ -170,16 +172,17 @@ def _is_complete(work: Work) -> bool:
     return ask is not None and bool(ask())
 
 
-def _explain(
+def _explanation(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
-) -> None:
-    """Raise what another rank has left, or what follows from the failure itself."""
+) -> DivergenceError | None:
+    """What another rank has left, or what follows from the failure itself."""
     what = "a collective" if entry is None else entry.described()
     message = message_of_loss(error, peer, what)
     found = within(STORE_TIMEOUT_S, partial(_looks[group], group))
     if isinstance(found, DivergenceError):
-        raise found from error
-    if message is not None:
-        lost = RankFailedError(message)
-        within(STORE_TIMEOUT_S, partial(_tells[group], lost))
-        raise lost from error
+        return found
+    if message is None:
+        return None
+    lost = RankFailedError(message)
+    within(STORE_TIMEOUT_S, partial(_tells[group], lost))
+    return lost

@@ -49,12 +49,21 @@ class ModuleWrapPolicy(WrapPolicy):
         module_classes: the classes, for example ``{Block}``.
 
     Raises:
-        FSDPTypeError: something else than a class of modules. While a model is wrapped,
+        FSDPTypeError: something else than classes of modules, or none. While a model is wrapped,
             ``FSDPValueError``: it has no such module.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        classes = tuple(module_classes)
+        classes = (module_classes,) if isinstance(module_classes, type) else tuple(module_classes)
+        if isinstance(module_classes, type) or not classes:
+            raise FSDPTypeError(
+                explain(
+                    expected="a set of classes of modules",
+                    got=", ".join(map(repr, classes)) or "an empty one",
+                    where="ModuleWrapPolicy",
+                    fix="Pass the classes of the model's layers: ModuleWrapPolicy({Block}).",
+                )
+            )
         for cls in classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise FSDPTypeError(
@@ -211,6 +220,8 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
 
     Modules inside a checkpoint wrapper or a compiled module are replaced by that shell.
     """
+    if isinstance(policy, type):
+        raise _wrong_policy(policy, f"ModuleWrapPolicy({{{policy.__name__}}})")
     if isinstance(policy, WrapPolicy):
         found = policy.targets(root, ignored)
     elif hasattr(policy, "_run_policy"):  # upstream's policy classes
@@ -223,14 +234,7 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
                 "auto_wrap_policy chose no module: the whole model is one unit", stacklevel=2
             )
     else:
-        raise FSDPTypeError(
-            explain(
-                expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
-                got=repr(policy),
-                where="argument 'auto_wrap_policy'",
-                fix="Pass for example ModuleWrapPolicy({Block}).",
-            )
-        )
+        raise _wrong_policy(policy, "for example ModuleWrapPolicy({Block})")
     lifted: Targets = {}
     shells = _shells(root)
     for module, overrides in found.items():
@@ -239,6 +243,17 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
         lifted.setdefault(module, overrides)
     lifted.pop(root, None)
     return lifted
+
+
+def _wrong_policy(policy: object, wanted: str) -> FSDPTypeError:
+    return FSDPTypeError(
+        explain(
+            expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
+            got=repr(policy),
+            where="argument 'auto_wrap_policy'",
+            fix=f"Pass {wanted}.",
+        )
+    )
 
 
 def _shells(root: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -101,13 +101,20 @@ def meet(what: str, text: str) -> Concert:
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return Concert(None, 0, 1)
-    if world not in _groups:
-        dist.barrier()  # finds out about a rank that has died, which making a group does not
-        _groups[world] = dist.new_group(backend="gloo")
-    concert = Concert(_groups[world], world.rank(), world.size())
+    concert = Concert(_group_beside(world), world.rank(), world.size())
     if not _is_same(concert, zlib.crc32(text.encode())):
         _raise_difference(what, concert.all(lambda: text))
     return concert
+
+
+def _group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    if world not in _groups:
+        try:
+            dist.barrier()  # finds out about a rank that has died, which making a group does not
+        except RuntimeError as error:
+            raise Concert(world, world.rank(), world.size()).broken(error) from error
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]
 
 
 def _is_same(concert: Concert, number: int) -> bool:

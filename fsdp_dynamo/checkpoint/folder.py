@@ -55,8 +55,10 @@ def find(folder: Path, step: int | None) -> Path | None:
     """The checkpoint of a step, or the newest; ``None``: there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there is none of this step.
+        CheckpointError: there is none of this step, or ``folder`` is no folder of checkpoints but
+            one of them, or a file.
     """
+    _require_folder_of_checkpoints(folder)
     there = complete(folder)
     if step is None:
         return there[-1][1] if there else None
@@ -72,6 +74,21 @@ def find(folder: Path, step: int | None) -> Path | None:
             fix="Leave step out to load the newest.",
         )
     )
+
+
+def _require_folder_of_checkpoints(folder: Path) -> None:
+    own = _COMPLETE.fullmatch(folder.resolve().name)
+    if own is not None and (folder / MANIFEST).exists():
+        got, fix = (
+            "one of them",
+            f"Pass '{folder.parent}', and step={int(own[2])} to load this one.",
+        )
+    elif folder.is_file():
+        got, fix = "a file", "Pass the folder that was given to save()."
+    else:
+        return
+    expected = "the folder of all checkpoints of a run"
+    raise CheckpointError(explain(expected=expected, got=got, where=f"'{folder}'", fix=fix))
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -24,6 +24,7 @@ from fsdp_dynamo.api import FullStateDictConfig, MixedPrecision, StateDictType
 from fsdp_dynamo.checkpoint.small_states import set_random_state
 from fsdp_dynamo.composable import FSDPModule
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
+from fsdp_dynamo.flat_parameter import join_fqn
 from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 from fsdp_dynamo.wrapper import FullyShardedDataParallel
@@ -91,9 +92,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         if self.args.bf16 and sharding.mixed_precision is None:
             low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             sharding = replace(sharding, mixed_precision=low)
-        if hasattr(self.model, "num_parameters") and not isinstance(self.model, FSDPModule):
-            self._numel = self.model.num_parameters(exclude_embeddings=True)
-        shard(self.model, sharding, self.args.device)
+        self._numel = _numel_of(shard(self.model, sharding, self.args.device))
         self.model._is_accelerate_prepared = True  # or it would be wrapped a second time
         if hasattr(self.model, "generate"):
             self.model.register_forward_method("generate")
@@ -196,6 +195,19 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         optimizer: Any = self.optimizer
         found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         return found
+
+
+def _numel_of(model: FSDPModule) -> int:
+    """Elements of the whole model's parameters, embeddings left out."""
+    modules = model.named_modules()
+    embeddings = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+    return sum(
+        slot.numel
+        for unit in model._fsdp_root.units
+        for flat in unit.flats
+        for slot in flat.layout.slots
+        if join_fqn(unit.fqn, slot.fqn) not in embeddings
+    )
 
 
 def _check(args: TrainingArguments) -> None:

@@ -80,13 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wrap", action="append", default=[], help="class that becomes a unit")
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a node (default: 8)")
-    parser.add_argument("--device", choices=list(ACCELERATORS), default="h100")
+    parser.add_argument(
+        "--device", choices=list(ACCELERATORS), default="h100", help="of a rank (default: h100)"
+    )
     parser.add_argument("--memory", help="of a rank: 80GB (default: the device's)")
-    parser.add_argument("--link", default="400Gb/s", help="a rank's share of the network")
+    parser.add_argument(
+        "--link", default="400Gb/s", help="a rank's share of the network (default: 400Gb/s)"
+    )
     parser.add_argument("--node-link", help="a rank's share inside a node (default: the device's)")
     parser.add_argument("--latency", type=float, default=0.02, help="ms of a collective's hop")
     parser.add_argument(
-        "--efficiency", type=float, default=0.6, help="of data-sheet rates that are reached"
+        "--efficiency",
+        type=float,
+        default=0.6,
+        help="how much of the data sheet's rates is reached (default: 0.6)",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
@@ -122,19 +129,21 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
                 fix="",
             )
         )
-    node_link = device.node_bytes_per_s
+    node_link, memory = device.node_bytes_per_s, device.memory_bytes
     if options.node_link is not None:
-        node_link = bytes_per_second_of(options.node_link)
+        node_link = bytes_per_second_of(options.node_link, "--node-link")
+    if options.memory is not None:
+        memory = bytes_of(options.memory, "--memory")
     reached = options.efficiency / 1e3
     return Cluster(
         world_size=options.world_size,
         per_node=per_node,
         flops_per_ms=device.flops_per_s * reached,
         memory_bytes_per_ms=device.bytes_per_s * reached,
-        link_bytes_per_ms=bytes_per_second_of(options.link) / 1e3,
+        link_bytes_per_ms=bytes_per_second_of(options.link, "--link") / 1e3,
         node_bytes_per_ms=node_link / 1e3,
         latency_ms=options.latency,
-        memory_bytes=device.memory_bytes if options.memory is None else bytes_of(options.memory),
+        memory_bytes=memory,
     )
 
 

@@ -13,20 +13,28 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b)", re.IGNORECASE)
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, where: str = "planner") -> int:
     """``"80GB"``, ``"24GiB"``: bytes.
+
+    Args:
+        text: the size.
+        where: it was given, for messages.
 
     Raises:
         FSDPValueError: not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or not _is_number(found[1]) or found[3] != "B":
-        raise _unreadable("a size such as 80GB or 24GiB", text)
+        raise _unreadable("a size such as 80GB or 24GiB", text, where)
     return round(float(found[1]) * _factor(found[2]))
 
 
-def bytes_per_second_of(text: str) -> float:
+def bytes_per_second_of(text: str, where: str = "planner") -> float:
     """``"400Gb/s"`` is bits, ``"50GB/s"`` bytes: bytes a second.
+
+    Args:
+        text: the rate.
+        where: it was given, for messages.
 
     Raises:
         FSDPValueError: not a rate.
@@ -34,7 +42,7 @@ def bytes_per_second_of(text: str) -> float:
     amount, slash, second = text.strip().rpartition("/")
     found = _SIZE.fullmatch(amount)
     if found is None or not slash or second.lower() != "s" or not _is_number(found[1]):
-        raise _unreadable("a rate such as 400Gb/s (bits) or 50GB/s (bytes)", text)
+        raise _unreadable("a rate such as 400Gb/s (bits) or 50GB/s (bytes)", text, where)
     return float(found[1]) * _factor(found[2]) / (8 if found[3] == "b" else 1)
 
 
@@ -47,10 +55,8 @@ def _is_number(text: str) -> bool:
     return text.count(".") <= 1 and text != "." and float(text) > 0
 
 
-def _unreadable(expected: str, got: str) -> FSDPValueError:
-    return FSDPValueError(
-        explain(expected=expected, got=repr(got), where="fsdp_dynamo.planner", fix="")
-    )
+def _unreadable(expected: str, got: str, where: str) -> FSDPValueError:
+    return FSDPValueError(explain(expected=expected, got=repr(got), where=where, fix=""))
 
 
 @dataclass(frozen=True)

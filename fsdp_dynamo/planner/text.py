@@ -49,8 +49,16 @@ def _head(inventory: Inventory, cluster: Cluster) -> str:
         f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}, "
         f"{min(cluster.per_node, cluster.world_size)} a node, "
         f"{size_of(cluster.memory_bytes)} each; forward and backward of a rank: "
-        f"{(inventory.forward_flops + inventory.backward.flops) / 1e12:,.2f} TFLOP"
+        f"{(inventory.forward_flops + inventory.backward.flops) / 1e12:,.2f} TFLOP\n"
+        f"taken to be reached: {cluster.flops_per_ms / 1e9:,.0f} TFLOP/s, "
+        f"{_rate(cluster.memory_bytes_per_ms)} of memory, {_rate(cluster.link_bytes_per_ms)} "
+        f"between nodes ({cluster.latency_ms:g} ms a hop), {_rate(cluster.node_bytes_per_ms)} "
+        "inside"
     )
+
+
+def _rate(bytes_per_ms: float) -> str:
+    return f"{bytes_per_ms / 1e6:,.1f} GB/s"
 
 
 def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> str:
@@ -101,15 +109,7 @@ _HELPS = {
 def _reason(best: Prediction, predictions: Sequence[Prediction], cluster: Cluster) -> str:
     fits = [p for p in predictions if p.total_bytes <= cluster.memory_bytes]
     faster = [p for p in predictions if p.step_ms < best.step_ms * 0.999 and p not in fits]
-    hidden = best.exposed_ms < 0.02 * best.step_ms
-    text = (
-        "all communication but the ends is hidden"
-        if hidden
-        else (f"{best.exposed_ms / best.step_ms:.0%} of the step waits for the link")
-    )
-    if not best.wire_bytes:
-        text = "one rank sends nothing"
-    reason = f"the fastest of {len(fits)} that fit: {text}."
+    reason = f"the fastest of {len(fits)} that fit: {_of_the_link(best)}."
     if faster:
         first = min(faster, key=lambda p: p.step_ms)
         gain = 1 - first.step_ms / best.step_ms
@@ -118,6 +118,16 @@ def _reason(best: Prediction, predictions: Sequence[Prediction], cluster: Cluste
             f"{size_of(first.total_bytes)}."
         )
     return reason
+
+
+def _of_the_link(best: Prediction) -> str:
+    waits = best.exposed_ms / best.step_ms
+    if not best.wire_bytes:
+        return "one rank sends nothing"
+    if waits < 0.02:
+        return "all communication but the ends is hidden"
+    text = f"{waits:.0%} of the step waits for the link"
+    return text if waits < 0.5 else f"{text}; a rank has too little to compute for so many ranks"
 
 
 def _code(best: Prediction) -> list[str]:
