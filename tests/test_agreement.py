@@ -125,9 +125,8 @@ def test_every_rank_gets_the_error(ranks: RankPool, how: str) -> None:
     check_divergence(ranks, how, "graph")
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("other branch", marks=pytest.mark.slow), "an extra recompile"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
 def test_every_rank_gets_the_error_under_inductor(ranks: RankPool, how: str) -> None:
     """The fingerprint is an argument of generated code, so compile caches keep it."""
     check_divergence(ranks, how, "graph-inductor")
@@ -139,7 +138,9 @@ def test_three_ranks_name_the_one_that_differs(ranks: RankPool) -> None:
     assert "expected rank 2 to issue what rank 0 does" in messages.pop()
 
 
-@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
+@pytest.mark.parametrize(
+    "how", ["other branch", pytest.param("an extra recompile", marks=pytest.mark.slow)]
+)
 def test_every_rank_of_every_replica_gets_the_error(ranks: RankPool, how: str) -> None:
     """Rank 3 differs; ranks 0 and 3 have no group in common."""
     answers = ranks.run(run_differently, 4, how, "graph")
@@ -209,9 +210,12 @@ def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
         set_agreement_timeout(10.0)
 
 
+@pytest.mark.parametrize("how", ["equal", pytest.param("busy", marks=pytest.mark.slow)])
+def test_equal_texts_agree(ranks: RankPool, how: str) -> None:
+    assert ranks.run(compare_texts, 3, how) == [["None", "None"]] * 3
+
+
 def test_texts_are_compared(ranks: RankPool) -> None:
-    assert ranks.run(compare_texts, 3, "equal") == [["None", "None"]] * 3
-    assert ranks.run(compare_texts, 2, "busy") == [["None", "None"]] * 2
     differing = ranks.run(compare_texts, 3, "differs")
     assert len({answer[0] for answer in differing}) == 1
     assert "the same plan on all ranks" in differing[0][0]
@@ -284,9 +288,12 @@ def share(rank: int, world_size: int, how: str) -> list[str]:
         set_agreement_timeout(10.0)
 
 
-def test_the_first_rank_decides(ranks: RankPool) -> None:
-    for how in ("at once", "slow"):
-        assert ranks.run(share, 3, how) == [["made by 0"] * 2] * 3
+@pytest.mark.parametrize("how", ["at once", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_first_rank_decides(ranks: RankPool, how: str) -> None:
+    assert ranks.run(share, 3, how) == [["made by 0"] * 2] * 3
+
+
+def test_the_first_rank_fails(ranks: RankPool) -> None:
     failed = ranks.run(share, 2, "fails")
     assert failed == [["no such budget"], ["plan: rank 0 failed: ValueError: no such budget"] * 2]
     _, second = ranks.run(share, 2, "absent")

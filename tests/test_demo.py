@@ -115,6 +115,7 @@ def test_a_killed_rank_is_restarted_and_goes_on(folder: Path, tmp_path: Path) ->
     assert _losses(saved.parent) == _losses(folder / "runs" / "demo")[:STEPS]
 
 
+@pytest.mark.slow
 def test_resume_is_refused_with_a_reason(folder: Path) -> None:
     printed = _demo(folder, "--steps", "99", "--resume", "--dim", "64", code=1)
     assert re.search("--resume: .*expected shape", printed)

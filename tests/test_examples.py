@@ -89,6 +89,7 @@ def _require_hsdp(printed: str) -> None:
     assert f"all_reduce: {num_elements // 2 * 4} bytes a step" in printed  # one shard
 
 
+@pytest.mark.slow
 def test_hsdp(tmp_path: Path) -> None:
     _require_hsdp(_run(_torchrun(4, str(EXAMPLES / "hsdp.py"), "2"), tmp_path))
 

@@ -121,7 +121,6 @@ def _fail(rank: int, world_size: int, way: str, fault: str) -> tuple[str, str, f
 
 FAULTS = ("forward", "memory", "hook", "backward", "optimizer")
 _QUICK = {
-    ("eager", "forward"),
     ("eager", "backward"),
     ("hooks", "backward"),
     ("graph", "memory"),

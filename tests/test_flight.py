@@ -87,6 +87,7 @@ def test_records_by_default(tmp_path: Path) -> None:
     assert "rank 1: ValueError: no more data" in _run(tmp_path, "raises", by_default=True)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     said = _run(tmp_path, "is killed")
     assert "1 of 2 ranks have left a record." in said

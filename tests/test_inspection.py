@@ -443,6 +443,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "seen" / "_root.dynamo.decompiled.py").exists()
 
 
+@pytest.mark.slow
 def test_the_command_without_depyf(tmp_path: Path) -> None:
     (tmp_path / "depyf.py").write_text("raise ImportError('not here')")
     done = _command(tmp_path, "--", "3")

@@ -150,7 +150,7 @@ def _all_cases(rank: int, world_size: int, way: str, hybrid: bool) -> list[str]:
     return [text for text in wrong if text]
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("hooks", marks=pytest.mark.slow), "graph"])
 def test_on_two_ranks(ranks: RankPool, way: str) -> None:
     for wrong in ranks.run(_all_cases, 2, way, False):
         assert wrong == []

@@ -73,8 +73,8 @@ def _both(ranks: RankPool, backend: str, dropout: float = 0.0, **kwargs: Any) ->
     [
         (ShardingStrategy.FULL_SHARD, 0.0),
         (ShardingStrategy.FULL_SHARD, 0.3),
-        (ShardingStrategy.SHARD_GRAD_OP, 0.0),
-        (ShardingStrategy.NO_SHARD, 0.0),
+        pytest.param(ShardingStrategy.SHARD_GRAD_OP, 0.0, marks=pytest.mark.slow),
+        pytest.param(ShardingStrategy.NO_SHARD, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_same_numbers_and_collectives(
