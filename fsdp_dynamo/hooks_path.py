@@ -179,11 +179,16 @@ def is_faking() -> bool:
 
 
 def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A unit's forward on fake tensors: no collectives, no hooks, nothing computed."""
+    """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
+
+    What it sets on modules (a counter, the last output) is forgotten: it will run once more.
+    """
     unit = wrapper._fsdp_unit
     args, kwargs = hooks.prepare_inputs(unit.device, wrapper._fsdp_input_dtype, args, kwargs)
-    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()]
-    for module, _, _ in kept:
+    kept = [
+        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()
+    ]
+    for module, *_ in kept:
         _make_fake(module._parameters)
         _make_fake(module._buffers)
     for flat in unit.flats:
@@ -201,10 +206,20 @@ def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         return wrapper._fsdp_body()(*args, **kwargs)
     finally:
+        for module, attributes, *_ in kept:
+            _put_back(module.__dict__, attributes)
         unit.use_sharded_views()
-        for module, parameters, buffers in kept:
+        for module, _, parameters, buffers in kept:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _put_back(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in namespace.keys() - before.keys():
+        del namespace[name]
+    for name, value in before.items():
+        if namespace.get(name, namespace) is not value:
+            namespace[name] = value
 
 
 def _make_fake(tensors: dict[str, Any]) -> None:

@@ -259,3 +259,35 @@ def test_no_recompile_after_the_second_step(ranks: RankPool) -> None:
         assert before == 2  # Dynamo counts the root's capture once, before it is cut
         assert without_grad - before <= 2  # inference graphs: the root's and the block's
         assert at_end - without_grad <= 2  # eval mode: the same
+
+
+class _Counting(nn.Module):
+    """Sets attributes in its forward: one that is there, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last: torch.Tensor = self.linear(x)
+        return self.last
+
+
+def _attributes(rank: int, world_size: int, way: str) -> tuple[list[int], bool]:
+    model = nn.Sequential(nn.Linear(4, 4), _Counting())
+    run = in_way(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Counting})), way)
+    counts, is_real = [], True
+    for _ in range(3):
+        output = run(torch.ones(2, 4))
+        output.sum().backward()
+        counts.append(model[1].calls)
+        is_real = is_real and torch.equal(model[1].last, output)
+    return counts, is_real
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+def test_attributes_that_a_forward_sets(ranks: RankPool, way: str) -> None:
+    """Tracing runs a nested unit's forward on fake tensors: nothing of that is left."""
+    assert ranks.run(_attributes, 2, way) == [([1, 2, 3], True)] * 2
