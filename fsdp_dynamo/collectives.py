@@ -153,7 +153,7 @@ def all_gather(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, label: str = ""
 ) -> None:
     """Gather every rank's shard, to have whole parameters outside of a step, and wait."""
-    issue_all_gather(output, shard, group, None, label, "whole parameters").wait()
+    issue_all_gather(output, shard, group, None, label, order_log.WHOLE).wait()
 
 
 def issue_reduce_mean(

@@ -202,8 +202,8 @@ def _settings_of_mode(mode: str | None, *known: str) -> dict[str, Any]:
                 expected=" or ".join(map(repr, ("default", *known))),
                 got=repr(mode),
                 where="torch.compile(mode=...)",
-                fix=f"Modes with CUDA graphs do not go with collectives in the graph; {_TUNED!r} "
-                'needs backend="fsdp_dynamo".',
+                fix="Leave mode out: CUDA graphs do not go with collectives in the graph, and "
+                f'{_TUNED!r} needs backend="fsdp_dynamo".',
             )
         )
     return dict(list_mode_options(mode))

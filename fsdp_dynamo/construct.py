@@ -105,7 +105,8 @@ def construct(
     targets: dict[nn.Module, dict[str, Any]] = {}
     if given.auto_wrap_policy is not None:
         found = run_policy(given.auto_wrap_policy, module, ignored.modules)
-        targets = {m: kw for m, kw in found.items() if not is_unit(m)}
+        free = {m for _, m in build.managed_modules(module, ignored, is_unit)}
+        targets = {m: kw for m, kw in found.items() if m in free}  # none in a unit that is there
     configs = {m: override(config, overrides) for m, overrides in targets.items()}
     if given.device_id is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

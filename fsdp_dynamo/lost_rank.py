@@ -10,13 +10,22 @@ _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
 _GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
 
 
-def message_of_loss(error: RuntimeError, peer: int | None, what: str) -> str | None:
+_ALONE = (
+    " All ranks must call state_dict() and summon_full_params(): see "
+    "docs/troubleshooting.md#other-units-on-one-rank."
+)
+
+
+def message_of_loss(
+    error: RuntimeError, peer: int | None, what: str, is_whole: bool = False
+) -> str | None:
     """In words; ``None``: it is about something else.
 
     Args:
         error: of the backend. gloo has no kinds of errors, only texts.
         peer: global rank at the other end, where it is known.
         what: the collective, in words.
+        is_whole: it is to give whole parameters, for what all ranks must call.
     """
     text = str(error)
     late = _LATE.search(text)
@@ -40,5 +49,5 @@ def message_of_loss(error: RuntimeError, peer: int | None, what: str) -> str | N
         expected=f"its part of {what}",
         got=got,
         where="another rank" if peer is None else f"rank {peer}",
-        fix=fix,
+        fix=fix + (_ALONE if is_whole else ""),
     )

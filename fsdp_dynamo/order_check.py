@@ -60,10 +60,12 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 
 
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
+    """The same on both ranks: what the first of them does is what is expected of the other."""
+    (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
     return explain(
-        expected=f"rank {other} to issue what rank {rank} does, {mine.described()}",
-        got=theirs.described(),
-        where=f"step {mine.step}, {unit_name(mine.label)}",
+        expected=f"rank {second} to issue what rank {first} does, {expected.described()}",
+        got=got.described(),
+        where=f"step {expected.step}, {unit_name(expected.label)}",
         fix=_CAUSE,
         see="other-units-on-one-rank",
     )

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from fsdp_dynamo.errors import unit_name
 
 KEPT = 1000
+WHOLE = "whole parameters"
+"""What a collective is for that state dicts and ``summon_full_params`` issue."""
 _GATHERS, _EXCHANGES = 0x0E, 0x0F
 _LABEL_BITS = 24
 
@@ -33,8 +35,7 @@ class Entry(NamedTuple):
         kind: of the collective.
         label: FQN of the unit; empty for the root and for what belongs to none.
         numel: elements of the unsharded side.
-        use: what it is for: ``"forward"``, ``"backward"`` or ``"whole parameters"`` (state dicts,
-            ``summon_full_params``).
+        use: what it is for: ``"forward"``, ``"backward"`` or ``WHOLE``.
     """
 
     number: int

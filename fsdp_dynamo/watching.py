@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.failing import within
 from fsdp_dynamo.lost_rank import message_of_loss
-from fsdp_dynamo.order_log import Entry
+from fsdp_dynamo.order_log import WHOLE, Entry
 from fsdp_dynamo.point_to_point import Work, peer_of
 
 PERIOD_S = 1.0
@@ -177,7 +177,8 @@ def _explanation(
 ) -> DivergenceError | None:
     """What another rank has left, or what follows from the failure itself."""
     what = "a collective" if entry is None else entry.described()
-    message = message_of_loss(error, peer, what)
+    is_whole = entry is not None and entry.use == WHOLE
+    message = message_of_loss(error, peer, what, is_whole)
     found = within(STORE_TIMEOUT_S, partial(_looks[group], group))
     if isinstance(found, DivergenceError):
         return found

@@ -322,7 +322,7 @@ def test_a_model_of_ones_own(
     arguments = ["--module", "mine_to_plan:stack", "--world-size", "16", "--json", "plan.json"]
     assert main([*arguments, "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
-    assert "0.3 M parameters in 5 units" in said
+    assert "263.2 k parameters in 5 units: the root of 0, 4 of 65.8 k\n" in said
     assert "recommended:" in said
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["parameters"] == 4 * (256 * 256 + 256)

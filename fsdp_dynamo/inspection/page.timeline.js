@@ -31,7 +31,7 @@ function caption(side, ms) {
   const exposed = side.bars.some((bar) => isExposed(bar, ms));
   const parts = [`${ms.toFixed(2)} ms${side.cuts.length ? " without compilation" : ""}`];
   parts.push("a colour is a unit, as in the list below");
-  if (exposed) parts.push("red edge: nothing is computed meanwhile");
+  if (exposed) parts.push("red edge: for part of it nothing is computed");
   return `${parts.join("; ")}. ${side.note}`;
 }
 

@@ -11,7 +11,7 @@ from fsdp_dynamo.planner.predict import CATEGORIES, Prediction
 
 
 def best_of(predictions: Sequence[Prediction], memory_bytes: int) -> Prediction | None:
-    """The fastest that fits; of equally fast ones that with less memory.
+    """The fastest that fits; of equally fast ones one without checkpointing, with least memory.
 
     Args:
         predictions: to choose from.
@@ -21,7 +21,9 @@ def best_of(predictions: Sequence[Prediction], memory_bytes: int) -> Prediction 
         One of them; ``None``: nothing fits.
     """
     fits = [p for p in predictions if p.total_bytes <= memory_bytes]
-    return min(fits, key=lambda p: (round(p.step_ms, 3), p.total_bytes), default=None)
+    limit = min((p.step_ms for p in fits), default=0.0) * 1.001
+    fast = [p for p in fits if p.step_ms <= limit]
+    return min(fast, key=lambda p: (p.checkpointing, p.total_bytes), default=None)
 
 
 def text_of(
@@ -42,10 +44,10 @@ def text_of(
 
 def _head(inventory: Inventory, cluster: Cluster) -> str:
     sizes = [unit.numel for fqn, unit in inventory.units.items() if fqn]
+    ends = dict.fromkeys(_count(size) for size in (min(sizes), max(sizes)))
     return (
-        f"{inventory.numel / 1e6:,.1f} M parameters in {len(inventory.units)} units: the root of "
-        f"{inventory.units[''].numel / 1e6:,.1f} M, {len(sizes)} of "
-        f"{min(sizes) / 1e6:,.1f} to {max(sizes) / 1e6:,.1f} M\n"
+        f"{_count(inventory.numel)} parameters in {len(inventory.units)} units: the root of "
+        f"{_count(inventory.units[''].numel)}, {len(sizes)} of {' to '.join(ends)}\n"
         f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}, "
         f"{min(cluster.per_node, cluster.world_size)} a node, "
         f"{size_of(cluster.memory_bytes)} each; forward and backward of a rank: "
@@ -55,6 +57,13 @@ def _head(inventory: Inventory, cluster: Cluster) -> str:
         f"between nodes ({cluster.latency_ms:g} ms a hop), {_rate(cluster.node_bytes_per_ms)} "
         "inside"
     )
+
+
+def _count(numel: int) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if numel >= size:
+            return f"{numel / size:,.1f} {unit}"
+    return str(numel)
 
 
 def _rate(bytes_per_ms: float) -> str:
