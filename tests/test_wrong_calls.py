@@ -120,7 +120,11 @@ def _tuned(rank: int, world_size: int) -> tuple[bool, list[bool]]:
         seen.append(torch._inductor.config.max_autotune)
         observe(pipeline, graph)
 
-    with mock.patch.object(Pipeline, "run", run):
+    with (
+        mock.patch.object(Pipeline, "run", run),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         loss = loss_of(step, batch(rank, 0))
         loss.backward()
     return bool(torch.allclose(loss, plain, rtol=1e-5)), seen
