@@ -10,10 +10,7 @@ _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
 _GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
 
 
-_ALONE = (
-    " All ranks must call state_dict() and summon_full_params(): see "
-    "docs/troubleshooting.md#other-units-on-one-rank."
-)
+_ALONE = " All ranks must call state_dict() and summon_full_params()."
 
 
 def message_of_loss(
@@ -50,4 +47,5 @@ def message_of_loss(
         got=got,
         where="another rank" if peer is None else f"rank {peer}",
         fix=fix + (_ALONE if is_whole else ""),
+        see="other-units-on-one-rank" if is_whole else None,
     )
