@@ -37,6 +37,13 @@ def plain_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
+def without_wrapper_names(text: str) -> str:
+    """A sentence about FQNs without the parts that wrappers put into them."""
+    for name in _WRAPPER_NAMES:
+        text = text.replace(f"{name}.", "")
+    return text
+
+
 @dataclass
 class Ignored:
     """What a wrapper leaves alone: whole modules, and single parameters."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
-from fsdp_dynamo.build import plain_fqn
+from fsdp_dynamo.build import plain_fqn, without_wrapper_names
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.groups import Groups
@@ -152,7 +152,7 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
                 if key is not None and not is_local:
-                    state_dict[key] = local_of(flat, index, state_dict[key], key)
+                    state_dict[key] = local_of(flat, index, state_dict[key], plain_fqn(key))
 
 
 def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: str) -> None:
@@ -161,3 +161,18 @@ def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: s
         rest = key[len(prefix) :]
         if not rest.startswith(f"{inserted}."):
             state_dict[f"{prefix}{inserted}.{rest}"] = state_dict.pop(key)
+
+
+def plain_names_after_load(prefix: str, keys: Sequence[list[str]], messages: list[str]) -> None:
+    """Rename what ``load_state_dict`` is about to report of keys below ``prefix``, in place.
+
+    Args:
+        prefix: of the module whose hook runs.
+        keys: lists of missing and of unexpected keys.
+        messages: sentences that name keys.
+    """
+    for names in keys:
+        names[:] = [plain_fqn(name) if name.startswith(prefix) else name for name in names]
+    for index, message in enumerate(messages):
+        if f" {prefix}" in message or f'"{prefix}' in message:
+            messages[index] = without_wrapper_names(message)

@@ -58,6 +58,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_bodies: dict[int, Callable[..., Any]] = {}
+        self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
         self._fsdp_name = register(self)
         self._fsdp_share_shards()
         managed = list(build.managed_modules(unit.module, ignored, is_unit))
@@ -66,6 +67,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
         inner = self._fsdp_inner()
+        inner.register_load_state_dict_post_hook(_loaded_hook)  # type: ignore[no-untyped-call]
         if inner is not self:
             inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
             inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
@@ -220,20 +222,38 @@ def _load_hook(
     source: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
-    *_: object,
+    *reports: Any,
 ) -> None:
     assert isinstance(module, UnitModule)
-    _cut_out(module, source, prefix, local_metadata)
+    _cut_out(module, source, prefix, local_metadata, *reports)
     if module._fsdp_inner() is not module:
         state_dict.plain_names_before_load(source, prefix, build.WRAPPED)
 
 
 def _cut_out(
-    module: UnitModule, source: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+    module: UnitModule,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    messages: list[str],
 ) -> None:
+    module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     state_dict.load_unit(module._fsdp_unit, source, prefix, assign)
+
+
+def _loaded_hook(module: nn.Module, report: Any) -> None:
+    """Runs when a unit's inner module has been loaded, through its wrapper or by itself."""
+    own = module if isinstance(module, UnitModule) else module._fsdp_wrapper()  # type: ignore[operator]
+    if own is None or own._fsdp_loading is None:  # loaded without the unit
+        return
+    (prefix, messages), own._fsdp_loading = own._fsdp_loading, None
+    keys = (report.missing_keys, report.unexpected_keys)
+    state_dict.plain_names_after_load(prefix, keys, messages)
 
 
 # A wrapped module whose own state_dict() or load_state_dict() is called (``model.module``, or a
@@ -262,8 +282,8 @@ def _inner_load_hook(
     source: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
-    *_: object,
+    *reports: Any,
 ) -> None:
     wrapper = _called_on(module, prefix)
     if wrapper is not None:
-        _cut_out(wrapper, source, prefix, local_metadata)
+        _cut_out(wrapper, source, prefix, local_metadata, *reports)

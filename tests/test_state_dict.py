@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from fsdp_dynamo import FSDP, MixedPrecision, UnsupportedError, fully_shard
+from fsdp_dynamo import FSDP, FSDPValueError, MixedPrecision, UnsupportedError, fully_shard
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
@@ -175,6 +177,72 @@ def test_buffers_keep_their_dtype_in_checkpoints(ranks: RankPool) -> None:
     for live, saved in ranks.run(_buffers, 2):
         assert live == [torch.float16, torch.bfloat16, torch.float32]
         assert saved == [torch.float32, torch.float64, torch.float32]
+
+
+class _Around(nn.Module):
+    """A model beside a compiled module whose own keys, as in plain torch, keep its prefix."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.other = torch.compile(nn.Linear(2, 2), backend="aot_eager")
+
+
+def _in_kind(kind: str) -> nn.Module:
+    if kind == "fully_shard":
+        return fully_shard(_checkpoint(_plain()), policy=BLOCKS)
+    if kind == "compiled fully_shard":
+        return torch.compile(fully_shard(_plain(), policy=BLOCKS), backend="aot_eager")
+    if kind == "inside another module":
+        return _Around(_build(("checkpoint", "wrap", "compile")))
+    if kind == "the wrapped module":
+        return _build(("wrap",))
+    return _build(tuple(kind.split("-")))
+
+
+def _reports(rank: int, world_size: int, kind: str) -> tuple[Any, ...]:
+    """What is reported of keys that are missing, unexpected, or of another shape."""
+    outermost = _in_kind(kind)
+    model = outermost.module if kind == "the wrapped module" else outermost
+    prefix = "net." if kind == "inside another module" else ""
+    given = model.state_dict()
+    missing = [f"{prefix}{name}" for name in ("table", "blocks.0.qkv.weight")]
+    unexpected = [f"{prefix}{name}" for name in ("oops", "blocks.0.nope.weight")]
+    if prefix:
+        missing.append("other._orig_mod.weight")
+    for name in missing:
+        del given[name]
+    given.update({name: torch.ones(2) for name in unexpected})
+    report = model.load_state_dict(given, strict=False)
+    said = []
+    for name in ("table", "norm.weight"):
+        try:
+            model.load_state_dict({**given, f"{prefix}{name}": torch.ones(7)})
+        except (RuntimeError, FSDPValueError) as error:
+            said.append(str(error).replace("other._orig_mod.", ""))
+    return report == (missing, unexpected), f"for {prefix}table:" in said[0], said
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "wrap",
+        "checkpoint-wrap",
+        "wrap-compile",
+        "fully_shard",
+        "compiled fully_shard",
+        "the wrapped module",
+        "inside another module",
+    ],
+)
+def test_reports_have_plain_names(ranks: RankPool, kind: str) -> None:
+    """What ``strict=False`` returns and what ``strict=True`` raises, of parameters and buffers."""
+    for is_plain, names_buffer, (of_buffer, of_parameter) in ranks.run(_reports, 2, kind):
+        assert is_plain
+        assert names_buffer
+        assert "expected a tensor of shape (16,)" in of_parameter
+        assert not re.search("_fsdp_wrapped|_checkpoint_wrapped|_orig_mod", of_buffer)
+        assert not re.search("_fsdp_wrapped|_checkpoint_wrapped|_orig_mod", of_parameter)
 
 
 def _nested_prefix(rank: int, world_size: int) -> list[str]:
