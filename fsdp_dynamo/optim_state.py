@@ -177,8 +177,9 @@ def _full(
         members = [by_index.get((flat, i)) for i in range(len(flat.originals))]
         names = dict.fromkeys(n for m in members if m for n in states[m])
         for name in names:
-            values = [None if m is None else states[m].get(name) for m in members]
-            for fqn, kept in _gathered(flat, members, values, wanted, config.offload_to_cpu):
+            having = [m if m is not None and name in states[m] else None for m in members]
+            values = [None if m is None else states[m][name] for m in having]
+            for fqn, kept in _gathered(flat, having, values, wanted, config.offload_to_cpu):
                 result[fqn][name] = kept
     for place, state in states.items():
         if place.flat is None and state and wanted:
@@ -193,12 +194,16 @@ def _gathered(
     wanted: bool,
     to_cpu: bool,
 ) -> Iterator[tuple[str, Any]]:
-    """FQNs and whole states of one kind, as copies, where they are wanted."""
+    """FQNs and whole states of one kind, as copies, where they are wanted.
+
+    Args:
+        members: of each original parameter, its place if it has such a state.
+    """
     pairs = zip(members, values, strict=True)
     own = [v if m is not None and _is_like_param(m, v) else None for m, v in pairs]
     whole = gather_like(flat, own) if any(v is not None for v in own) else iter(own)
     for member, value, gathered in zip(members, values, whole, strict=True):
-        if member is None or value is None or not wanted:
+        if member is None or not wanted:
             continue
         yield member.fqn, _moved(value if gathered is None else gathered, to_cpu)
 

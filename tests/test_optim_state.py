@@ -208,6 +208,53 @@ def test_whole_states_are_the_plain_optimizers(ranks: RankPool, kind: str) -> No
         assert first == ["blocks.0.down.bias", "blocks.0.down.weight"]
 
 
+class _Sometimes(torch.optim.SGD):
+    """A momentum, and a mask that most parameters have none of (as Apex's and fairseq's do)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                self.state[param]["mask"] = torch.ones_like(param) if number == 0 else None
+
+
+def _with_none(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    model = _sharded("blocks")
+    optimizer = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
+    _train(model, optimizer, rank, range(1))
+    own = optimizer.state_dict()["state"]
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        parts = FSDP.optim_state_dict(model, optimizer)
+    whole = FSDP.optim_state_dict(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    fresh = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, whole))
+    checkpoint.save(folder, model, optimizer, step=1)
+    loaded = _Sometimes(model.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.load(folder, model, loaded)
+
+    def has_all(states: dict[str, Any]) -> bool:
+        return all(
+            states[names[number]].keys() == state.keys()
+            and [n for n, v in states[names[number]].items() if v is None]
+            == [n for n, v in state.items() if v is None]
+            for number, state in own.items()
+        )
+
+    return {
+        "some are None": sum(state["mask"] is None for state in own.values()) > 1,
+        "whole": has_all(whole["state"]),
+        "parts": has_all(parts["state"]),
+        "loaded": _equal(fresh.state_dict()["state"], own),
+        "from files": _equal(loaded.state_dict()["state"], own),
+    }
+
+
+def test_states_that_are_none(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(_with_none, 2, str(tmp_path)):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
 class _RowSums(torch.optim.SGD):
     """Its state depends on how a parameter is sharded."""
 
