@@ -126,7 +126,8 @@ class StateDictType(Enum):
     - ``FULL_STATE_DICT``: whole tensors, on every rank or on the first one.
     - ``SHARDED_STATE_DICT``: this rank's part of each tensor, for ``torch.distributed.checkpoint``;
       nothing is gathered, and another number of ranks can load it.
-    - ``LOCAL_STATE_DICT``: the 1-D parameters as they are; only the same sharding loads it.
+    - ``LOCAL_STATE_DICT``: the 1-D parameters as they are, of one rank: for a file of its own
+      (``torch.save``), which only the same sharding loads. The values share the parameters' memory.
     """
 
     FULL_STATE_DICT = auto()
@@ -158,7 +159,14 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of a sharded state dict."""
+    """Options of a sharded state dict.
+
+    Attributes:
+        shares_memory: values are the parameters' own memory, so that saving takes none, and what is
+            read into them is in the model. They change with the next step. (Not in upstream.)
+    """
+
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of an optimizer's sharded state dict."""
+    """Options of an optimizer's sharded state dict.
+
+    Attributes:
+        shares_memory: values are the optimizer's own memory, and it takes the memory of those that
+            it is given. They change with its next step. (Not in upstream.)
+    """
+
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +221,21 @@ class StateDictSettings:
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = FullStateDictConfig()
     optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+
+    @property
+    def copies_model(self) -> bool:
+        """Whether values have memory of their own (but for buffers and what no unit holds)."""
+        config = self.state_dict_config
+        if config.offload_to_cpu or isinstance(config, FullStateDictConfig):
+            return True
+        return isinstance(config, ShardedStateDictConfig) and not config.shares_memory
+
+    @property
+    def copies_optim(self) -> bool:
+        """Whether states have memory of their own."""
+        config = self.optim_state_dict_config
+        shares = isinstance(config, ShardedOptimStateDictConfig) and config.shares_memory
+        return config.offload_to_cpu or not shares
 
 
 EnumT = TypeVar("EnumT", bound=Enum)

@@ -41,8 +41,8 @@ def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
     to_cpu = info.cpu_offload
     form: Any = (
         StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=to_cpu),
-        ShardedOptimStateDictConfig(offload_to_cpu=to_cpu),
+        ShardedStateDictConfig(offload_to_cpu=to_cpu, shares_memory=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=to_cpu, shares_memory=True),
     )
     if info.full_state_dict:
         form = (

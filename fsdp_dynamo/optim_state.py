@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.agreement import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.build import is_managed, plain_fqn
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
-from fsdp_dynamo.parts import gather_like, local_of, part_of, whole_shape
+from fsdp_dynamo.parts import gather_like, local_of, local_only, part_of, plain_local, whole_shape
 from fsdp_dynamo.tensor_part import TensorPart
 from fsdp_dynamo.unit import Unit
 
@@ -124,9 +125,11 @@ def save(
     agree = agree or _through_the_store
     places = list(named.of(optim))
     states = {place: given["state"].get(number, {}) for _, number, place in places}
-    groups = [dict(group) for group in given["param_groups"]]
-    for group in groups:
-        group["params"] = []
+    copies = settings.copies_optim
+    to_cpu = settings.optim_state_dict_config.offload_to_cpu
+    groups = [{**group, "params": []} for group in given["param_groups"]]
+    if copies:  # a learning rate may be a tensor
+        groups = [_copied(group) for group in groups]
     for group_number, _, place in places:
         groups[group_number]["params"].append(place.fqn)
     form = settings.state_dict_type
@@ -138,9 +141,8 @@ def save(
     for place, state in states.items():
         if not state:
             continue
-        result[place.fqn] = {name: _part(place, v, form) for name, v in state.items()}
-        if settings.optim_state_dict_config.offload_to_cpu:
-            result[place.fqn] = {n: _moved(v, True) for n, v in result[place.fqn].items()}
+        one = {name: _part(place, value, form) for name, value in state.items()}
+        result[place.fqn] = _copied(one, to_cpu) if copies else one
     return {"state": result, "param_groups": groups}
 
 
@@ -149,16 +151,20 @@ def _is_like_param(place: Place, value: object) -> bool:
 
 
 def _part(place: Place, value: Any, form: StateDictType) -> Any:
-    if form is StateDictType.LOCAL_STATE_DICT or place.flat is None:
+    if place.flat is None:
         return value
+    if form is StateDictType.LOCAL_STATE_DICT:
+        return local_only(place.flat, value)
     return part_of(place.flat, place.index, value) if _is_like_param(place, value) else value
 
 
-def _moved(value: Any, to_cpu: bool) -> Any:
-    """A copy of a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
+def _copied(value: Any, to_cpu: bool = False) -> Any:
+    """The same with copies of all tensors in it."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu" if to_cpu else tensor.device, copy=True)
+
+    return tree_map_only(torch.Tensor, copy, value)
 
 
 def _full(
@@ -183,7 +189,7 @@ def _full(
                 result[fqn][name] = kept
     for place, state in states.items():
         if place.flat is None and state and wanted:
-            result[place.fqn] = {n: _moved(v, config.offload_to_cpu) for n, v in state.items()}
+            result[place.fqn] = _copied(dict(state), config.offload_to_cpu)
     return {"state": result, "param_groups": groups} if wanted else {}
 
 
@@ -205,7 +211,7 @@ def _gathered(
     for member, value, gathered in zip(members, values, whole, strict=True):
         if member is None or not wanted:
             continue
-        yield member.fqn, _moved(value if gathered is None else gathered, to_cpu)
+        yield member.fqn, _copied(value if gathered is None else gathered, to_cpu)
 
 
 def _through_the_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
@@ -273,9 +279,9 @@ def load(
         raise _wrong("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
     state = {
         number: {
-            name: value
+            name: _copied(plain_local(value))
             if is_local
-            else _loaded(place, name, value, optim.state.get(place.param, {}))
+            else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
         for _, number, place in places
@@ -284,15 +290,16 @@ def load(
     return {"state": state, "param_groups": _groups(places, optim, given["param_groups"])}
 
 
-def _loaded(place: Place, name: str, value: Any, own: Mapping[str, Any]) -> Any:
-    if place.flat is None or not isinstance(value, torch.Tensor):
-        return value
-    known = own.get(name)
-    is_part = known is not None and _is_like_param(place, known) and value.numel() > 1
-    if not is_part and not _is_like_whole(place, name, tuple(value.shape)):
-        return value
-    local = local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
-    return local if isinstance(value, TensorPart) else local.clone()  # the whole may go
+def _loaded(
+    place: Place, name: str, value: Any, own: Mapping[str, Any], settings: StateDictSettings
+) -> Any:
+    copies = settings.copies_optim
+    if place.flat is not None and isinstance(value, torch.Tensor):
+        is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
+        if is_part or _is_like_whole(place, name, tuple(value.shape)):
+            copies = copies or not isinstance(value, TensorPart)  # the whole may go
+            value = local_of(place.flat, place.index, value, f"{place.fqn}.{name}")
+    return _copied(value) if copies else value
 
 
 def _is_like_whole(place: Place, name: str, shape: tuple[int, ...]) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.collectives import all_gather
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
-from fsdp_dynamo.tensor_part import TensorPart, require_same_part
+from fsdp_dynamo.tensor_part import LocalTensor, TensorPart, require_same_part
 
 
 def gather_originals(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -60,6 +62,18 @@ def part_of(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tenso
     if flat.is_sharded and slot.numel:
         return TensorPart(local, slot.shape, part.param_start)
     return local.view(slot.shape)
+
+
+def local_only(flat: FlatParameter, value: Any) -> Any:
+    """The tensors of a value of one rank, marked as such where other ranks have others."""
+    if not flat.is_sharded:
+        return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(LocalTensor), value)
+
+
+def plain_local(value: Any) -> Any:
+    """What ``local_only`` marked, as plain tensors."""
+    return tree_map_only(LocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
 
 
 def whole_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from fsdp_dynamo.build import plain_fqn, without_wrapper_names
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.groups import Groups
-from fsdp_dynamo.parts import gather_originals, local_of, part_of
+from fsdp_dynamo.parts import gather_originals, local_of, local_only, part_of
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.unit import Unit
 
@@ -82,8 +82,7 @@ def _kept(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings)
         return None
     if config.offload_to_cpu:
         return value.to("cpu", copy=True)
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    return value.clone() if is_full else value  # a view of what is unsharded now, or of the model
+    return value.clone() if settings.copies_model else value
 
 
 def _is_left_out(groups: Groups, config: StateDictConfig) -> bool:
@@ -118,7 +117,7 @@ def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
 
 def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
     """The parameters as they are."""
-    return (original.param.detach() for original in flat.originals)
+    return (local_only(flat, original.param.detach()) for original in flat.originals)
 
 
 _VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_dynamo.boxes import Box, boxes_of
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, explain
 
 
 class TensorPart(torch.Tensor):
@@ -114,6 +114,8 @@ class TensorPart(torch.Tensor):
         aten = torch.ops.aten
         if func in _ELEMENTWISE:
             return args[0].like(func(args[0].local, *args[1:], **(kwargs or {})))
+        if func is aten.new_empty.default and tuple(args[1]) == args[0].shape:
+            return args[0].like(func(args[0].local, args[0].local.shape, **(kwargs or {})))
         if func is aten.copy_.default and all(isinstance(a, TensorPart) for a in args[:2]):
             require_same_part(args[0], args[1], "copy_()")
             args[0].local.copy_(args[1].local)
@@ -126,6 +128,34 @@ class TensorPart(torch.Tensor):
                 fix="Save it with torch.distributed.checkpoint, or use a full state dict.",
             )
         )
+
+
+class LocalTensor(torch.Tensor):
+    """A tensor of one rank in a local state dict: other ranks have others of the same name.
+
+    torch.distributed.checkpoint takes what has one name for the same on all ranks, and would keep
+    one rank's; it is refused. In all else this is a plain tensor, and pickled as one.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        raise _local(f"'{fqn}'")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        raise _local("a value of a local state dict")
+
+
+def _local(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected="parts of tensors, for torch.distributed.checkpoint",
+            got="elements of one rank, of StateDictType.LOCAL_STATE_DICT: names do not say whose",
+            where=where,
+            fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file a rank.",
+        )
+    )
 
 
 _ELEMENTWISE: set[Callable[..., Any]] = {

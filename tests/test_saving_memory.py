@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import Block, batch, loss_of, make_transformer
 from pool import RankPool
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from benchmarks.step_profile import StepProfiler
 from fsdp_dynamo import (
@@ -43,7 +45,10 @@ def _extra_bytes(rank: int, world_size: int, what: str, folder: str) -> dict[str
     form = FSDP.state_dict_type(model, FULL, config, optim_config)
     kept: Any
     with record_events() as log, profiler.recording() as profile, form:
-        if what == "checkpoint":
+        if what == "torch":
+            kept = get_state_dict(model, optimizer)
+            dcp.save(dict(zip(("model", "optim"), kept, strict=True)), checkpoint_id=folder)
+        elif what == "checkpoint":
             kept = checkpoint.save(f"{folder}/second", model, optimizer, step=0)
         elif what == "full model":
             kept = model.state_dict()
@@ -61,13 +66,13 @@ def _extra_bytes(rank: int, world_size: int, what: str, folder: str) -> dict[str
     }
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "full model", "full optimizer"])
+@pytest.mark.parametrize("what", ["checkpoint", "torch", "full model", "full optimizer"])
 def test_memory_of_saving(ranks: RankPool, tmp_path: Path, what: str) -> None:
     """Sharded: no unit is unsharded, one tensor of a rank is copied at a time. Full, on rank 0
     alone: nowhere is more than one unit unsharded; rank 0 has what it collects besides."""
     first, other = ranks.run(_extra_bytes, 2, what, str(tmp_path))
     slack = 100_000
-    if what == "checkpoint":
+    if what in ("checkpoint", "torch"):
         for found in (first, other):
             assert found["gathers"] == 0
             assert found["extra"] <= 4 * found["largest"] + PIECE + slack

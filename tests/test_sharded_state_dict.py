@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from fsdp_dynamo import (
     FSDP,
@@ -24,6 +27,7 @@ from fsdp_dynamo import (
     FSDPTypeError,
     FSDPValueError,
     FullStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
@@ -295,7 +299,7 @@ def _forms(rank: int, world_size: int) -> dict[str, bool]:
     copied = ShardedStateDictConfig(offload_to_cpu=True)
     with FSDP.state_dict_type(model, SHARDED, copied):
         parts = model.state_dict()
-    with FSDP.state_dict_type(model, SHARDED):
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(shares_memory=True)):
         shared = model.state_dict()["blocks.0.qkv.weight"]
     param = dict(model.named_parameters())["blocks.0.qkv.weight"]
     wrong: dict[str, Any] = {
@@ -324,6 +328,128 @@ def _forms(rank: int, world_size: int) -> dict[str, bool]:
         or parts["blocks.0.qkv.weight"].local.data_ptr() != param.data_ptr(),
         **refused,
     }
+
+
+# -- memory, and whose it is -----------------------------------------------------------------------
+
+
+def _stepped(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two groups, one with a learning rate in a tensor."""
+    model = _sharded("blocks")
+    ends = [model.scale, model.head.weight]
+    others = [p for p in model.parameters() if all(p is not end for end in ends)]
+    groups = [{"params": ends, "lr": torch.tensor(0.1)}, {"params": others}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, foreach=False)
+    _step(model, optimizer, rank)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    loss_of(model, batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The memory of all tensors of a state dict."""
+    found = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
+    return [one.local if isinstance(one, TensorPart) else one for one in found]
+
+
+def _changed_by_a_step(rank: int, world_size: int, form: str) -> tuple[list[bool], bool]:
+    """Which dicts (model, optimizer) do not stay what they were, and whether the optimizer that is
+    given one changes it."""
+    model, optimizer = _stepped(rank)
+    settings: tuple[Any, ...] = (StateDictType[form.split()[0]],)
+    if "shared" in form:
+        settings += (
+            ShardedStateDictConfig(shares_memory=True),
+            ShardedOptimStateDictConfig(shares_memory=True),
+        )
+    with FSDP.state_dict_type(model, *settings):
+        kept = (model.state_dict(), FSDP.optim_state_dict(model, optimizer))
+        before = [[one.clone() for one in _tensors(state)] for state in kept]
+        _step(model, optimizer, rank)
+        changed = [
+            any(not torch.equal(a, b) for a, b in zip(_tensors(state), then, strict=True))
+            for state, then in zip(kept, before, strict=True)
+        ]
+        given = FSDP.optim_state_dict(model, optimizer)
+        before[1] = [one.clone() for one in _tensors(given)]
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, given))
+        _step(model, optimizer, rank)
+    pairs = zip(_tensors(given), before[1], strict=True)
+    return changed, any(not torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("form", "changed"),
+    [
+        ("FULL_STATE_DICT", ([False, False], False)),
+        ("SHARDED_STATE_DICT", ([False, False], False)),
+        ("SHARDED_STATE_DICT shared", ([True, True], True)),
+        ("LOCAL_STATE_DICT", ([True, False], False)),
+    ],
+)
+def test_what_a_step_changes(ranks: RankPool, form: str, changed: tuple[list[bool], bool]) -> None:
+    """As FSDP1: all but the model's local one have memory of their own, if not told otherwise."""
+    for found in ranks.run(_changed_by_a_step, 2, form):
+        assert found == changed
+
+
+def _local_ones(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Whether local state dicts are refused by torch.distributed.checkpoint, and fit into files."""
+    model, optimizer = _stepped(rank)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        name = max(local, key=lambda key: local[key].numel())
+        alone = f"{folder}/alone-{rank}"
+        dcp.save({name: torch.zeros(local[name].shape)}, checkpoint_id=alone, no_dist=True)
+        calls: list[Callable[[], Any]] = [
+            lambda: dcp.save(local, checkpoint_id=folder),
+            lambda: dcp.save(states, checkpoint_id=folder),
+            lambda: dcp.async_save(local, checkpoint_id=folder).result(),
+            lambda: dcp.load({name: local[name]}, checkpoint_id=alone, no_dist=True),
+        ]
+        found = []
+        for call in calls:
+            try:
+                call()
+                found.append(False)
+            except CheckpointException as error:
+                found.append("Use StateDictType.SHARDED_STATE_DICT" in str(error))
+        expected = [one.clone() for one in _tensors(local) + _tensors(states)]
+        torch.save((local, states), f"{alone}.pt")
+        _step(model, optimizer, rank)
+        local, states = torch.load(f"{alone}.pt", weights_only=True)
+        model.load_state_dict(local)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+        own = _tensors(model.state_dict()) + _tensors(FSDP.optim_state_dict(model, optimizer))
+    found.append(all(torch.equal(a, b) for a, b in zip(own, expected, strict=True)))
+    found.append(all(type(one) is torch.Tensor for one in _tensors(optimizer.state_dict())))
+    return found
+
+
+def test_local_ones_are_refused_by_dcp(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(_local_ones, 2, str(tmp_path)):
+        assert found == [True] * 6
+
+
+def _in_the_background(rank: int, world_size: int, folder: str) -> bool:
+    model, optimizer = _stepped(rank)
+    with FSDP.state_dict_type(model, SHARDED):
+        parts = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        saved = dcp.async_save(parts, checkpoint_id=folder)
+        expected = [one.clone() for one in _tensors(parts)]
+        _step(model, optimizer, rank)
+        saved.result()
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+    return all(torch.equal(a, b) for a, b in zip(_tensors(state), expected, strict=True))
+
+
+def test_torchs_async_save(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_in_the_background, 2, str(tmp_path)) == [True, True]
 
 
 def _other_part() -> TensorPart:

@@ -17,24 +17,33 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_dynamo import optim_state
-from fsdp_dynamo.api import StateDictType, settings_of
+from fsdp_dynamo.api import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_dynamo.errors import CheckpointError, FSDPValueError, explain
 from fsdp_dynamo.state_dict_methods import StateDictMethods, uncompiled, units_in
 
 MODEL, OPTIM = "model", "optim"
-_SHARDED = StateDictType.SHARDED_STATE_DICT
 _SHOWN = 3
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-_SETTINGS = settings_of(_SHARDED, None, None)
+_SETTINGS = StateDictSettings(
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(shares_memory=True),
+    ShardedOptimStateDictConfig(shares_memory=True),
+)
 
 
 def _in_parts(model: nn.Module) -> AbstractContextManager[None]:
     """While open, state dicts are of parts; those of a model without units are what they are."""
     has_units = bool(units_in(model))
-    return StateDictMethods.state_dict_type(model, _SHARDED) if has_units else nullcontext()
+    form = (_SETTINGS.state_dict_type, _SETTINGS.state_dict_config)
+    return StateDictMethods.state_dict_type(model, *form) if has_units else nullcontext()
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
