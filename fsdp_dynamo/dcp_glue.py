@@ -89,14 +89,12 @@ def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -
 def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
     if not info.handle_optim:
         return {}
-    merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         torchs._init_optim_state(optimizer)
-        with _as_asked(model, info):
-            one = StateDictMethods.optim_state_dict(model, optimizer)
-        if one:
-            merged["state"].update(one["state"])
-            merged["param_groups"].extend(one["param_groups"])
+    with _as_asked(model, info):
+        settings = StateDictMethods.get_state_dict_type(model)
+    named = optim_state.named_places(model, units_in(model))
+    merged = optim_state.save_several(named, optimizers, settings)
     if not merged["param_groups"]:  # rank 0 alone has them
         return {}
     if info.flatten_optimizer_state_dict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,36 @@ def save(
         one = {name: _part(place, value, form) for name, value in state.items()}
         result[place.fqn] = _copied(one, to_cpu) if copies else one
     return {"state": result, "param_groups": groups}
+
+
+def save_several(
+    named: Named,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: StateDictSettings,
+    agree: Agree | None = None,
+) -> dict[str, Any]:
+    """States of several optimizers in one state dict, as ``save`` gives them.
+
+    Raises:
+        FSDPValueError: two optimizers have the same parameter.
+    """
+    fqns = [place.fqn for optim in optimizers for _, _, place in named.of(optim)]
+    twice = sorted(fqn for fqn, count in Counter(fqns).items() if count > 1)
+    if twice:
+        raise FSDPValueError(
+            explain(
+                expected="each parameter in one optimizer",
+                got=f"'{twice[0]}' in two",
+                where=_WHERE,
+                fix="Leave the parameter out of one of them, or save only one.",
+            )
+        )
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optim in optimizers:
+        one = save(named, optim, optim.state_dict(), settings, agree)
+        result["state"].update(one.get("state", {}))  # nothing where rank 0 alone has it
+        result["param_groups"].extend(one.get("param_groups", []))
+    return result
 
 
 def _is_like_param(place: Place, value: object) -> bool:

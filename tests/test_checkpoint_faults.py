@@ -268,10 +268,10 @@ def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     optimizer.param_groups[0]["evil"] = _Evil(Path("was here"))
     monkeypatch.chdir(tmp_path)
     entry = r"'optim.param_groups.0.evil': expected"
-    with pytest.raises(CheckpointError, match=f"{entry} an entry of tensors, numbers"):
+    with pytest.raises(CheckpointError, match=f"{entry} a state of tensors, numbers"):
         checkpoint.save(tmp_path, model, optimizer, step=1)
     assert checkpoint.complete(tmp_path) == []
-    monkeypatch.setattr(reading, "_require_readable", lambda *_: None)
+    monkeypatch.setattr(reading, "require_readable", lambda *_: None)
     checkpoint.save(tmp_path, model, optimizer, step=1)
     with pytest.raises(CheckpointError, match=f"{entry} tensors, numbers"):
         checkpoint.load(tmp_path, model, optimizer)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import StateDictType as StateDictType1
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy1
 
-from fsdp_dynamo import FSDP, FSDPValueError, OptimStateKeyType, fully_shard
+from fsdp_dynamo import FSDP, FSDPValueError, OptimStateKeyType, checkpoint, fully_shard
 from fsdp_dynamo.tensor_part import TensorPart
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -222,6 +222,78 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
 
 def test_options(ranks: RankPool) -> None:
     for found in ranks.run(_options, 2):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def _one_parameter_in_two(rank: int, world_size: int) -> str:
+    model, optimizer = _trained("wrapper", rank)
+    other = torch.optim.SGD([model.head.weight, model.head.bias], lr=0.1)
+    try:
+        get_optimizer_state_dict(model, (optimizer, other))
+    except FSDPValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_parameter_in_two_optimizers(ranks: RankPool) -> None:
+    for message in ranks.run(_one_parameter_in_two, 2):
+        assert "expected each parameter in one optimizer, got 'head.bias' in two" in message
+
+
+class _OddlyNamed(nn.Module):
+    """Keys of a ``ModuleDict`` with what separates names elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keys = ("a|b", "c,d", "e;f", "g h", "i/j", "k:l", 'm"n', "state", "param_groups", "0")
+        self.parts = nn.ModuleDict({key: nn.Linear(3, 3) for key in keys})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = x + part(x)
+        return x
+
+
+def _odd_names(rank: int, world_size: int, composable: bool, folder: str) -> dict[str, bool]:
+    policy = ModuleWrapPolicy({nn.Linear})
+
+    def made() -> Pair:
+        plain = _OddlyNamed()
+        model = (
+            fully_shard(plain, policy=policy)
+            if composable
+            else FSDP(plain, auto_wrap_policy=policy)
+        )
+        return model, torch.optim.AdamW(model.parameters())
+
+    trained = made()
+    trained[0](torch.ones(2, 3)).sum().backward()
+    trained[1].step()
+    expected = _whole(trained)
+
+    def through(options: StateDictOptions, name: str) -> bool:
+        fresh = made()
+        model, optim = get_state_dict(*trained, options=options)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=f"{folder}/{name}")
+        model, optim = get_state_dict(*fresh, options=options)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(*fresh, model_state_dict=model, optim_state_dict=optim, options=options)
+        return _same(_whole(fresh), expected) == []
+
+    ours = made()
+    checkpoint.save(f"{folder}/ours", *trained, step=1)
+    checkpoint.load(f"{folder}/ours", *ours)
+    return {
+        "keys": list(trained[0].state_dict()) == list(_OddlyNamed().state_dict()),
+        "dcp": through(StateDictOptions(), "nested"),
+        "flat": through(StateDictOptions(flatten_optimizer_state_dict=True), "flat"),
+        "checkpoint": _same(_whole(ours), expected) == [],
+    }
+
+
+@pytest.mark.parametrize("composable", [False, True])
+def test_odd_names(ranks: RankPool, tmp_path: Path, composable: bool) -> None:
+    for found in ranks.run(_odd_names, 2, composable, str(tmp_path)):
         assert [what for what, holds in found.items() if not holds] == []
 
 

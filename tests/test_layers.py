@@ -141,7 +141,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "inspection": 9,
         "inspection.__main__": 10,
         "checkpoint.pace": 0,
-        "checkpoint.reading": 1,
+        "checkpoint.reading": 2,
         "checkpoint.folder": 1,
         "checkpoint.small_states": 1,
         "checkpoint.manifest": 2,

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as index_classes
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.serialization import _get_layout
 
-from fsdp_dynamo.errors import CheckpointError, UnsupportedError, explain
+from fsdp_dynamo.checkpoint.small_states import require_readable
+from fsdp_dynamo.errors import CheckpointError, explain
 
 INDEX = ".metadata"
 _HARMLESS: dict[tuple[str, str], Any] = {
@@ -98,10 +100,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     fix="Nothing was run. Load a checkpoint that fsdp_dynamo has written.",
                 )
             ) from error
-        again = io.BytesIO()
-        torch.save(plain, again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
+        set_element(self.original_state_dict, self.mappings[fqn], plain)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -111,21 +110,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self.current = write_item.index.fqn
-        data = super().resolve_data(write_item)
+        data: Any = super().resolve_data(write_item)
         if write_item.type is WriteItemType.BYTE_IO:
-            _require_readable(self.current, data)
+            require_readable(data.getvalue(), f"'{self.current}'")
         return data
-
-
-def _require_readable(fqn: str, data: Any) -> None:
-    try:
-        torch.load(io.BytesIO(data.getvalue()), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UnsupportedError(
-            explain(
-                expected="an entry of tensors, numbers, texts, lists and dicts",
-                got="an object that torch.load(weights_only=True) does not read",
-                where=f"'{fqn}'",
-                fix="Say it with numbers and texts, for example in get_extra_state().",
-            )
-        ) from error

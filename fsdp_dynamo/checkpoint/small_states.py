@@ -75,22 +75,14 @@ def packed(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
         UnsupportedError: a state has an object that would not be read again.
     """
     content = _saved({kind: dict(states) for kind, states in kinds.items()})
-    if _is_read_again(content):
-        return content
-    wrong = next(
-        f"{kind}['{name}']"
-        for kind, states in kinds.items()
-        for name, state in states.items()
-        if not _is_read_again(_saved(state))
-    )
-    raise UnsupportedError(
-        explain(
-            expected="a state of tensors, numbers, texts, lists and dicts",
-            got="an object that torch.load(weights_only=True) does not read",
-            where=wrong,
-            fix="Leave the object out of its state, or say it with numbers and texts.",
-        )
-    )
+    try:
+        require_readable(content, "states")
+    except UnsupportedError:
+        for kind, states in kinds.items():
+            for name, state in states.items():
+                require_readable(_saved(state), f"{kind}['{name}']")
+        raise
+    return content
 
 
 def _saved(state: Any) -> bytes:
@@ -99,17 +91,29 @@ def _saved(state: Any) -> bytes:
     return buffer.getvalue()
 
 
+def require_readable(content: bytes, where: str) -> None:
+    """Raise for bytes that loading would refuse.
+
+    Raises:
+        UnsupportedError: there is an object in them that ``weights_only=True`` does not read.
+    """
+    try:
+        unpacked(content)
+    except Exception as error:
+        raise UnsupportedError(
+            explain(
+                expected="a state of tensors, numbers, texts, lists and dicts",
+                got="an object that torch.load(weights_only=True) does not read",
+                where=where,
+                fix="Leave the object out of its state (of get_extra_state(), say), or say it with "
+                "numbers and texts.",
+            )
+        ) from error
+
+
 def unpacked(content: bytes) -> Any:
     """What ``packed`` was given."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def _is_read_again(content: bytes) -> bool:
-    try:
-        unpacked(content)
-    except Exception:  # noqa: BLE001  # what is not read again raises all sorts of errors
-        return False
-    return True
 
 
 # -- random numbers --------------------------------------------------------------------------------

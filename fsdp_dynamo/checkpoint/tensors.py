@@ -23,7 +23,7 @@ from fsdp_dynamo.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_dynamo.errors import CheckpointError, FSDPValueError, explain
+from fsdp_dynamo.errors import CheckpointError, explain
 from fsdp_dynamo.state_dict_methods import StateDictMethods, uncompiled, units_in
 
 MODEL, OPTIM = "model", "optim"
@@ -64,36 +64,13 @@ def to_save(
         FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
     """
     model = uncompiled(model)
-    optim_state.named_places(model, units_in(model))
+    named = optim_state.named_places(model, units_in(model))
     found = _model_state(model)
     others = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
     state: dict[str, Any] = {MODEL: {k: v for k, v in found.items() if k not in others}}
     if optimizers:
-        state[OPTIM] = _merged(model, optimizers, agree)
+        state[OPTIM] = optim_state.save_several(named, optimizers, _SETTINGS, agree)
     return state, others
-
-
-def _merged(model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree) -> dict[str, Any]:
-    """The states of several optimizers in one state dict: their parameters are not the same."""
-    named = optim_state.named_places(model, units_in(model))
-    result: dict[str, Any] = {"state": {}, "param_groups": []}
-    seen: set[str] = set()
-    for optimizer in optimizers:
-        one = optim_state.save(named, optimizer, optimizer.state_dict(), _SETTINGS, agree)
-        own = {fqn for group in one["param_groups"] for fqn in group["params"]}
-        if seen & own:
-            raise FSDPValueError(
-                explain(
-                    expected="each parameter in one optimizer",
-                    got=f"'{min(seen & own)}' in two",
-                    where="checkpoint",
-                    fix="Leave the parameter out of one of them, or save only one.",
-                )
-            )
-        seen |= own
-        result["state"].update(one["state"])
-        result["param_groups"].extend(one["param_groups"])
-    return result
 
 
 def copied(value: Any) -> Any:
