@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.collectives import all_gather
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
+from fsdp_dynamo.parts import shard_of, unsharded_of
 from fsdp_dynamo.tensor_parallel import refuse_parallel
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.unit import Unit
@@ -99,19 +99,12 @@ class _WholeFlat:
         return [bool(flag) for flag in flags.tolist()]
 
     def _sharded_grad(self) -> torch.Tensor:
-        dtype = next((g.dtype for g in self._grads if g is not None), self._flat.dtype)
-        shard = torch.zeros(self._flat.layout.shard_numel, dtype=dtype, device=self._flat.device)
-        for part, grad in zip(self._flat.local_parts(shard), self._grads, strict=True):
-            if grad is not None:
-                part.copy_(grad)
-        return shard
+        return shard_of(self._flat, self._grads)
 
     def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Whole tensors made of every rank's shard; copies, on every rank."""
         flat = self._flat
-        whole = shard.clone() if not flat.is_sharded else shard.new_empty(flat.layout.padded_numel)
-        if flat.is_sharded:
-            all_gather(whole, shard, flat.group, flat.unit_fqn)
+        whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
         if self._has_whole and self._how.offload_to_cpu:
             whole = whole.cpu()
         return flat.cut(whole)

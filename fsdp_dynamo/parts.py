@@ -29,22 +29,34 @@ def gather_like(
 
     Where one is ``None`` it is so on every rank.
     """
+    shard = shard_of(flat, locals_)
+    for value, local in zip(_gathered(flat, shard), locals_, strict=True):
+        yield value if local is not None else None
+
+
+def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A shard ``(shard_numel,)`` of tensors as large as this rank's parts, on the device where
+    collectives work; zero where there is none."""
     dtype = next((local.dtype for local in locals_ if local is not None), flat.dtype)
     shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.device)
     for place, local in zip(flat.local_parts(shard), locals_, strict=True):
         if local is not None:
             place.copy_(local)
-    for value, local in zip(_gathered(flat, shard), locals_, strict=True):
-        yield value if local is not None else None
+    return shard
+
+
+def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
+    """The tensor ``(padded_numel,)`` of every rank's shard; where nothing is sharded, the shard."""
+    if not flat.is_sharded:
+        return shard
+    unsharded = shard.new_empty(flat.layout.padded_numel)
+    all_gather(unsharded, shard, flat.group, flat.unit_fqn)
+    return unsharded
 
 
 def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor]:
     with torch.no_grad():
-        unsharded = shard.detach()
-        if flat.is_sharded:
-            unsharded = shard.new_empty(flat.layout.padded_numel)
-            all_gather(unsharded, shard, flat.group, flat.unit_fqn)
-        views = flat.cut(unsharded)
+        views = flat.cut(unsharded_of(flat, shard.detach()))
         for original, view in zip(flat.originals, views, strict=True):
             yield view if original.parallel is None else original.parallel.whole(view)
 
