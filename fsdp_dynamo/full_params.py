@@ -50,25 +50,33 @@ def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
     for unit in units:
         known = {join_fqn(unit.fqn, o.fqn): o.parallel for o in unit.originals()}
         refuse_parallel(known, "summon_full_params()")
+    with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
+        whole = [(unit, _open(unit, how, undo)) for unit in units]
+        undo.pop_all()
     with ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(_summoned_unit(unit, how))
-        yield
-
-
-@contextmanager
-def _summoned_unit(unit: Unit, how: Summon) -> Iterator[None]:
-    unit.machine.advance(UnitState.SUMMON_FULL_PARAMS)
-    whole = [_WholeFlat(flat, how) for flat in unit.flats]
-    try:
-        yield
-    finally:
         # Also behind an exception: the others leave the context too, and wait here.
-        for one in whole:
-            one.close()
-        unit.machine.advance(UnitState.IDLE)
+        for unit, flats in whole:
+            stack.callback(_close, unit, flats, how)
+        yield
+
+
+def _open(unit: Unit, how: Summon, undo: ExitStack) -> list[_WholeFlat]:
+    unit.machine.advance(UnitState.SUMMON_FULL_PARAMS)
+    undo.callback(unit.machine.reset)
+    flats = []
+    for flat in unit.flats:
+        flats.append(_WholeFlat(flat, how))
+        undo.callback(flats[-1].restore)
+    return flats
+
+
+def _close(unit: Unit, flats: Sequence[_WholeFlat], how: Summon) -> None:
+    with ExitStack() as stack:
+        stack.callback(unit.machine.advance, UnitState.IDLE)
         if how.writeback:
-            unit.reshard("forward")  # what was gathered before is out of date
+            stack.callback(unit.reshard, "forward")  # what was gathered before is out of date
+        for one in flats:
+            stack.callback(one.close)
 
 
 class _WholeFlat:
@@ -81,9 +89,9 @@ class _WholeFlat:
         self._has_whole = self._is_first or not how.rank0_only
         self._grads = [original.param.grad for original in flat.originals]
         self._has_grads = self._which_have_grads() if how.with_grads else None
-        flat.is_summoned = True
         values = self._gathered(flat.shard_on_device())
         grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
+        flat.is_summoned = True
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
@@ -109,17 +117,21 @@ class _WholeFlat:
             whole = whole.cpu()
         return flat.cut(whole)
 
+    def restore(self) -> None:
+        """Take this rank's parts again, as they were."""
+        self._flat.is_summoned = False
+        self._flat.point_originals_to_shard()
+        for original, grad in zip(self._flat.originals, self._grads, strict=True):
+            original.param.grad = grad
+
     @torch.no_grad()
     def close(self) -> None:
         """Take this rank's parts again; with writeback, of what is there now."""
-        self._flat.is_summoned = False
         originals = self._flat.originals
         values = [original.param.data for original in originals]
         grads = [original.param.grad for original in originals]
         shard = self._flat.sharded.detach()
-        self._flat.point_originals_to_shard()
-        for original, grad in zip(originals, self._grads, strict=True):
-            original.param.grad = grad
+        self.restore()
         if not self._how.writeback:
             return
         self._take(shard, values)

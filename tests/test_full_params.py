@@ -12,7 +12,8 @@ from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from ways import in_way
 
-from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
+from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, full_params
+from fsdp_dynamo.collectives import all_gather
 
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
 
@@ -166,3 +167,50 @@ def test_nested_and_partial(ranks: RankPool) -> None:
         assert alone
         assert len(messages) == 1
         assert "between two steps only" in messages[0]
+
+
+def _failing_gather(rank: int, world_size: int, way: str, at: int) -> list[str]:
+    """A gather that fails on every rank, the ``at``-th of the context; what was wrong after it."""
+    wrong: list[str] = []
+    expected = make_transformer(num_blocks=2)
+    wrapped = wrap(make_transformer(num_blocks=2))
+    model = in_way(wrapped, way)
+    train(expected, 0, steps=1)
+    train(model, 0, steps=1)
+    before = {name: (p.grad, p.shape) for name, p in wrapped.named_parameters()}
+    gathers = itertools.count()
+
+    def fail(*args: Any) -> None:
+        if next(gathers) == at:
+            raise torch.OutOfMemoryError("in a gather")
+        all_gather(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_params, "all_gather", fail)
+        with (
+            pytest.raises(torch.OutOfMemoryError, match="in a gather"),
+            FSDP.summon_full_params(wrapped, rank0_only=True, with_grads=True),
+        ):
+            wrong.append("the context was entered")
+    units = wrapped._fsdp_root.units
+    wrong += [
+        f"'{u.fqn}' is {u.machine.state.name}" for u in units if u.machine.state.name != "IDLE"
+    ]
+    wrong += [f"'{u.fqn}' is summoned" for u in units if u.is_summoned]
+    for name, param in wrapped.named_parameters():
+        if param.grad is not before[name][0] or param.shape != before[name][1]:
+            wrong.append(f"'{name}' is not sharded again")
+    values = wrapped.state_dict()
+    for name, param in expected.named_parameters():
+        if not torch.allclose(values[name], param, rtol=1e-5, atol=1e-6):
+            wrong.append(f"values of {name}")
+    if train(model, 0, steps=2)[0] != pytest.approx(train(expected, 0, steps=2)[0], rel=1e-5):
+        wrong.append("losses")
+    return wrong
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_gather_that_fails(ranks: RankPool, way: str, at: int) -> None:
+    for wrong in ranks.run(_failing_gather, 2, way, at):
+        assert wrong == []
