@@ -14,15 +14,15 @@ from torch.distributed._composable.contract import _get_registry  # no public wa
 
 from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
-from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter, join_fqn
+from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.hooks import keep_module_precision
+from fsdp_dynamo.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.starting_values import Values
 from fsdp_dynamo.tensor_parallel import check_parallel
 from fsdp_dynamo.unit import Unit, UnitConfig
 
 WRAPPED = "_fsdp_wrapped_module"
 _WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
-_MANAGED = "_fsdp_dynamo_owner"
 _SPLIT_BYTES = 1 << 20
 
 
@@ -164,7 +164,8 @@ def build_units(
         for owner in values.in_order_of_completion(owned)
     }
     for owner, originals in owned.items():
-        mark_managed(paths[owner], originals)
+        for original in originals:
+            mark_managed(original.param, join_fqn(paths[owner], original.fqn))
         _keep_own_precision(originals, config_of(owner).precision)
     return {owner: built[owner] for owner in owned}
 
@@ -228,7 +229,7 @@ def _innermost_common(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
 
 
 def _check_parameter(param: nn.Parameter, fqn: str) -> None:
-    owner = getattr(param, _MANAGED, None)
+    owner = owner_of(param)
     if owner is not None:
         raise FSDPValueError(
             explain(
@@ -285,18 +286,6 @@ def _build_unit(
         for (_, _, own_precision, _), members in groups.items()
     ]
     return Unit(module, flats, config)
-
-
-def is_managed(param: nn.Parameter) -> bool:
-    """Whether a unit holds a parameter."""
-    return hasattr(param, _MANAGED)
-
-
-def mark_managed(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
-    """Let parameters say that a unit holds them, and under which name."""
-    for original in originals:
-        setattr(original.param, _MANAGED, join_fqn(unit_fqn, original.fqn))
-        original.param._fsdp_flattened = True  # type: ignore[attr-defined]  # upstream's mark
 
 
 def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:

@@ -48,8 +48,8 @@ class FSDPModule(UnitModule):
             async_op: return at once, with something to wait for.
 
         Raises:
-            FSDPStateError: a parameter was replaced, moved or frozen after the module became a
-                unit, or ``summon_full_params`` is open.
+            FSDPStateError: a parameter was removed, frozen or given another shape after the module
+                became a unit, or ``summon_full_params`` is open.
         """
         self._fsdp_root.recover()
         unit = self._fsdp_unit

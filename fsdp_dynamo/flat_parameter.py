@@ -23,7 +23,7 @@ the forward reads the values that were gathered again for the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,31 +34,7 @@ from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
-from fsdp_dynamo.tensor_parallel import TensorParallel, as_local_parameter
-
-
-@dataclass
-class OriginalParameter:
-    """One parameter of the user's model and every place that holds it.
-
-    Attributes:
-        param: the object that optimizers hold; its identity never changes.
-        fqn: FQN relative to the unit.
-        sites: ``(module, name, FQN)`` of every place; more than one where tied.
-        parallel: how tensor parallelism has split it, if it has.
-    """
-
-    param: nn.Parameter
-    fqn: str
-    sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
-    parallel: TensorParallel | None = None
-
-    def take_local(self) -> None:
-        """Put a plain parameter in the place of a DTensor: its local tensor."""
-        self.param, self.parallel = as_local_parameter(self.param)
-        if self.parallel is not None:
-            for module, name, _ in self.sites:
-                module._parameters[name] = self.param
+from fsdp_dynamo.original_parameter import OriginalParameter, owner_of
 
 
 class FlatParameter:
@@ -117,6 +93,8 @@ class FlatParameter:
         self.is_summoned = False
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
+        # For each place of an original: who holds it, its name, it, its elements and its address.
+        self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int]] = []
         self.point_originals_to_shard()
 
     # -- construction ------------------------------------------------------------------
@@ -271,10 +249,15 @@ class FlatParameter:
     @torch.no_grad()
     def point_originals_to_shard(self) -> None:
         """Let each original parameter be this rank's part of ``sharded``."""
+        self._as_left = []
         for original, local in zip(self.originals, self.local_parts(self.sharded), strict=True):
-            original.param.data = local
+            param = original.param
+            param.data = local
             if self.keep_low_precision_grads and self.requires_grad:
-                original.param.grad_dtype = self.reduce_dtype
+                param.grad_dtype = self.reduce_dtype
+            for module, name, _ in original.sites:
+                left = (module._parameters, name, param, param.numel(), param.data_ptr())
+                self._as_left.append(left)
 
     def local_parts(self, shard_like: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(shard_numel,)`` into the parts of the original parameters (views).
@@ -295,7 +278,12 @@ class FlatParameter:
     # -- consistency -----------------------------------------------------------------------
 
     def check_originals(self) -> None:
-        """Raise if a parameter was replaced, moved or frozen behind the wrapper's back."""
+        """Make sure before a forward that the shard holds the originals' values.
+
+        Raises:
+            FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
+                was removed or frozen.
+        """
         if self.is_summoned:
             raise FSDPStateError(
                 explain(
@@ -306,35 +294,106 @@ class FlatParameter:
                     see="a-forward-inside-summon_full_params",
                 )
             )
-        if self._views_set:
+        if self._views_set or self._are_as_left():
             return
-        base = self.sharded.data_ptr()
-        itemsize = self.dtype.itemsize
-        for original, part in zip(self.originals, self.ranges, strict=True):
-            module, name, fqn = original.sites[0]
-            param = original.param
-            present = module._parameters.get(name)
-            if present is not param:
-                got = "no parameter" if present is None else "another object"
-            elif param.numel() != part.numel or (
-                part.numel and param.data_ptr() != base + part.shard_start * itemsize
+        self.write_back()
+        for original in self.originals:
+            if not original.present():
+                raise self._changed_error(original, "no parameter")
+            if original.param.requires_grad != self.requires_grad:
+                got = f"requires_grad={original.param.requires_grad}"
+                raise self._changed_error(original, got)
+
+    def require_gathered_values(self) -> None:
+        """Raise if an original was given other values since they were gathered."""
+        if self._views_set or self._are_as_left():
+            return
+        for index in self._replaced():
+            got = "other values after they were gathered"
+            raise self._changed_error(self.originals[index], got)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take into the shard what was put in the place of an original since it was last used.
+
+        That is other storage (``param.data = ...``), whose values are copied, or another
+        ``nn.Parameter``, which is the original from now on, as upstream has it.
+
+        Raises:
+            FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
+                several places.
+        """
+        if self._views_set or self.is_summoned:
+            return
+        replaced = self._replaced()
+        if not replaced:
+            return
+        parts = self.local_parts(self.sharded.data)
+        new = {i: self.replacement(self.originals[i], parts[i].shape) for i in replaced}
+        values = [
+            param.detach().clone() for param in new.values()
+        ]  # perhaps of each other's places
+        for (i, param), value in zip(new.items(), values, strict=True):
+            if param is not self.originals[i].param:
+                self.originals[i].replace(param)
+            parts[i].copy_(value)
+        self.point_originals_to_shard()
+
+    def _are_as_left(self) -> bool:
+        """Whether all originals are where and what they were; runs before every unshard."""
+        requires_grad = self.requires_grad
+        for holder, name, param, numel, address in self._as_left:
+            if (
+                holder.get(name) is not param
+                or param.data_ptr() != address
+                or param.numel() != numel
+                or param.requires_grad is not requires_grad
             ):
-                got = f"a tensor of shape {tuple(param.shape)} with storage of its own"
-            elif param.requires_grad != self.requires_grad:
-                got = f"requires_grad={param.requires_grad}"
-            else:
-                continue
-            raise FSDPStateError(
-                explain(
-                    expected=f"the wrapped parameter (requires_grad={self.requires_grad}, "
-                    f"{part.numel} elements on this rank) unchanged",
-                    got=got,
-                    where=f"parameter '{join_fqn(self.unit_fqn, fqn)}'",
-                    fix="Change values in place under torch.no_grad(), load a state dict, or "
-                    "replace and freeze parameters before wrapping.",
-                    see="a-parameter-changed-after-wrapping",
-                )
+                return False
+        return True
+
+    def _replaced(self) -> list[int]:
+        """Positions of originals that are other objects now, or have other storage."""
+        parts = self.local_parts(self.sharded.data)
+        return [
+            i
+            for i, (original, part) in enumerate(zip(self.originals, parts, strict=True))
+            if any(param is not original.param for param in original.present())
+            or original.param.data_ptr() != part.data_ptr()
+            or original.param.numel() != part.numel()
+        ]
+
+    def replacement(self, original: OriginalParameter, shape: torch.Size) -> nn.Parameter:
+        """What is in the place of an original now; raises if it cannot be."""
+        param, *others = original.present() or [original.param]
+        if others:
+            raise self._changed_error(original, "two parameters in places that were tied")
+        if not isinstance(param, nn.Parameter):
+            raise self._changed_error(original, f"a {type(param).__name__}")
+        if param is not original.param and owner_of(param) is not None:
+            raise self._changed_error(original, f"'{owner_of(param)}', which a unit holds already")
+        if param.shape != shape or param.dtype != self.dtype:
+            got = f"a tensor of shape {tuple(param.shape)} and {param.dtype}"
+            raise self._changed_error(original, got, shape)
+        return param
+
+    def _changed_error(
+        self, original: OriginalParameter, got: str, shape: torch.Size | None = None
+    ) -> FSDPStateError:
+        expected = f"the wrapped parameter (requires_grad={self.requires_grad}) unchanged"
+        if shape is not None:
+            expected += f", or new values of this rank's shape {tuple(shape)} and {self.dtype}"
+        return FSDPStateError(
+            explain(
+                expected=expected,
+                got=got,
+                where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
+                fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
+                "by a state dict, between two steps; freeze, tie and convert parameters before "
+                "wrapping.",
+                see="a-parameter-changed-after-wrapping",
             )
+        )
 
     def refuse_comm_hook(self) -> None:
         """Raise if a hook is to reduce what a graph's own collectives would."""

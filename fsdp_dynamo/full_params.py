@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.flat_parameter import FlatParameter, join_fqn
 from fsdp_dynamo.parts import shard_of, unsharded_of
 from fsdp_dynamo.tensor_parallel import refuse_parallel
@@ -50,6 +51,7 @@ def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
     for unit in units:
         known = {join_fqn(unit.fqn, o.fqn): o.parallel for o in unit.originals()}
         refuse_parallel(known, "summon_full_params()")
+        unit.write_back()
     with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
         whole = [(unit, _open(unit, how, undo)) for unit in units]
         undo.pop_all()
@@ -128,6 +130,11 @@ class _WholeFlat:
     def close(self) -> None:
         """Take this rank's parts again; with writeback, of what is there now."""
         originals = self._flat.originals
+        try:
+            self._hold_replacements()
+        except FSDPStateError:
+            self.restore()
+            raise
         values = [original.param.data for original in originals]
         grads = [original.param.grad for original in originals]
         shard = self._flat.sharded.detach()
@@ -137,6 +144,16 @@ class _WholeFlat:
         self._take(shard, values)
         if self._has_grads is not None and any(self._has_grads):
             self._take_grads(grads)
+
+    def _hold_replacements(self) -> None:
+        """Parameters that the user has put into modules meanwhile are the originals from now on."""
+        flat = self._flat
+        for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
+            shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
+            param = flat.replacement(original, shape)
+            if param is not original.param:
+                original.replace(param)
+                self._grads[i] = None
 
     def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         assert self._has_grads is not None

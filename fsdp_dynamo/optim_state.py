@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.agreement import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
-from fsdp_dynamo.build import is_managed, plain_fqn
+from fsdp_dynamo.build import plain_fqn
 from fsdp_dynamo.errors import FSDPValueError, explain
 from fsdp_dynamo.flat_parameter import FlatParameter
+from fsdp_dynamo.original_parameter import owner_of
 from fsdp_dynamo.parts import gather_like, local_of, local_only, part_of, plain_local, whole_shape
 from fsdp_dynamo.tensor_part import TensorPart
 from fsdp_dynamo.unit import Unit
@@ -90,11 +91,13 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> Named:
     Raises:
         FSDPValueError: a parameter is held by a unit that is not among ``units``.
     """
+    for unit in units:
+        unit.write_back()
     flats = [flat for unit in units for flat in unit.flats]
     held = {o.param: (flat, i) for flat in flats for i, o in enumerate(flat.originals)}
     places: dict[nn.Parameter, Place] = {}
     for name, param in model.named_parameters():
-        if param not in held and is_managed(param):
+        if param not in held and owner_of(param) is not None:
             raise FSDPValueError(
                 explain(
                     expected="a model with all units that hold its parameters",

@@ -60,6 +60,7 @@ def shards_of(units: Sequence[Unit]) -> dict[str, ParameterShard]:
 
 def _all_originals(units: Sequence[Unit]) -> Iterator[tuple[str, FlatParameter, int]]:
     for unit in units:
+        unit.write_back()
         for flat in unit.flats:
             for index, original in enumerate(flat.originals):
                 yield join_fqn(unit.fqn, original.fqn), flat, index

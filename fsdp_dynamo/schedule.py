@@ -71,9 +71,11 @@ class Root:
         if self.is_outside:
             order_log.begin_step()
             self._begin_forward()
-        unit.check_originals()
+        if unit.is_ahead:
+            unit.require_gathered_values()
+        if not self.in_backward and (unit.is_ahead or not unit.is_unsharded):
+            unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
-        self._depth += 1
         unit.issue_unshard("forward")
         unit.wait_unshard()
         unit.is_ahead = False
@@ -84,6 +86,7 @@ class Root:
         log = events.recorder
         if log is not None:
             unit.event = log.issue(unit.fqn, "forward", "forward")
+        self._depth += 1  # where something has failed above, the unit is not in its forward
         return call
 
     def post_forward(self, unit: Unit, call: ForwardCall) -> None:
@@ -133,6 +136,7 @@ class Root:
             return
         following = recorded[position + 1]
         if following.machine.state is UnitState.IDLE:
+            following.check_originals()
             following.issue_unshard("forward")
 
     # -- backward ----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdp_dynamo.deferred_init import DeferredInit, InitFn
 from fsdp_dynamo.errors import FSDPValueError, explain
-from fsdp_dynamo.flat_parameter import OriginalParameter
 from fsdp_dynamo.groups import Groups
+from fsdp_dynamo.original_parameter import OriginalParameter
 
 
 class Values:

@@ -25,8 +25,9 @@ from fsdp_dynamo.api import (
     StateDictSettings,
 )
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
-from fsdp_dynamo.flat_parameter import FlatParameter, OriginalParameter
+from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.groups import Groups
+from fsdp_dynamo.original_parameter import OriginalParameter
 from fsdp_dynamo.training_state import StateMachine, UnitState
 
 
@@ -307,9 +308,19 @@ class Unit:
             )
 
     def check_originals(self) -> None:
-        """Raise if a parameter was changed behind the wrapper's back."""
+        """Make sure before a forward that the shards hold the parameters' values."""
         for flat in self.flats:
             flat.check_originals()
+
+    def require_gathered_values(self) -> None:
+        """Raise if a parameter was given other values since they were gathered."""
+        for flat in self.flats:
+            flat.require_gathered_values()
+
+    def write_back(self) -> None:
+        """Take values that were put in the place of parameters into the shards."""
+        for flat in self.flats:
+            flat.write_back()
 
     # -- gradients ---------------------------------------------------------------------------
 

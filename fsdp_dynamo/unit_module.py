@@ -22,8 +22,10 @@ from fsdp_dynamo.dynamo_glue import (
     which_way,
     with_own_code,
 )
+from fsdp_dynamo.flat_parameter import join_fqn
 from fsdp_dynamo.graph_entry import carrier_of, mark_shard
 from fsdp_dynamo.optim_state_variants import OptimStateVariants
+from fsdp_dynamo.original_parameter import mark_managed
 from fsdp_dynamo.registry import register
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.state_dict_methods import StateDictMethods
@@ -161,6 +163,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
         unit = self._fsdp_unit
+        unit.write_back()
         unit.reshard("forward")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat in unit.flats:
@@ -172,10 +175,13 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own in the same process groups; compiled code is not copied."""
         self._fsdp_root.recover()
+        for unit in self._fsdp_root.units:
+            unit.write_back()
         new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
         for flat in new._fsdp_unit.flats:
             flat.point_originals_to_shard()
-        build.mark_managed(new._fsdp_unit.fqn, new._fsdp_unit.originals())
+        for original in new._fsdp_unit.originals():
+            mark_managed(original.param, join_fqn(new._fsdp_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
         new._fsdp_bodies = {}
         new._fsdp_name = register(new)
@@ -240,6 +246,7 @@ def _cut_out(
     unexpected: list[str],
     messages: list[str],
 ) -> None:
+    module._fsdp_unit.write_back()
     module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
     assign = bool(local_metadata.get("assign_to_params_buffers", False))

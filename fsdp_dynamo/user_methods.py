@@ -86,6 +86,8 @@ class UserMethods(nn.Module):
             FSDPStateError: not on the outermost unit.
         """
         self._fsdp_require_outermost("clip_grad_norm_()")
+        for unit in self._fsdp_root.units:
+            unit.write_back()
         managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
@@ -258,6 +260,7 @@ class UserMethods(nn.Module):
             for flat in unit.flats:
                 for _, _, _, site in flat.sites():
                     if join_fqn(unit.fqn, site) == fqn:
+                        flat.write_back()
                         return flat
         raise FSDPValueError(
             explain(

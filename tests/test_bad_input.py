@@ -20,7 +20,7 @@ from ways import WAYS, in_way
 import fsdp_dynamo
 from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, build, starting_values
 from fsdp_dynamo.arguments import warn_of_cpu_start
-from fsdp_dynamo.flat_parameter import OriginalParameter
+from fsdp_dynamo.original_parameter import OriginalParameter
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 

@@ -84,6 +84,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "trace_order": 1,
         "segments": 1,
         "dynamo_glue": 1,
+        "original_parameter": 2,
         "flat_parameter": 3,
         "graph_ops": 4,
         "unit": 4,
