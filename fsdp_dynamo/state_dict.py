@@ -66,6 +66,7 @@ def save_unit(
     if unit.is_summoned:  # what the default code has written is whole (perhaps on rank 0 alone)
         return
     settings = unit.state_dict_settings
+    unit.check_membership()
     unit.write_back()
     for flat in unit.flats:
         values = _VALUES[settings.state_dict_type](flat)

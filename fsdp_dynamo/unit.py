@@ -27,6 +27,7 @@ from fsdp_dynamo.api import (
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.groups import Groups
+from fsdp_dynamo.late_parameters import Membership
 from fsdp_dynamo.original_parameter import OriginalParameter
 from fsdp_dynamo.training_state import StateMachine, UnitState
 
@@ -172,6 +173,7 @@ class Unit:
         self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
         self.config = config
         self.fqn = ""
+        self.membership: Membership | None = None  # until its modules are complete
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
         self.pending_calls = 0
         self.is_unsharded = False
@@ -308,9 +310,15 @@ class Unit:
             )
 
     def check_originals(self) -> None:
-        """Make sure before a forward that the shards hold the parameters' values."""
+        """Make sure before a forward that the shards hold the values of all parameters."""
+        self.check_membership()
         for flat in self.flats:
             flat.check_originals()
+
+    def check_membership(self) -> None:
+        """Raise if a trainable parameter came into the unit's modules after it was made."""
+        if self.membership is not None:
+            self.membership.check(self.fqn)
 
     def require_gathered_values(self) -> None:
         """Raise if a parameter was given other values since they were gathered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,13 +18,16 @@ from fsdp_dynamo.dynamo_glue import (
     GRAPH_WAY,
     LEAF_WAY,
     NO_BACKEND,
+    CompileRefusedError,
     active_backend_key,
     refuse_without_orig_params,
     which_way,
     with_own_code,
 )
+from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.flat_parameter import join_fqn
 from fsdp_dynamo.graph_entry import carrier_of, mark_shard
+from fsdp_dynamo.late_parameters import Membership
 from fsdp_dynamo.optim_state_variants import OptimStateVariants
 from fsdp_dynamo.original_parameter import mark_managed
 from fsdp_dynamo.registry import register
@@ -91,6 +95,9 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
             module.__dict__.pop(module._fsdp_entry, None)
             below = [m for _, m in build.raw_named_modules(module) if is_unit(m)]
             module._fsdp_has_nested = len(below) > 1
+            unit, ignored = module._fsdp_unit, module._fsdp_ignored
+            walk = partial(build.managed_modules, unit.module, ignored, is_unit)
+            unit.membership = Membership(walk, ignored.parameters)
         self._fsdp_give_own_code()
 
     def _fsdp_give_own_code(self) -> None:
@@ -155,6 +162,10 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     def _fsdp_describe(self) -> TracedUnit:
         """What the graph path's trace needs to know of this unit, as it is now."""
         unit = self._fsdp_unit
+        try:
+            unit.check_membership()
+        except FSDPStateError as error:
+            raise CompileRefusedError(*error.args) from None
         reshards = unit.config.strategy.reshards_after_forward and not self._fsdp_is_outermost()
         return describe(unit, self._fsdp_input_dtype, reshards)
 

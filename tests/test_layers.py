@@ -86,6 +86,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "dynamo_glue": 1,
         "original_parameter": 2,
         "flat_parameter": 3,
+        "late_parameters": 3,
         "graph_ops": 4,
         "unit": 4,
         "schedule": 5,
