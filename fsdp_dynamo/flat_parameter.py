@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_dynamo.accumulation import Accumulation
+from fsdp_dynamo.accumulation import Accumulation, UnshardedSum
 from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
 from fsdp_dynamo.groups import Groups
@@ -84,8 +84,7 @@ class FlatParameter:
         )
         self.sharded = self._make_shard()
         self.unsharded = self._make_unsharded()
-        # Gradient of the unsharded flat parameter that `no_sync` steps have summed so far.
-        self.unsharded_grad_sum: torch.Tensor | None = None
+        self._sum: UnshardedSum | None = None  # what `no_sync` steps have left
         self.accumulation = Accumulation([self])  # until a root takes over
         self._sharded_sizes, self._sharded_index = self._shard_pieces()
         self._all_held = -1 not in self._sharded_index
@@ -430,21 +429,62 @@ class FlatParameter:
                 sources.append(grad)
         if targets:
             torch._foreach_copy_(targets, sources)
-        if self.unsharded_grad_sum is not None:
-            flat.add_(self.unsharded_grad_sum)
-            self.unsharded_grad_sum = None
+        total = self.take_sum()
+        if total is not None:
+            flat.add_(total)
+            total.data.zero_()  # a graph whose backward is still to come may have it, too
         return flat
+
+    @property
+    def unsharded_grad_sum(self) -> torch.Tensor | None:
+        """Sum of unsharded gradients ``(padded_numel,)`` that waits for a reduction."""
+        return None if self._sum is None else self._sum.total
 
     def add_unsharded_grad(self, grad: torch.Tensor) -> None:
         """Keep an unsharded gradient ``(padded_numel,)`` for a later reduction.
 
         To be called without gradient tracking.
         """
-        if self.unsharded_grad_sum is None:
-            self.unsharded_grad_sum = grad
+        if self._sum is None:
+            self.put_sum(grad)
         else:
-            self.unsharded_grad_sum.data.add_(grad)  # a graph may have saved it for its backward
+            self._sum.add(grad)
+
+    @torch.no_grad()
+    def put_sum(self, total: torch.Tensor) -> None:
+        """Let a sum of unsharded gradients wait for a reduction; reduced ones go into it."""
+        self._add_reduced(total, [original.param.grad for original in self.originals])
+        params = {join_fqn(self.unit_fqn, o.fqn): o.param for o in self.originals}
+        self._sum = UnshardedSum(total, self.cut(total.data), params)
         self.accumulation.has_sums = True
+
+    @torch.no_grad()
+    def take_sum(self) -> torch.Tensor | None:
+        """The sum of unsharded gradients; it waits no more. ``None``: the user has dropped it."""
+        if self._sum is None:
+            return None
+        total = self._sum.total if self._sum.hide() else None
+        self._sum = None
+        return total
+
+    @torch.no_grad()
+    def drop_dropped_grads(self) -> None:
+        """Set to zero in the sum of unsharded gradients what the user has dropped."""
+        if self._sum is not None:
+            self._sum.drop_dropped()
+
+    def _add_reduced(self, total: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients of the original parameters, already reduced, to an unsharded one.
+
+        So that its mean over ranks has them once: this rank's part is of this shard only.
+        """
+        own, times = total.data, 1
+        if self.is_sharded:
+            numel = self.layout.shard_numel
+            own, times = own.narrow(0, self.rank * numel, numel), self.group.size()
+        for part, grad in zip(self.local_parts(own), grads, strict=True):
+            if grad is not None:
+                part.add_(grad.to(part.device), alpha=times)
 
     def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
@@ -455,7 +495,12 @@ class FlatParameter:
             sharded_grad = sharded_grad.to(self.dtype)
         if self.is_offloaded:  # the host reads it next: not left in flight
             sharded_grad = sharded_grad.to(self.home)
-        for original, part in zip(self.originals, self.local_parts(sharded_grad), strict=True):
+        parts = self.local_parts(sharded_grad)
+        if self._sum is not None:
+            self._sum.drop_dropped()
+            self._add_reduced(self._sum.total, parts)
+            return
+        for original, part in zip(self.originals, parts, strict=True):
             grad = original.param.grad
             if grad is None:
                 original.param.grad = part

@@ -48,13 +48,13 @@ def _taker_of(flat: FlatParameter) -> Taker:
         return flat.accumulate_grad
 
     def take(grad: torch.Tensor) -> None:
-        flat.accumulate_grad(grad)
         # Other forwards that wait for their backward, and this one's where its graph is retained,
         # would add the sum once more: from now on they add nothing.
-        total.data.zero_()
         if flat.unsharded_grad_sum is total:
-            flat.unsharded_grad_sum = None
+            flat.take_sum()
             flat.accumulation.refresh()
+        total.data.zero_()
+        flat.accumulate_grad(grad)
 
     return take
 
@@ -106,11 +106,28 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
         for position, shard in zip(takers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments)
+        _drop_dropped_first(inputs, outputs)
         if events.recorder is not None:
             graph_ops.end_of_graph()
         return outputs
 
     return run
+
+
+def _drop_dropped_first(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Let the backward of a graph that adds sums add what the user has kept of them until then."""
+    flats: list[FlatParameter | None] = [getattr(value, _OWNER, _nobody)() for value in inputs]
+    summed = [flat for flat in flats if flat is not None and flat.unsharded_grad_sum is not None]
+    if not summed:
+        return
+
+    def drop_dropped(grad: torch.Tensor) -> None:
+        for flat in summed:
+            flat.drop_dropped_grads()
+
+    for output in outputs:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(drop_dropped)
 
 
 def _takers_of(inputs: Sequence[Any]) -> dict[int, Taker]:

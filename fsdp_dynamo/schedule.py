@@ -301,6 +301,14 @@ class Root:
         finally:
             self.accumulation.sync = before
 
+    @torch.no_grad()
+    def reduce_sums(self) -> None:
+        """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
+        if self.accumulation.has_sums:
+            for unit in self.units:
+                unit.reduce_sums()
+            self.accumulation.refresh()
+
     def set_sync_gradients(self, wanted: bool) -> None:
         """Reduce the gradients of the steps to come, or sum them unsharded."""
         if self.machine.state is not RootState.IDLE:

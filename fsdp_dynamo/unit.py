@@ -363,6 +363,15 @@ class Unit:
         follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
         return PendingReduce(flat, in_flight, output, follow)
 
+    def reduce_sums(self) -> None:
+        """Reduce what steps under ``no_sync()`` have left, and wait for it."""
+        for flat in self.trainable:
+            total = flat.take_sum()
+            if total is not None:
+                reduced = self.issue_reduce(flat, total.clone())
+                total.data.zero_()  # a graph whose backward is still to come may have it, too
+                reduced.finish()
+
     def _follow(self, group: dist.ProcessGroup, reduced: torch.Tensor) -> collectives.InFlight:
         """Start the mean over replicas of a gradient that was reduced inside one, in place."""
         event = self._note_reduction(reduced, reduced)

@@ -176,10 +176,14 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         unit = self._fsdp_unit
         unit.write_back()
         unit.reshard("forward")
+        sums = [flat.take_sum() for flat in unit.flats]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for flat in unit.flats:
+        for flat, total in zip(unit.flats, sums, strict=True):
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
+            if total is not None:
+                flat.put_sum(fn(total).to(flat.reduce_dtype))
+        self._fsdp_root.accumulation.refresh()
         self._fsdp_share_shards()
         return self
 

@@ -24,9 +24,9 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
     """
     leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
     holders = dict.fromkeys([*module.parameters(), *leaves])
-    grads = [(holder, holder.grad) for holder in holders]
     flats = [flat for unit in units for flat in unit.flats]
-    sums = [(flat, flat.unsharded_grad_sum) for flat in flats]  # of steps under no_sync()
+    sums = [(flat, flat.take_sum()) for flat in flats]  # of steps under no_sync()
+    grads = [(holder, holder.grad) for holder in holders]
     buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
     values_of_buffers = [None if b is None else b.detach().clone() for _, _, b in buffers]
     devices = [d for d in {unit.device for unit in units} if d is not None and d.type != "cpu"]
@@ -35,11 +35,12 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
             forget_gradients(holders, units)
             yield
     finally:
+        forget_gradients(holders, units)
         for holder, grad in grads:
             holder.grad = grad
-        for flat, unsharded in sums:
-            flat.unsharded_grad_sum = unsharded
-            flat.accumulation.refresh()
+        for flat, total in sums:
+            if total is not None:
+                flat.put_sum(total)
         with torch.no_grad():
             for (owner, name, buffer), before in zip(buffers, values_of_buffers, strict=True):
                 owner._buffers[name] = buffer
@@ -55,5 +56,5 @@ def forget_gradients(
         holder.grad = None
     for unit in units:
         for flat in unit.flats:
-            flat.unsharded_grad_sum = None
+            flat.take_sum()
             flat.accumulation.refresh()

@@ -88,6 +88,7 @@ class UserMethods(nn.Module):
         self._fsdp_require_outermost("clip_grad_norm_()")
         for unit in self._fsdp_root.units:
             unit.write_back()
+        self._fsdp_root.reduce_sums()
         managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
@@ -205,6 +206,7 @@ class UserMethods(nn.Module):
         chosen = [w for w in wrappers if recurse or w is module]
         for wrapper in chosen:
             wrapper._fsdp_root.recover()
+            wrapper._fsdp_root.reduce_sums()
         how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
         with summoned([wrapper._fsdp_unit for wrapper in chosen], how):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from ways import WAYS, in_way
 
-from fsdp_dynamo import FSDP, record_events
+from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import (
     ModuleWrapPolicy,
 )
@@ -211,3 +212,260 @@ def _wrong(rank: int, world_size: int, way: str) -> list[str]:
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_a_sum_is_added_once(ranks: RankPool, way: str) -> None:
     assert ranks.run(_wrong, 2, way) == [[], []]
+
+
+# -- changes by the user before the reduction ------------------------------------------------------
+
+
+class Training:
+    """A model with what programs below do to it."""
+
+    def __init__(self, model: Any, run: nn.Module, rank: int) -> None:
+        self.model, self.run, self.rank, self.batches = model, run, rank, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward(self) -> torch.Tensor:
+        self.batches += 1
+        x = torch.arange(8.0).view(2, 4).sin() * (self.batches + 3 * self.rank)
+        loss: torch.Tensor = self.run(x).square().sum()
+        return loss
+
+    def unsynced(self) -> None:
+        with self.model.no_sync():
+            self.forward().backward()
+
+    def scale(self) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.25)
+
+
+def _dropped(t: Training) -> None:
+    t.unsynced()
+    t.optimizer.zero_grad()
+    t.forward().backward()
+
+
+def _dropped_by_the_model_within_a_window(t: Training) -> None:
+    t.unsynced()
+    t.model.zero_grad()
+    t.unsynced()
+    t.forward().backward()
+
+
+def _zeroed(t: Training) -> None:
+    t.unsynced()
+    t.optimizer.zero_grad(set_to_none=False)
+    t.forward().backward()
+
+
+def _one_dropped(t: Training) -> None:
+    t.unsynced()
+    next(iter(t.model.parameters())).grad = None
+    t.unsynced()
+    list(t.model.parameters())[2].grad = None
+    t.forward().backward()
+
+
+def _scaled(t: Training) -> None:
+    t.unsynced()
+    t.scale()
+    t.unsynced()
+    t.scale()
+    t.forward().backward()
+
+
+def _dropped_between_forward_and_backward(t: Training) -> None:
+    t.unsynced()
+    loss = t.forward()
+    t.optimizer.zero_grad()
+    loss.backward()
+
+
+def _scaled_between_forward_and_backward(t: Training) -> None:
+    t.unsynced()
+    loss = t.forward()
+    t.scale()
+    loss.backward()
+
+
+def _reduced_scaled(t: Training) -> None:
+    t.forward().backward()
+    t.unsynced()
+    t.scale()
+    t.forward().backward()
+
+
+def _reduced_dropped(t: Training) -> None:
+    t.forward().backward()
+    t.unsynced()
+    t.optimizer.zero_grad()
+    t.unsynced()
+    t.forward().backward()
+
+
+def _unsynced_between_forward_and_backward(t: Training) -> None:
+    loss = t.forward()
+    t.unsynced()
+    loss.backward()
+    t.scale()
+    t.forward().backward()
+
+
+def _clipped_by_rank(t: Training) -> None:
+    t.unsynced()
+    nn.utils.clip_grad_norm_(t.model.parameters(), 0.5)
+    t.forward().backward()
+
+
+def _stepped_with_zeros_kept(t: Training) -> None:
+    for _ in range(2):
+        t.unsynced()
+        t.forward().backward()
+        t.optimizer.step()
+        t.optimizer.zero_grad(set_to_none=False)
+    t.unsynced()
+    t.forward().backward()
+
+
+CHANGES = (
+    _dropped,
+    _dropped_by_the_model_within_a_window,
+    _zeroed,
+    _one_dropped,
+    _scaled,
+    _dropped_between_forward_and_backward,
+    _scaled_between_forward_and_backward,
+    _reduced_scaled,
+    _reduced_dropped,
+    _unsynced_between_forward_and_backward,
+    _clipped_by_rank,
+    _stepped_with_zeros_kept,
+)
+
+
+def _gradients_as_ddp(rank: int, world_size: int, way: str, strategy: str) -> list[str]:
+    """Programs whose gradients are not those of DDP."""
+    wrong = []
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(_model(), auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy])
+    run, initial = in_way(model, way), copy.deepcopy(model.state_dict())
+    for program in CHANGES:
+        model.load_state_dict(initial)
+        model.zero_grad()
+        reference = DistributedDataParallel(_model())
+        if program is not _unsynced_between_forward_and_backward:
+            program(Training(reference, reference, rank))
+            expected = {n: p.grad.clone() for n, p in reference.module.named_parameters()}
+        else:
+            expected = _of_one_process_each(rank, world_size)
+        program(Training(model, run, rank))
+        with FSDP.summon_full_params(model, with_grads=True):
+            for name, parameter in model.named_parameters():
+                if not torch.allclose(parameter.grad, expected[name], 1e-4, 1e-5):
+                    wrong.append(f"{program.__name__}: {name}")
+    return wrong
+
+
+def _of_one_process_each(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Of the program that DDP cannot run: its hooks take every backward for the same forward's."""
+
+    class Unsynced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _model()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
+
+        def no_sync(self) -> Any:
+            return nullcontext()
+
+    total: dict[str, torch.Tensor] = {}
+    for other in range(world_size):
+        model = Unsynced()
+        _unsynced_between_forward_and_backward(Training(model, model, other))
+        for name, p in model.inner.named_parameters():
+            assert p.grad is not None
+            total[name] = total.get(name, 0) + p.grad / world_size
+    return total
+
+
+@pytest.mark.parametrize(
+    ("way", "strategy"),
+    [
+        ("eager", "FULL_SHARD"),
+        ("eager", "NO_SHARD"),
+        ("hooks", "FULL_SHARD"),
+        ("graph", "FULL_SHARD"),
+        pytest.param("graph", "NO_SHARD", marks=pytest.mark.slow),
+    ],
+)
+def test_changes_before_the_reduction(ranks: RankPool, way: str, strategy: str) -> None:
+    """What the user drops or scales is dropped or scaled, as with DDP."""
+    assert ranks.run(_gradients_as_ddp, 2, way, strategy) == [[], []]
+
+
+def _seen_before_the_reduction(rank: int, world_size: int, way: str) -> list[float]:
+    """Norms in a window: by clip_grad_norm_(), of whole gradients, and after another step."""
+    x = torch.arange(8.0).view(2, 4)
+    reference = DistributedDataParallel(_model())
+    model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    run = in_way(model, way)
+    reference(x + rank).square().sum().backward()
+    with model.no_sync():
+        run(x + rank).square().sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        whole = [p.grad.norm() for p in model.parameters()]
+    norms = [float(torch.stack(whole).norm())]
+    norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)))
+    with model.no_sync():
+        run(0 * x).sum().mul(0.0).backward()
+    norms.append(float(model.clip_grad_norm_(0.5)))
+    for step in (reference, run):
+        step(x - rank).square().sum().backward()
+    norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), 1.0)))
+    norms.append(float(model.clip_grad_norm_(1.0)))
+    return norms
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_what_looks_at_gradients_reduces_them(ranks: RankPool, way: str) -> None:
+    for whole, expected, clipped, expected_later, later in ranks.run(
+        _seen_before_the_reduction, 2, way
+    ):
+        assert whole == pytest.approx(expected, rel=1e-5)
+        assert clipped == pytest.approx(expected, rel=1e-5)
+        assert later == pytest.approx(expected_later, rel=1e-5)
+
+
+def _kept_by_conversions(rank: int, world_size: int) -> tuple[float, float, str]:
+    """Norms after ``.double()`` in a window, and the message where a gradient was replaced."""
+    x = torch.arange(8.0).view(2, 4)
+    plain, model = _model(), FSDP(_model())
+    ranks = range(world_size)
+    (sum(plain(x + r).square().sum() for r in ranks) / world_size).backward()
+    plain.double()
+    (sum(plain((x - r).double()).square().sum() for r in ranks) / world_size).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    with model.no_sync():
+        model(x + rank).square().sum().backward()
+    model.double()
+    model((x - rank).double()).square().sum().backward()
+    norm = model.clip_grad_norm_(1e9)
+    assert norm.dtype == torch.float64
+    model.zero_grad()
+    with model.no_sync():
+        model(x.double()).sum().backward()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(FSDPStateError) as raised:
+        model(x.double()).sum().backward()
+    return expected, float(norm), str(raised.value)
+
+
+def test_conversions_and_replaced_gradients(ranks: RankPool) -> None:
+    for expected, norm, message in ranks.run(_kept_by_conversions, 2):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert "parameter '0.weight': expected the gradient that steps under no_sync()" in message
+        assert "Change it in place" in message

@@ -62,7 +62,7 @@ LAYERS: dict[str, dict[str, int]] = {
         "point_to_point": 0,
         "rendezvous": 1,
         "groups": 2,
-        "accumulation": 0,
+        "accumulation": 1,
         "boxes": 0,
         "versions": 0,
         "order_log": 1,
