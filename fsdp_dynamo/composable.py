@@ -51,7 +51,6 @@ class FSDPModule(UnitModule):
             FSDPStateError: a parameter was removed, frozen or given another shape after the module
                 became a unit, or ``summon_full_params`` is open.
         """
-        self._fsdp_root.recover()
         unit = self._fsdp_unit
         unit.check_originals()
         unit.unshard_ahead()
@@ -67,7 +66,6 @@ class FSDPModule(UnitModule):
         Raises:
             FSDPStateError: the unit is in its forward or backward.
         """
-        self._fsdp_root.recover()
         self._fsdp_unit.require_idle("reshard()")
         self._fsdp_unit.reshard("forward")
 

@@ -25,7 +25,10 @@ from fsdp_dynamo.unit import Unit
 class StateDictMethods(nn.Module):
     """What users call about state dicts; ``UnitModule`` adds the rest."""
 
-    _fsdp_unit: Unit
+    @property
+    def _fsdp_unit(self) -> Unit:
+        """The module's unit."""
+        raise NotImplementedError
 
     @staticmethod
     def set_state_dict_type(

@@ -56,10 +56,10 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
 
     def _fsdp_setup(self, unit: Unit, ignored: build.Ignored, may_compile: bool) -> None:
         """Take a unit over; ``_fsdp_become_root`` of the outermost one must follow."""
-        self._fsdp_unit = unit
+        self._fsdp_own_unit = unit
         self._fsdp_ignored = ignored
         self._fsdp_may_compile = may_compile
-        self._fsdp_root = Root([("", unit)])
+        self._fsdp_own_root = Root([("", unit)])
         self._fsdp_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
@@ -90,7 +90,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         named = [(build.plain_fqn(n), m) for n, m in build.raw_named_modules(self) if is_unit(m)]
         root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
         for _, module in named:
-            module._fsdp_root = root
+            module._fsdp_own_root = root
             module._fsdp_input_dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
             module.__dict__.pop(module._fsdp_entry, None)
             below = [m for _, m in build.raw_named_modules(module) if is_unit(m)]
@@ -138,13 +138,13 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
 
     def _fsdp_tensors(self) -> TracedTensors:
         """What a graph takes of this unit in a step that reduces gradients, or not (traced)."""
-        accumulation = self._fsdp_root.accumulation
+        accumulation = self._fsdp_own_root.accumulation
         sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
         carriers = sums
         if not accumulation.sync:
             carriers = self._fsdp_carriers
         elif accumulation.has_sums:
-            sums = tuple([flat.unsharded_grad_sum for flat in self._fsdp_unit.flats])
+            sums = tuple([flat.unsharded_grad_sum for flat in self._fsdp_own_unit.flats])
         return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -155,7 +155,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
     ) -> Any:
         if self._fsdp_runs_method:  # the method calls its own module: that is unsharded already
             return self._fsdp_body()(*args, **kwargs)
-        root, unit = self._fsdp_root, self._fsdp_unit
+        root, unit = self._fsdp_own_root, self._fsdp_own_unit
         with hooks_path.body_of(self, backend_key) as body:
             return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
 
@@ -189,7 +189,6 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own in the same process groups; compiled code is not copied."""
-        self._fsdp_root.recover()
         for unit in self._fsdp_root.units:
             unit.write_back()
         new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
@@ -217,7 +216,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
             prefix: as in ``nn.Module``.
             remove_duplicate: as in ``nn.Module``.
         """
-        self._fsdp_root.recover()
+        self._fsdp_own_root.recover()
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield build.plain_fqn(name), module
 
@@ -231,7 +230,6 @@ def _save_hook(
     module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     assert isinstance(module, UnitModule)
-    module._fsdp_root.recover()
     unit, dtypes = module._fsdp_unit, module._fsdp_buffer_dtypes
     state_dict.save_unit(unit, destination, prefix, module._fsdp_is_outermost(), dtypes)
     if module._fsdp_is_outermost():

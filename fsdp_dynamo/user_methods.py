@@ -31,10 +31,26 @@ from fsdp_dynamo.unit import Unit
 class UserMethods(nn.Module):
     """Methods that work on units; ``UnitModule`` adds the rest."""
 
-    _fsdp_root: Root
-    _fsdp_unit: Unit
+    _fsdp_own_root: Root
+    _fsdp_own_unit: Unit
     _fsdp_input_dtype: torch.dtype | None
     _fsdp_runs_method: bool
+
+    # After a backward that raised, views of freed storage stand in the modules: the engine tells
+    # nobody. So whoever asks for the root or the unit finds them usable again. Traced code reads
+    # the attributes.
+
+    @property
+    def _fsdp_root(self) -> Root:
+        """The schedule of all units, recovered from a backward that raised."""
+        self._fsdp_own_root.recover()
+        return self._fsdp_own_root
+
+    @property
+    def _fsdp_unit(self) -> Unit:
+        """The module's unit, recovered from a backward that raised."""
+        self._fsdp_own_root.recover()
+        return self._fsdp_own_unit
 
     def _fsdp_inner(self) -> nn.Module:
         """The user's module."""
@@ -205,7 +221,6 @@ class UserMethods(nn.Module):
         wrappers = [m for _, m in build.raw_named_modules(module) if isinstance(m, UserMethods)]
         chosen = [w for w in wrappers if recurse or w is module]
         for wrapper in chosen:
-            wrapper._fsdp_root.recover()
             wrapper._fsdp_root.reduce_sums()
         how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
         with summoned([wrapper._fsdp_unit for wrapper in chosen], how):
