@@ -100,6 +100,8 @@ class UserMethods(nn.Module):
 
         Raises:
             FSDPStateError: not on the outermost unit.
+            UnsupportedError: a unit is on fewer ranks than the root, and the others hold different
+                values of it.
         """
         self._fsdp_require_outermost("clip_grad_norm_()")
         for unit in self._fsdp_root.units:
@@ -108,8 +110,8 @@ class UserMethods(nn.Module):
         managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
         others = [p for p in self.parameters() if id(p) not in managed]
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
-        group = self._fsdp_unit.config.groups.shard
-        return clip_grad_norm(flats, others, group, float(max_norm), norm_type)
+        groups = self._fsdp_unit.config.groups.all
+        return clip_grad_norm(flats, others, groups, float(max_norm), norm_type)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce gradients with a hook of the user's in eager and on the hooks path.

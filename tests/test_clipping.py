@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from ways import WAYS, in_way
 
-from fsdp_dynamo import FSDP, ShardingStrategy
+from fsdp_dynamo import FSDP, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
@@ -84,3 +86,57 @@ def _sharded_and_whole(rank: int, world_size: int, way: str) -> list[Norms]:
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_and_whole_units_in_one_model(ranks: RankPool, way: str) -> None:
     _check(ranks.run(_sharded_and_whole, 2, way))
+
+
+def _nested_on_other_groups(rank: int, world_size: int, case: str, way: str) -> list[Norms]:
+    """The first block on other groups than the root: four ranks, half of them, or replicas."""
+    grid = init_device_mesh("cpu", (2, 2))
+    hybrid = {"device_mesh": grid, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    copies = {"process_group": grid.get_group(1)}
+    inner, outer = {
+        "hybrid in sharded": (hybrid, {}),
+        "sharded in hybrid": ({}, hybrid),
+        "whole in hybrid": ({"sharding_strategy": ShardingStrategy.NO_SHARD}, hybrid),
+        "copies in sharded": (copies, {}),
+    }[case]
+    plain = make_transformer(num_blocks=2)
+    plain.blocks[0] = FSDP(plain.blocks[0], **inner)
+    wrapped = FSDP(plain, **outer)
+    if case == "copies in sharded":  # they agree where their data do
+        return _norms(rank % 2, 2, wrapped, way)
+    return _norms(rank, world_size, wrapped, way)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        ("hybrid in sharded", "eager"),
+        ("sharded in hybrid", "eager"),
+        ("whole in hybrid", "eager"),
+        ("copies in sharded", "eager"),
+        ("hybrid in sharded", "hooks"),
+        ("hybrid in sharded", "graph"),
+    ],
+)
+def test_units_on_other_groups(ranks: RankPool, case: str, way: str) -> None:
+    _check(ranks.run(_nested_on_other_groups, 4, case, way))
+
+
+def _copies_that_differ(rank: int, world_size: int) -> str:
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    plain = make_transformer(num_blocks=2)
+    plain.blocks[0] = FSDP(plain.blocks[0], process_group=alone)
+    wrapped = FSDP(plain)
+    loss_of(wrapped, batch(rank, 0)).backward()
+    before = [p.grad.clone() for p in wrapped.parameters()]
+    with pytest.raises(UnsupportedError) as raised:
+        wrapped.clip_grad_norm_(BOUND)
+    after = [p.grad for p in wrapped.parameters()]
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+    return str(raised.value)
+
+
+def test_a_unit_that_differs_between_ranks_of_the_root(ranks: RankPool) -> None:
+    for message in ranks.run(_copies_that_differ, 2):
+        assert "clip_grad_norm_(), unit 'blocks.0'" in message
+        assert "expected one norm on all ranks of the root" in message
