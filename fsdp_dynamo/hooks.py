@@ -16,7 +16,7 @@ from fsdp_dynamo import ranges
 from fsdp_dynamo.schedule import Root
 from fsdp_dynamo.training_state import UnitState
 from fsdp_dynamo.tree import map_tensors, tensors_of
-from fsdp_dynamo.unit import ForwardCall, Segments, Unit
+from fsdp_dynamo.unit import ForwardCall, Unit
 
 
 def run_unit(
@@ -50,7 +50,6 @@ def run_unit(
         if outermost:
             root.reset()
         raise
-    inputs = (args, kwargs)
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with ranges.named("forward", unit.fqn):
@@ -61,8 +60,6 @@ def run_unit(
     root.post_forward(unit, call)
     if torch.is_grad_enabled():
         _register_pre_backward(root, call, output)
-        if has_segments(unit, inputs, output):
-            _register_input_gradients(root, call, inputs)
     return output
 
 
@@ -75,47 +72,6 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
     for tensor in tensors_of(output):
         if tensor.requires_grad:
             tensor.register_hook(pre_backward)
-
-
-def _register_input_gradients(root: Root, call: ForwardCall, inputs: Any) -> None:
-    """The gradients of its inputs end the backward of a unit with segments.
-
-    A leaf would keep the hook for good.
-    """
-
-    def input_gradient(grad: torch.Tensor) -> None:
-        root.input_gradient(call)
-
-    found = [t for t in tensors_of(inputs) if t.requires_grad and not t.is_leaf]
-    call.segments = Segments(len(found))
-    for tensor in found:
-        tensor.register_hook(input_gradient)
-
-
-_SEGMENT = "CheckpointFunctionBackward"
-
-
-def has_segments(unit: Unit, inputs: Any, output: Any) -> bool:
-    """Whether a unit's forward has used reentrant checkpointing: looked up once a training mode."""
-    training = unit.module.training
-    if training not in unit.has_segments:
-        unit.has_segments[training] = _leads_to_segment(inputs, output)
-    return unit.has_segments[training]
-
-
-def _leads_to_segment(inputs: Any, output: Any) -> bool:
-    """Walk the autograd graph from a unit's output back to its inputs."""
-    seen = {tensor.grad_fn for tensor in tensors_of(inputs)}
-    pending = [tensor.grad_fn for tensor in tensors_of(output)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == _SEGMENT:
-            return True
-        pending.extend(following for following, _ in node.next_functions)
-    return False
 
 
 def prepare_inputs(

@@ -83,9 +83,18 @@ def current_step() -> int:
     return _step
 
 
+NO_GRAPH_TASK = -1
+
+
+def current_graph_task() -> int:
+    """The engine's number of the backward that it runs in this thread, or ``NO_GRAPH_TASK``."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != NO_GRAPH_TASK
 
 
 def newest() -> Entry | None:

@@ -22,6 +22,7 @@ from fsdp_dynamo.accumulation import Accumulation
 from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.execution_order import ExecutionOrder
+from fsdp_dynamo.order_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.unit import ForwardCall, PendingReduce, Unit
 
@@ -44,7 +45,7 @@ class Root:
         self._depth = 0
         self._backward_id = 0
         self._pending: deque[PendingReduce] = deque()
-        self._waiting: dict[int, ForwardCall] = {}  # calls whose backward may go on, by id
+        self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
         self._recorded: list[Unit] = []  # units in the order of the last complete forward
         self._order: list[Unit] = []  # the same of the forward that runs now
         self.execution_order = ExecutionOrder()
@@ -147,11 +148,12 @@ class Root:
             self._begin_backward()
         if call.backward_id == self._backward_id:
             return
+        self._finish_segments(call)
         unit = call.unit
         unit.machine.advance(UnitState.BACKWARD_PRE)
         call.backward_id = self._backward_id
-        if call.segments is not None:
-            call.segments.begin()
+        call.graph_task = current_graph_task()
+        call.segment_grads = None
         unit.pending_calls += 1
         unit.issue_unshard("backward")
         unit.wait_unshard()
@@ -163,34 +165,35 @@ class Root:
             unit.event = log.issue(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of a unit's views have come: its backward is done.
-
-        With segments it goes on: what ends it is the same on every rank, whichever gradients are
-        missing there, so that all reduce in one order.
-        """
+        """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
         if not self.in_backward:
             self._begin_backward()
-        segments = call.segments
-        if segments is None:
-            self._finish_backward(call, grads)
+        if call.graph_task not in (NO_GRAPH_TASK, current_graph_task()):
+            call.add_segment(grads)
+            if call not in self._waiting:
+                self._waiting.append(call)
             return
-        segments.add(grads)
-        self._waiting.setdefault(id(call), call)
-        if segments.is_over:
+        if call in self._waiting:
+            call.add_segment(grads)
             self._finish_segments(call)
+            return
+        self._finish_segments(call)
+        self._finish_backward(call, grads)
 
-    def input_gradient(self, call: ForwardCall) -> None:
-        """The gradient of one of the inputs of a unit with segments has come."""
-        assert call.segments is not None
-        call.segments.inputs_left -= 1
-        if call.segments.is_over and id(call) in self._waiting:
-            self._finish_segments(call)
+    def _finish_segments(self, reached: ForwardCall | None = None) -> None:
+        """Finish calls with segments that began after one that the backward has reached.
 
-    def _finish_segments(self, call: ForwardCall) -> None:
-        assert call.segments is not None
-        grads, call.segments.grads = call.segments.grads, None
-        del self._waiting[id(call)]
-        self._finish_backward(call, grads or ())
+        The engine goes from the newest node of the graph to the oldest: of what came after a node
+        that it runs, it has run all. So units are reduced in one order on every rank, whether they
+        have segments there or not.
+        """
+        while self._waiting:
+            call = max(self._waiting, key=lambda waiting: waiting.began)
+            if reached is not None and call.began < reached.began:
+                return
+            self._waiting.remove(call)
+            grads, call.segment_grads = call.segment_grads, None
+            self._finish_backward(call, grads or ())
 
     def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """Reshard a unit whose backward is done, and start to reduce its gradients."""
@@ -217,8 +220,7 @@ class Root:
     @torch.no_grad()
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
-        for call in list(self._waiting.values()):
-            self._finish_segments(call)
+        self._finish_segments()
         while self._pending:
             self._pending.popleft().finish()
         for unit in self.units:
@@ -271,7 +273,7 @@ class Root:
 
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
-        self._waiting = {}
+        self._waiting = []
         while self._pending:
             self._pending.popleft().in_flight.abandon()
         for unit in self.units:

@@ -6,10 +6,11 @@ precision. It knows how to do things; when they are done is the schedule's decis
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.late_parameters import Membership
 from fsdp_dynamo.original_parameter import OriginalParameter
+from fsdp_dynamo.order_log import NO_GRAPH_TASK
 from fsdp_dynamo.training_state import StateMachine, UnitState
 
 
@@ -53,50 +55,28 @@ class ForwardCall:
         views: the parameter views of this call, one list a flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
-        segments: what reentrant checkpointing needs to know; ``None``: it is not used.
+        graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
+            each of its segments as another pass, within it.
+        segment_grads: gradients of the views that segments have given in this backward.
+        began: position in the order in which the forwards of the process began.
     """
 
     unit: Unit
     views: list[list[torch.Tensor]]
     order: int = -1
     backward_id: int = 0
-    segments: Segments | None = None
+    graph_task: int = NO_GRAPH_TASK
+    segment_grads: list[torch.Tensor | None] | None = None
+    began: int = field(default_factory=itertools.count().__next__)
 
-
-@dataclass(eq=False)
-class Segments:
-    """The backward of a call whose views' gradients come segment by segment.
-
-    Reentrant checkpointing runs the backward of each of its segments by itself. The unit's backward
-    is over when the gradients of its inputs are there.
-
-    Attributes:
-        num_inputs: how many inputs' gradients are to come; 0: the end of the pass decides.
-        inputs_left: those of them that have not come in this backward pass.
-        grads: gradients of the views that have come in this backward pass.
-    """
-
-    num_inputs: int
-    inputs_left: int = 0
-    grads: list[torch.Tensor | None] | None = None
-
-    def begin(self) -> None:
-        """Another backward pass begins."""
-        self.inputs_left, self.grads = self.num_inputs, None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the gradients of all inputs have come."""
-        return self.num_inputs > 0 and self.inputs_left == 0
-
-    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take gradients of the views."""
-        if self.grads is None:
-            self.grads = list(grads)
+    def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients that one segment gives the views."""
+        if self.segment_grads is None:
+            self.segment_grads = list(grads)
             return
-        for i, (total, grad) in enumerate(zip(self.grads, grads, strict=True)):
+        for i, (total, grad) in enumerate(zip(self.segment_grads, grads, strict=True)):
             if grad is not None:
-                self.grads[i] = grad if total is None else total + grad
+                self.segment_grads[i] = grad if total is None else total + grad
 
 
 @dataclass
@@ -132,8 +112,8 @@ class _ViewsOfUnsharded(torch.autograd.Function):
     """Forward: the parameter views. Backward: all their gradients at once, to the unit.
 
     The engine runs the backward when every use of every view has given its gradient: that is
-    the end of the unit's backward. The shards' own gradients are set by the reduction later,
-    so none is returned.
+    the end of the unit's backward. (Reentrant checkpointing has one more for each segment.) The
+    shards' own gradients are set by the reduction later, so none is returned.
     """
 
     @staticmethod
@@ -178,7 +158,6 @@ class Unit:
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
-        self.has_segments: dict[bool, bool] = {}  # by its module's training mode, once known
         self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []

@@ -124,42 +124,91 @@ class _Segments(nn.Module):
         super().__init__()
         self.first, self.second, self.last = (nn.Linear(6, 6) for _ in range(3))
         self.unused = nn.Linear(2, 2)
+        self.is_on = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.first, x, use_reentrant=True)
-        return self.last(checkpoint(self.second, x.relu(), use_reentrant=True))
+        x = self.part(self.first, x)
+        return self.last(self.part(self.second, x.relu()))
+
+    @torch.compiler.disable  # traced, it would be a region of the graph, and not reentrant
+    def part(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=True) if self.is_on else layer(x)
 
 
-def _segments(rank: int, world_size: int) -> Any:
+class _AllInSegments(_Segments):
+    """No parameter is used outside of the segments."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first, self.part(self.second, x).relu())
+
+
+class _Branches(_Segments):
+    """Two outputs; the gradient of the one outside of the segment comes first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first, x).relu() + self.join(self.part(self.second, x), self.last(x))
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid() * y.sigmoid()
+
+
+def _set_checkpointing(model: nn.Module, is_on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, _Segments):
+            module.is_on = is_on
+
+
+def _segments(
+    rank: int, world_size: int, cls: type[_Segments], way: str, pattern: list[bool], apart: bool
+) -> Any:
     torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(6, 6), _Segments(), _Segments())
+    plain = nn.Sequential(nn.Linear(6, 6), cls(), cls())
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
+    net = in_way(model, way)
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
-    wrong = []
-    for _ in range(2):
+    wrong, backwards = [], []
+    for is_on in pattern:
+        _set_checkpointing(model, is_on != (apart and rank == 1))
         plain(x).sum().backward()
         with record_events() as log:
-            model(x).sum().backward()
+            net(x).sum().backward()
+        keys = log.keys("all_gather", "reduce_scatter")
+        backwards.append([key[:2] for key in keys if key[2] == "backward"])
         with FSDP.summon_full_params(model, with_grads=True):
             grads = zip(model.named_parameters(), plain.parameters(), strict=True)
             for (name, param), reference in grads:
                 expected = reference.grad if reference.grad is not None else torch.zeros(())
                 if not torch.allclose(param.grad, expected, 1e-5, 1e-6):
                     wrong.append(name)
-    return wrong, log.keys("all_gather", "reduce_scatter")
+    return wrong, backwards
 
 
-def test_reentrant_segments_of_a_unit(ranks: RankPool) -> None:
-    """A unit's backward ends with the gradient of its input: one reduction, one gather."""
-    for wrong, keys in ranks.run(_segments, 2):
+_ORDER = [
+    ("all_gather", "2"),
+    ("all_gather", "1"),
+    ("reduce_scatter", "2"),
+    ("reduce_scatter", "1"),
+    ("reduce_scatter", ""),
+]
+
+
+@pytest.mark.parametrize("cls", [_Segments, _AllInSegments, _Branches])
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_reentrant_segments_of_a_unit(
+    ranks: RankPool, cls: type[_Segments], way: str, apart: bool
+) -> None:
+    """One reduction, one gather, also where checkpointing differs by step, or by rank."""
+    pattern = [True, True, False, False, True]
+    for wrong, backwards in ranks.run(_segments, 2, cls, way, pattern, apart):
         assert wrong == []
-        assert [key for key in keys if key[2] == "backward"] == [
-            ("all_gather", "2", "backward"),
-            ("all_gather", "1", "backward"),
-            ("reduce_scatter", "2", "backward"),
-            ("reduce_scatter", "1", "backward"),
-            ("reduce_scatter", "", "backward"),
-        ]
+        assert backwards == [_ORDER] * len(pattern)
+
+
+def test_checkpointing_begins_in_a_later_step(ranks: RankPool) -> None:
+    for wrong, backwards in ranks.run(_segments, 2, _Segments, "eager", [False, True], False):
+        assert wrong == []
+        assert backwards == [_ORDER] * 2
 
 
 class _Routed(nn.Module):
