@@ -99,17 +99,22 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
+def hosts_of(process_id: int) -> tuple[Host, Host]:
+    """Both ends of the link that a process makes."""
+    tag = process_id % 100000
+    first, second = (
+        Host(f"link{tag}h{n}", f"veth{tag}h{n}", f"10.77.{tag % 250}.{n + 1}") for n in (0, 1)
+    )
+    return first, second
+
+
 @contextmanager
 def two_hosts(shape: Shape) -> Iterator[tuple[Host, Host]]:
     """Make the namespaces and the link; remove them on the way out, whatever happened."""
-    tag = f"{os.getpid() % 100000}"
-    hosts = tuple(
-        Host(f"link{tag}h{n}", f"veth{tag}h{n}", f"10.77.{int(tag) % 250}.{n + 1}") for n in (0, 1)
-    )
+    hosts = first, second = hosts_of(os.getpid())
     try:
         for host in hosts:
             _run("ip", "netns", "add", host.namespace)
-        first, second = hosts
         pair = ("type", "veth", "peer", "name", second.interface, "netns", second.namespace)
         _run("ip", "link", "add", first.interface, "netns", first.namespace, *pair)
         for host in hosts:
@@ -120,7 +125,7 @@ def two_hosts(shape: Shape) -> Iterator[tuple[Host, Host]]:
             bucket = ("rate", shape.rate, "burst", shape.burst, "latency", shape.latency)
             qdisc = ("qdisc", "add", "dev", host.interface, "root", "tbf", *bucket)
             _run("tc", "-n", host.namespace, *qdisc)
-        yield first, second
+        yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
@@ -220,6 +225,8 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    # Both, since a job in the background of a script inherits an ignored SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with one_line_on_bad_input():
         try:

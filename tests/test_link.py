@@ -39,8 +39,23 @@ def _can_link() -> str | None:
         return str(error)
 
 
-def _namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+def _netns(*command: str) -> str:
+    done = subprocess.run(["ip", "netns", *command], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _left_by(process_id: int) -> list[str]:
+    """Namespaces that a process has made and not removed."""
+    there = {line.split()[0] for line in _netns("list").splitlines()}
+    return [h.namespace for h in link.hosts_of(process_id) if h.namespace in there]
+
+
+def _remove_hosts(process_id: int) -> None:
+    """What a process that failed its test has left: programs and namespaces."""
+    for namespace in _left_by(process_id):
+        for program in _netns("pids", namespace).split():
+            os.kill(int(program), signal.SIGKILL)
+        _netns("del", namespace)
 
 
 NO_LINK = _can_link()
@@ -80,11 +95,10 @@ def _send(shape: link.Shape, num_bytes: int, file: Path) -> tuple[list[int], flo
 
 @needs_link
 def test_link_counts_bytes_and_cleans_up(tmp_path: Path) -> None:
-    before = _namespaces()
     sent, _ = _send(link.Shape("1gbit"), 3_000_000, tmp_path / "rate")
     assert 3_000_000 <= sent[1] < 3_500_000
     assert sent[0] < 300_000
-    assert _namespaces() == before
+    assert not _left_by(os.getpid())
 
 
 @needs_link
@@ -100,28 +114,35 @@ def test_link_keeps_its_rate(tmp_path: Path, rate: str) -> None:
 
 @needs_link
 def test_link_gives_a_failure_on_and_ends_the_other_rank() -> None:
-    before = _namespaces()
     failing = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
     code, _ = link.run_on_link([sys.executable, "-c", failing], link.Shape())
     assert code == 7
-    assert _namespaces() == before
+    assert not _left_by(os.getpid())
 
 
 @needs_link
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_link_cleans_up_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    before = _namespaces()
+    """Also where the shell has started it with these signals ignored, as in the background."""
     started = tmp_path / "pid"
     sleeper = f"import os, pathlib, time; pathlib.Path({str(started)!r} + os.environ['RANK'])"
     sleeper += ".write_text(str(os.getpid())); time.sleep(600)"
+    ignoring = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh"]
     command = [sys.executable, str(ROOT / "benchmarks" / "link.py"), "--"]
-    process = subprocess.Popen([*command, sys.executable, "-c", sleeper])
+    process = subprocess.Popen([*ignoring, *command, sys.executable, "-c", sleeper])
     files = [Path(f"{started}{rank}") for rank in (0, 1)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 128 + number
-    assert _namespaces() == before
-    for file in files:
-        assert not Path("/proc", file.read_text()).exists()
+    try:
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+        assert not _left_by(process.pid)
+        for file in files:
+            assert not Path("/proc", file.read_text()).exists()
+    finally:
+        process.kill()
+        process.wait()
+        _remove_hosts(process.pid)
