@@ -14,9 +14,10 @@ import multiprocessing as mp
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,7 +37,7 @@ _jobs = itertools.count()
 
 
 class RankFailedError(AssertionError):
-    """A rank raised, or did not answer in time."""
+    """A rank raised, on whatever thread, or did not answer in time."""
 
 
 def _resolve(name: str) -> Callable[..., Any]:
@@ -45,6 +46,22 @@ def _resolve(name: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         target = getattr(target, part)
     return target
+
+
+def _collect_unhandled() -> list[str]:
+    """Tracebacks of what fails in threads and destructors from now on, where none is raised."""
+    found: list[str] = []
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        found.append(f"unhandled in thread {args.thread and args.thread.name}:\n{''.join(lines)}")
+
+    def unraisable(args: Any) -> None:
+        lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        found.append(f"{args.err_msg or 'unraisable'} in {args.object!r}:\n{''.join(lines)}")
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    return found
 
 
 def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
@@ -59,6 +76,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
 
     torch.set_num_threads(1)
     probe.measured = lambda group, device: RATES  # type: ignore[assignment]
+    unhandled = _collect_unhandled()
     while True:
         try:
             job = pipe.recv()
@@ -67,6 +85,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
         if job is None:
             return
         name, world_size, store, args, timeout = job
+        answer: tuple[bool, Any]
         faulthandler.dump_traceback_later(timeout * 0.9)
         try:
             dist.init_process_group(
@@ -87,7 +106,16 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch._dynamo.reset()
+        if unhandled:  # in this job, or since the one before
+            texts = [*unhandled, *([] if answer[0] else [answer[1]])]
+            answer = (False, "\n".join(texts))
+            unhandled.clear()
         pipe.send(answer)
+
+
+def _failures(answers: Mapping[int, tuple[bool, Any]]) -> list[str]:
+    """Tracebacks of the ranks that failed."""
+    return [f"rank {rank}:\n{text}" for rank, (ok, text) in answers.items() if not ok]
 
 
 class RankPool:
@@ -109,12 +137,10 @@ class RankPool:
             RankFailedError: with the tracebacks of all ranks that failed.
         """
         with self._job(fn, world_size, args, timeout):
-            answers = [self._answer(pipe, timeout) for _, pipe in self._ranks[:world_size]]
-        failed = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
-        if failed:
-            self.stop()
-            raise RankFailedError("\n".join(failed))
-        return [value for _, value in answers]
+            answers = self._answers(range(world_size), timeout)
+            if failed := _failures(answers):
+                raise RankFailedError("\n".join(failed))
+        return [value for _, value in answers.values()]
 
     def run_and_kill(
         self,
@@ -129,6 +155,9 @@ class RankPool:
 
         Returns:
             Of each other rank, whether it has returned, and what, or its traceback.
+
+        Raises:
+            RankFailedError: one of the others hangs or has died.
         """
         with self._job(fn, world_size, args, timeout):
             when()
@@ -137,7 +166,7 @@ class RankPool:
             for rank in victims:
                 self._ranks[rank][0].join()
             others = [rank for rank in range(world_size) if rank not in victims]
-            answers = {rank: self._answer(self._ranks[rank][1], timeout) for rank in others}
+            answers = self._answers(others, timeout)
         self.stop()
         return answers
 
@@ -151,17 +180,33 @@ class RankPool:
             name = f"{fn.__module__}:{fn.__qualname__}"
             for _, pipe in self._ranks[:world_size]:
                 pipe.send((name, world_size, store, args, timeout))
-            yield
+            try:
+                yield
+            except BaseException:
+                self.stop()  # else the next job would get the answers of this one
+                raise
 
-    @staticmethod
-    def _answer(pipe: Connection, timeout: float) -> tuple[bool, Any]:
-        try:
-            if pipe.poll(timeout):
-                answer: tuple[bool, Any] = pipe.recv()
-                return answer
-        except EOFError:
-            return False, "the process died"
-        return False, f"no answer within {timeout} s"
+    def _answers(self, ranks: Iterable[int], timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Of each rank, whether its job has returned, and what, or its traceback.
+
+        Raises:
+            RankFailedError: a rank has died, or not answered in time.
+        """
+        deadline = time.monotonic() + timeout
+        answers: dict[int, tuple[bool, Any]] = {}
+        lost: list[str] = []
+        for rank in ranks:
+            _, pipe = self._ranks[rank]
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    answers[rank] = pipe.recv()
+                else:
+                    lost.append(f"rank {rank}: no answer within {timeout:g} s")
+            except EOFError:
+                lost.append(f"rank {rank}: the process died")
+        if lost:
+            raise RankFailedError("\n".join([*lost, *_failures(answers)]))
+        return answers
 
     def _start(self, count: int) -> None:
         context = mp.get_context("forkserver")
