@@ -85,8 +85,8 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def train(
     model: nn.Module, rank: int, steps: int = STEPS, clip: float | None = None
 ) -> tuple[list[float], list[float]]:
-    """AdamW steps; returns losses and, where clipped, gradient norms."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """SGD steps, which see a gradient's scale; returns losses and, where clipped, gradient norms."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
     norms: list[float] = []
     for step in range(steps):

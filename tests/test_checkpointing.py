@@ -71,7 +71,7 @@ def _steps(
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return loss_of(model, _tokens(rank, step))
 
-    optimizer = torch.optim.AdamW(owner.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(3):
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ def _under_autocast(rank: int, world_size: int, way: str) -> tuple[list[float], 
         model = wrap(make_transformer(num_blocks=2))
         compiled = in_way(model, way)
         losses = []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(compiled, batch(rank, step))

@@ -87,7 +87,7 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def _one_process(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Both replicas' batches in turn, on one rank."""
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -111,7 +111,7 @@ def _two_dimensions(
     else:
         sharded = FSDP(plain, auto_wrap_policy=policy, device_mesh=mesh["dp"], **kwargs)
     model = in_way(sharded, way)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
