@@ -12,7 +12,15 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import durability  # noqa: E402
 from pool import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _checkpoints_are_checked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In this process and, since they inherit the variable, in ranks."""
+    os.environ[durability.LOG_VARIABLE] = str(tmp_path_factory.mktemp("synced") / "log")
+    durability.check_checkpoints()
 
 
 @pytest.fixture(scope="session")

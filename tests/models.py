@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def train(
     model: nn.Module, rank: int, steps: int = STEPS, clip: float | None = None
 ) -> tuple[list[float], list[float]]:
-    """SGD steps, which see a gradient's scale; returns losses and, where clipped, gradient norms."""
+    """SGD steps, which see the scale of gradients; returns losses and, where clipped, norms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
     norms: list[float] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Transformer, batch, loss_of, make_transformer, train, wrap
+from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from pool import RankPool
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
@@ -237,12 +237,12 @@ def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> Non
     assert first == second
 
 
-# -- against the same model without -----------------------------------------------------------
+# -- against DDP without checkpointing -----------------------------------------------------------
 
 
 def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
     impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    expected, _ = train(wrap(make_transformer(num_blocks=3)), rank)
+    expected, _ = ddp_losses(rank, num_blocks=3)
     model = make_transformer(num_blocks=3)
     if outside:
         wrapped = wrap(model)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from models import Block, Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +38,7 @@ def _mixed(rank: int, world_size: int, way: str) -> tuple[list[float], list[floa
         reduce_dtype=torch.float32,
         _module_classes_to_ignore=(nn.LayerNorm,),
     )
-    full, _ = train(wrap(make_transformer(num_blocks=2)), rank)
+    full, _ = ddp_losses(rank, num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2), mixed_precision=precision)
     model = in_way(wrapped, way)
     low, _ = train(model, rank)

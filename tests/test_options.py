@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,15 @@ from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import fx
 
-from fsdp_dynamo import DivergenceError, FSDPTypeError, FSDPValueError, record_events, record_plans
+from fsdp_dynamo import (
+    DivergenceError,
+    FSDPTypeError,
+    FSDPValueError,
+    planning,
+    probe,
+    record_events,
+    record_plans,
+)
 from fsdp_dynamo.graph_options import GraphOptions
 from graph_passes.graph_utils import op_name
 from graph_passes.limits import BudgetError
@@ -189,28 +200,49 @@ def test_a_pass_of_the_user(ranks: RankPool) -> None:
         assert 0 < forward < backward
 
 
-def _measured(rank: int, world_size: int, place: str) -> Any:
-    """Options without given numbers: the first rank's measurements, on all ranks."""
-    import os
+def _measured(rank: int, world_size: int, place: str) -> tuple[list[Plan], set[str], int]:
+    """Options without given numbers, twice: plans, rates they are made from, measurements.
 
-    os.environ["FSDP_DYNAMO_PLACE"] = place
-    plans = []
-    for _ in range(2):
-        torch._dynamo.reset()
-        wrapped = wrap(make_transformer(num_blocks=1))
-        model = torch.compile(wrapped, fullgraph=True, backend=EAGER)
-        before = torch.get_rng_state()
-        with record_plans() as log:
-            loss_of(model, batch(rank, 0)).backward()
-        assert torch.equal(before, torch.get_rng_state())
-        plans.append(log.plan())
-    return plans
+    The second rank finds another link than the first, whose numbers count.
+    """
+    found: list[float] = []
+    measure = probe._measure_link
+
+    def measure_link(group: Any, device: torch.device) -> dict[str, float]:
+        link = measure(group, device)
+        found.append(link["bytes_per_ms"] * (1 + rank))
+        return link | {"bytes_per_ms": found[-1]}
+
+    plans, rates = [], set()
+    with (
+        mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": place}),
+        mock.patch.object(probe, "measured", inspect.unwrap(probe.measured)),
+        mock.patch.object(probe, "_measure_link", measure_link),
+    ):
+        for _ in range(2):
+            torch._dynamo.reset()
+            planning._measured.clear()  # as in the next start of the job
+            wrapped = wrap(make_transformer(num_blocks=1))
+            model = torch.compile(wrapped, fullgraph=True, backend=EAGER)
+            before = torch.get_rng_state()
+            with record_plans() as log:
+                loss_of(model, batch(rank, 0)).backward()
+            assert torch.equal(before, torch.get_rng_state())
+            plans.append(log.plan())
+            rates |= {repr(planned.options.cost) for planned in log}
+    planning._measured.clear()
+    if rank == 0:
+        assert f"{found[0]}" in rates.copy().pop()
+    return plans, rates, len(found)
 
 
 def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp_path: Any) -> None:
     first, second = ranks.run(_measured, 2, str(tmp_path))
     assert first == second
-    assert first[0].inputs == first[1].inputs
+    plans, rates, measurements = first
+    assert plans[0].inputs == plans[1].inputs
+    assert len(rates) == 1
+    assert measurements == 1
 
 
 @pytest.mark.parametrize(
