@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -134,9 +133,8 @@ def _graph_of_one_rank(on_all: int) -> None:
         if dist.get_rank() == 0:
             plain.skips = True
             loss_of(model, batch(0, on_all))
-        else:
-            time.sleep(3.0)
     finally:
+        dist.barrier()  # the others are there until the first rank has noticed
         set_agreement_timeout(10.0)
 
 
