@@ -93,12 +93,16 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with nodes of its own; metadata is shared."""
+    """The same graph, bodies of regions included, with nodes of its own; tensors are shared."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     output = next(iter(reversed(gm.graph.nodes)))
     graph.output(result).meta.update(output.meta)
-    return fx.GraphModule(gm, graph)
+    copy = fx.GraphModule(gm, graph)
+    for name, body in list(copy.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(copy, name, _copy_of(body))
+    return copy
 
 
 def _partition(

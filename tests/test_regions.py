@@ -33,7 +33,12 @@ def _summary(graph: fx.Graph) -> tuple[bool, list[str], int, int]:
 
 
 def _run(
-    rank: int, world_size: int, backend: str, regions: bool, dropout: float, kwargs: dict[str, Any]
+    rank: int,
+    world_size: int,
+    backend: str,
+    options: dict[str, Any],
+    dropout: float,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Losses, collectives and peak of one step, summaries of all graphs, numel of a block."""
     seen: list[Any] = []
@@ -47,7 +52,6 @@ def _run(
     for block in plain.blocks:
         block.down = nn.Sequential(block.down, nn.Dropout(dropout))
     wrapped = wrap(plain, **kwargs)
-    options = {"regions": regions}
     model = torch.compile(wrapped, fullgraph=True, backend=backend, options=options)
     Pipeline.run = watch  # type: ignore[method-assign]
     try:
@@ -62,10 +66,19 @@ def _run(
     return losses, collectives, log.peak_unsharded_bytes(), seen, numel
 
 
-def _both(ranks: RankPool, backend: str, dropout: float = 0.0, **kwargs: Any) -> tuple[Any, Any]:
+def _both(
+    ranks: RankPool,
+    backend: str,
+    dropout: float = 0.0,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     """Rank 0's run without regions and with them."""
-    runs = [ranks.run(_run, 2, backend, regions, dropout, kwargs)[0] for regions in (False, True)]
-    return runs[0], runs[1]
+    plain, regions = [
+        ranks.run(_run, 2, backend, {"regions": regions, **(options or {})}, dropout, kwargs)[0]
+        for regions in (False, True)
+    ]
+    return plain, regions
 
 
 @pytest.mark.parametrize(
@@ -84,8 +97,17 @@ def test_same_numbers_and_collectives(
     assert regions[:3] == plain[:3]
 
 
+def test_a_memory_budget_keeps_units_unsharded(ranks: RankPool) -> None:
+    """The graph is partitioned twice: once to see which units the budget lets stay unsharded."""
+    unlimited = {"memory_budget_bytes": 10**9}
+    plain, regions = _both(ranks, BACKENDS[0], 0.3, unlimited)
+    assert regions[:3] == plain[:3]
+    gathers = [entry for entry in regions[1] if "all_gather" in entry]
+    assert len(gathers) == NUM_BLOCKS + 1  # none in the backward
+
+
 def test_bodies_are_one_graph_and_reshard(ranks: RankPool) -> None:
-    *_, seen, numel = ranks.run(_run, 2, BACKENDS[0], True, 0.0, {})[0]
+    *_, seen, numel = ranks.run(_run, 2, BACKENDS[0], {"regions": True}, 0.0, {})[0]
     outer = [graph for graph in seen if graph[1]]
     inner = [graph for graph in seen if not graph[1]]
     assert len(inner) == 2  # a forward and a backward, whatever the number of blocks
