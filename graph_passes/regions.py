@@ -161,7 +161,7 @@ def _why_alone(run: Run) -> str:
 def _extract(gm: fx.GraphModule, run: Run) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for position, node in enumerate(run.inputs):
+    for position, node in enumerate(_inputs(run.nodes)):  # by now, outputs of regions before it
         copies[node] = graph.placeholder(f"region_input_{position}")
         copies[node].meta = {k: v for k, v in node.meta.items() if k == "example_value"}
     for node in run.nodes:
@@ -171,7 +171,7 @@ def _extract(gm: fx.GraphModule, run: Run) -> fx.GraphModule:
 
 
 def _call(graph: fx.Graph, run: Run, name: str) -> None:
-    inputs = _inputs(run.nodes)  # by now, outputs of regions before it
+    inputs = _inputs(run.nodes)
     with graph.inserting_before(run.nodes[0]):
         body = graph.get_attr(name)
         call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, name, *inputs))

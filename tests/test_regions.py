@@ -263,6 +263,12 @@ def test_equal_bodies_share_a_region() -> None:
     assert sum(map(is_region, gm.graph.nodes)) == 3
 
 
+def test_regions_that_follow_one_another() -> None:
+    lines, gm = _units(2.0, 3.0, 2.0, 3.0)
+    assert lines == ["region of 2: u0, u2", "region of 2: u1, u3"]
+    assert sum(map(is_region, gm.graph.nodes)) == 4
+
+
 def test_bodies_that_differ_in_a_constant_share_none() -> None:
     lines, _ = _units(0.0, -0.0)
     assert [line.split(": ")[0] for line in lines] == ["no region", "no region"]
