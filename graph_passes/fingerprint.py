@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graph_passes.graph_utils import collectives, op_name
-from graph_passes.markers import launch_of, mark_of
+from graph_passes.markers import decode_name, encode_name, launch_of, mark_of
 
 SEPARATOR = ";"
 _FIELDS = " "
@@ -34,7 +34,7 @@ def fingerprint(graph: fx.Graph) -> str:
 def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     mark = mark_of(node)
     value = node.all_input_nodes[0].meta["val"]
-    unit = "?" if mark is None else f"{mark.unit or '(root)'}#{mark.ordinal}"
+    unit = "?" if mark is None else f"{encode_name(mark.unit) or '(root)'}#{mark.ordinal}"
     reduction = next((arg for arg in node.args[1:-1] if isinstance(arg, str)), "-")
     name = op_name(node).rpartition("::")[2]
     dtype = str(value.dtype).removeprefix("torch.")
@@ -58,6 +58,6 @@ def describe_entry(entry: str) -> str:
     what = "" if reduction == "-" else f" ({reduction})"
     launch = ", launched with the one before it" if together == "+" else ""
     return (
-        f"{name}{what} of unit '{fqn}', flat parameter {ordinal}, {numel} {dtype}, "
+        f"{name}{what} of unit '{decode_name(fqn)}', flat parameter {ordinal}, {numel} {dtype}, "
         f"ranks {group}{launch}"
     )

@@ -16,7 +16,7 @@ from graph_passes.graph_utils import (
     is_wait,
     op_name,
 )
-from graph_passes.markers import CollectiveKind, mark_of, unit_of
+from graph_passes.markers import CollectiveKind, decode_name, encode_name, mark_of, unit_of
 
 Phase = Literal["forward", "backward"]
 
@@ -45,17 +45,21 @@ class Label:
 
     def encode(self) -> str:
         """As a string."""
-        lists = ["".join(f"{name}," for name in names) for names in (self.before, self.after)]
+        lists = [
+            "".join(f"{encode_name(name)}," for name in names)
+            for names in (self.before, self.after)
+        ]
         place = f"{self.number}/{self.count}"
-        return "|".join([self.kind, self.phase, self.unit, *lists, place])
+        return "|".join([self.kind, self.phase, encode_name(self.unit), *lists, place])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
         kind, phase, unit, before, after, place = text.split("|")
-        names = [tuple(part.split(",")[:-1]) for part in (before, after)]
+        names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
         number, _, count = place.partition("/")
-        return Label(unit, kind, phase, names[0], names[1], int(number), int(count))  # type: ignore[arg-type]
+        position = int(number), int(count)
+        return Label(decode_name(unit), kind, phase, names[0], names[1], *position)  # type: ignore[arg-type]
 
 
 def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:

@@ -12,19 +12,18 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import fx
 
 from graph_passes.graph_utils import is_region
-from graph_passes.markers import CollectiveKind, mark_of, unit_of
+from graph_passes.markers import decode_name, encode_name, mark_of, unit_of
 
 ROOT = "(root)"
 """How the unit whose FQN is empty is called."""
 
 _REMARK = "  # "
-_KINDS: tuple[str, ...] = get_args(CollectiveKind)
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,18 @@ class Line:
     def __str__(self) -> str:
         if self.unit is None:
             return self.code
-        words = [self.kind, "wait" if self.is_wait else "", self.unit or ROOT]
+        words = [self.kind, "wait" if self.is_wait else "", encode_name(self.unit) or ROOT]
         return self.code + _REMARK + " ".join(word for word in words if word)
 
     @staticmethod
     def parse(text: str) -> Line:
         """Back from ``str()`` of a line."""
-        code, bar, unit = text.rpartition(_REMARK)
-        if not bar or not unit or not code.strip():
+        code, bar, remark = text.rpartition(_REMARK)
+        if not bar or not remark or not code.strip():
             return Line(text)
-        kind, is_wait = "", False
-        first, _, rest = unit.partition(" ")
-        if first in _KINDS and rest:  # an FQN may hold spaces
-            kind, unit = first, rest
-            is_wait = unit.startswith("wait ")
-            unit = unit.removeprefix("wait ")
-        return Line(code, "" if unit == ROOT else unit, kind, is_wait)
+        *words, name = remark.split(" ")
+        kind = words[0] if words else ""
+        return Line(code, "" if name == ROOT else decode_name(name), kind, "wait" in words)
 
 
 def listing(graph: fx.Graph, name: str = "forward") -> str:
@@ -193,6 +188,6 @@ def of_unit(lines: Sequence[Line], unit: str) -> list[Line]:
 
 
 def _folded(lines: Sequence[Line]) -> Line:
-    others = [unit or ROOT for unit in units_in(lines)]
+    others = [encode_name(unit) or ROOT for unit in units_in(lines)]
     of = f" of {', '.join(others)}" if others else ""
     return Line(f"    # ... {len(lines)} line{'' if len(lines) == 1 else 's'}{of}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote, unquote
 
 import torch.fx
 
@@ -22,6 +23,20 @@ VIEWS = "fsdp_views"
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 """What a collective does."""
+
+
+def encode_name(fqn: str) -> str:
+    """An FQN as it stands in a mark, a label, a fingerprint or a listing.
+
+    A module's name may hold any character (a key of a ``ModuleDict`` does): all but letters,
+    digits, ``_``, ``.``, ``-`` and ``~`` are percent-encoded, so that the rest can separate.
+    """
+    return quote(fqn, safe="", errors="surrogatepass")
+
+
+def decode_name(text: str) -> str:
+    """Back from ``encode_name``."""
+    return unquote(text, errors="surrogatepass")
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,8 @@ class Mark:
 
     def encode(self) -> str:
         """As a string, which survives tracing and code generation."""
-        return f"{self.kind}|{self.direction}|{self.ordinal}|{int(self.reshards)}|{self.unit}"
+        name = encode_name(self.unit)
+        return f"{self.kind}|{self.direction}|{self.ordinal}|{int(self.reshards)}|{name}"
 
     @staticmethod
     def decode(text: str) -> Mark:
@@ -54,12 +70,13 @@ class Mark:
         Raises:
             ValueError: anything else.
         """
-        kind, direction, ordinal, reshards, unit = text.split("|", 4)
+        kind, direction, ordinal, reshards, unit = text.split("|")
         if kind not in ("all_gather", "reduce_scatter", "all_reduce"):
             raise ValueError(f"mark: expected a collective's kind, got '{kind}' in '{text}'")
         if direction not in ("forward", "backward"):
             raise ValueError(f"mark: expected a direction, got '{direction}' in '{text}'")
-        return Mark(unit, kind, direction, int(ordinal), reshards == "1")  # type: ignore[arg-type]
+        name = decode_name(unit)
+        return Mark(name, kind, direction, int(ordinal), reshards == "1")  # type: ignore[arg-type]
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:
@@ -114,6 +131,8 @@ __all__ = [
     "CollectiveKind",
     "Mark",
     "cuts_views",
+    "decode_name",
+    "encode_name",
     "is_body",
     "launch_of",
     "mark_of",
