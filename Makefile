@@ -17,6 +17,7 @@ lint: $(READY)
 	$(PY) -m ruff check fsdp_dynamo graph_passes tests benchmarks examples tools
 	$(PY) -m ruff format --check fsdp_dynamo graph_passes tests benchmarks examples tools
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 test: lint
 	$(PY) -m pytest tests

@@ -33,7 +33,7 @@ from fsdp_dynamo.rendezvous import (
     wait_for_texts,
 )
 from fsdp_dynamo.watching import watch
-from graph_passes.fingerprint import SEPARATOR, alone, describe_entry
+from graph_passes.text.fingerprint import SEPARATOR, alone, describe_entry
 
 _CAUSE = (
     "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
@@ -61,7 +61,7 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
 
     Args:
         group: the group of the graph's first collective.
-        fingerprint: of the graph, from ``graph_passes.fingerprint``.
+        fingerprint: of the graph, from ``graph_passes.text.fingerprint``.
 
     Raises:
         DivergenceError: on every rank, if one of them differs or has not come.

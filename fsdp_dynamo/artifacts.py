@@ -22,7 +22,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from graph_passes.graph_utils import is_backward
-from graph_passes.listing import listing
+from graph_passes.text.listing import listing
 
 PREFIX = "fsdp_dynamo."
 DECOMPILED = PREFIX + "dynamo.decompiled"

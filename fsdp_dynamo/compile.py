@@ -50,10 +50,10 @@ from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilat
 from graph_passes.markers import COLLECTIVE, UNIT
 from graph_passes.pipeline import VIEW_PASSES, GraphPass, Pipeline, default_passes
 from graph_passes.planner import Planner
-from graph_passes.region_boundary import tidy_region_boundaries
-from graph_passes.regions import outline_regions
-from graph_passes.reshard import tag_reshard_after_forward
-from graph_passes.selective_unshard import choose_kept
+from graph_passes.regions.boundary import tidy_region_boundaries
+from graph_passes.regions.outlining import outline_regions
+from graph_passes.scheduling.reshard import tag_reshard_after_forward
+from graph_passes.scheduling.selective_unshard import choose_kept
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
 from fsdp_dynamo import artifacts
 from fsdp_dynamo.errors import FSDPError, explain
-from graph_passes.labels import Label
+from graph_passes.text.boundary_labels import Label
 
 _OURS = "torch.ops.fsdp_dynamo."
 _CALLS = (_OURS, "torch.ops.", "extern_kernels.", "aten.")

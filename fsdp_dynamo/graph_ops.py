@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import collectives, events
 from fsdp_dynamo.agreement import require_agreement
-from graph_passes.labels import Label
+from graph_passes.text.boundary_labels import Label
 
 _in_flight: dict[int, collectives.InFlight] = {}
 

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from fsdp_dynamo import graph_ops
-from graph_passes.fingerprint import fingerprint
-from graph_passes.flat_gradient import write_name
-from graph_passes.grad_ops import FUNCTIONS, OPERATORS
+from graph_passes.gradients.flat_gradient import write_name
+from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
 from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
-from graph_passes.labels import label_boundaries
 from graph_passes.markers import launch_of
+from graph_passes.text.boundary_labels import label_boundaries
+from graph_passes.text.fingerprint import fingerprint
 
 _Function = Callable[..., Any]
 

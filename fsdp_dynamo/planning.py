@@ -24,8 +24,8 @@ from fsdp_dynamo.agreement import require_same, share_from_first
 from fsdp_dynamo.graph_options import GraphOptions
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.graph_utils import collectives, group_of
-from graph_passes.inductor_memory import as_generated
-from graph_passes.memory import live_bytes, profile_of, receive_buffer_bytes, storages
+from graph_passes.memory.inductor_liveness import as_generated
+from graph_passes.memory.liveness import live_bytes, profile_of, receive_buffer_bytes, storages
 from graph_passes.plan import Plan
 from graph_passes.planner import Planned, Planner
 

@@ -19,13 +19,13 @@ from uuid import uuid4
 
 from torch import fx
 
-from graph_passes.cut_views import cut_views
-from graph_passes.grad_buffer import grad_buffer, grad_buffer_node_by_node
-from graph_passes.group_writes import group_writes
-from graph_passes.planner import Planner
-from graph_passes.simplify import drop_noop_views
-from graph_passes.sink_views import sink_views
+from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
+from graph_passes.gradients.group_writes import group_writes
+from graph_passes.scheduling.planner import Planner
 from graph_passes.spec import inventory, verify_graph
+from graph_passes.views.cut_views import cut_views
+from graph_passes.views.drop_noop_views import drop_noop_views
+from graph_passes.views.sink_views import sink_views
 
 GraphPass = Callable[[fx.Graph], None]
 """Changes a graph in place."""

@@ -9,11 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graph_passes.limits import BudgetError, Limits
-from graph_passes.planner import Planned
-from graph_passes.problem import Problem, Transfer
-from graph_passes.reasons import Reason, Reasons, with_launches
-from graph_passes.simulate import Placement, Timeline, lower_bound_ms, total_ms, unscheduled
+from graph_passes.scheduling.binding_constraints import Reason, Reasons, with_launches
+from graph_passes.scheduling.limits import BudgetError, Limits
+from graph_passes.scheduling.planner import Planned
+from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.simulation import (
+    Placement,
+    Timeline,
+    lower_bound_ms,
+    total_ms,
+    unscheduled,
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import fx
 
-from graph_passes.flat_gradient import misplaced_writes
+from graph_passes.gradients.flat_gradient import misplaced_writes
 from graph_passes.graph_utils import (
     collectives,
     is_collective,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from graph_passes.limits import Limits
-from graph_passes.problem import Problem
+from graph_passes.scheduling.problem import Problem
 
 
 @dataclass

@@ -6,8 +6,8 @@ import random
 
 from graph_passes.limits import Limits
 from graph_passes.markers import Mark
-from graph_passes.problem import Problem, Transfer
-from graph_passes.simulate import peak_bytes, unscheduled
+from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.simulation import peak_bytes, unscheduled
 
 
 def random_problem(

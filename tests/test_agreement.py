@@ -29,7 +29,7 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.agreement import require_agreement, require_same, share_from_first
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.fingerprint import SEPARATOR, describe_entry, fingerprint
+from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
 SHORT_S = 3.0

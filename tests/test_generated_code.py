@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from fsdp_dynamo import compile as graph_compile
 from fsdp_dynamo import generated_code
 from fsdp_dynamo.generated_code import OrderError, check_order, order_in_code
-from graph_passes.labels import Label
+from graph_passes.text.boundary_labels import Label
 
 _COMPUTE = {"mm", "addmm", "bmm", "mm_into_", "sum_into_", "embedding_into_"}
 OURS = "torch.ops.fsdp_dynamo."

@@ -15,7 +15,7 @@ from fsdp_dynamo import FSDP
 from fsdp_dynamo.artifacts import record_artifacts
 from fsdp_dynamo.inspection.listings import listings_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.listing import listing
+from graph_passes.text.listing import listing
 
 
 def test_a_line_a_node_and_whose_it_is() -> None:

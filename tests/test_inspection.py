@@ -34,9 +34,9 @@ from fsdp_dynamo.inspection.listings import Listing, listings_of
 from fsdp_dynamo.inspection.recorded import Cut, last_step
 from fsdp_dynamo.inspection.stages import meanings_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.listing import Line, listing, of_unit, units_in
 from graph_passes.pipeline import Pipeline, default_passes, pass_summary
 from graph_passes.planner import Planner
+from graph_passes.text.listing import Line, listing, of_unit, units_in
 
 # -- listings -------------------------------------------------------------------------------------
 

@@ -22,12 +22,12 @@ from fsdp_dynamo import compile as graph_compile
 from fsdp_dynamo.agreement import require_agreement
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
-from graph_passes.labels import Label
 from graph_passes.markers import launch_of, set_launch
 from graph_passes.plan import Plan, PlanError
 from graph_passes.planner import Planned, Planner
 from graph_passes.schedule import Options
 from graph_passes.spec import SpecError, verify_graph
+from graph_passes.text.boundary_labels import Label
 
 BLOCKS = 6
 UNITS = ["", *(f"blocks.{i}" for i in range(BLOCKS))]

@@ -12,11 +12,11 @@ from pool import RankPool
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graph_passes import memory
 from graph_passes.graph_utils import collectives, is_backward
-from graph_passes.inductor_memory import as_generated
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
-from graph_passes.memory import Lifetime, live_bytes, memory_profile, storages
+from graph_passes.memory import liveness as memory
+from graph_passes.memory.inductor_liveness import as_generated
+from graph_passes.memory.liveness import Lifetime, live_bytes, memory_profile, storages
 from graph_passes.pipeline import Pipeline
 
 aten = torch.ops.aten

@@ -15,11 +15,11 @@ from ways import INDUCTOR_WAYS, WAYS, in_way
 
 from fsdp_dynamo import FSDP, DivergenceError, events, record_plans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.fingerprint import SEPARATOR, describe_entry, fingerprint
-from graph_passes.labels import Label
-from graph_passes.listing import Line
 from graph_passes.markers import Mark
 from graph_passes.plan import Plan
+from graph_passes.text.boundary_labels import Label
+from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
+from graph_passes.text.listing import Line
 
 KEYS = ("a|b|c", "d,e", "f;g", "h i", "100%7C", "(root)", "all_gather wait", "x  # y", "ü\n'\"")
 NAMES = ("", *KEYS, *(f"layers.{key}" for key in KEYS))

@@ -18,7 +18,7 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import is_backward, is_region, op_name
 from graph_passes.markers import BODY, UNIT
 from graph_passes.pipeline import Pipeline
-from graph_passes.regions import RegionReport, outline_regions
+from graph_passes.regions.outlining import RegionReport, outline_regions
 
 BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
 NUM_BLOCKS = 3

@@ -14,13 +14,20 @@ from hypothesis import strategies as st
 from optimum import optimum_ms
 from problems import random_limits, random_problem
 
-from graph_passes.bucket import bucket
 from graph_passes.graph_utils import op_name
-from graph_passes.limits import BudgetError, Limits, is_within
+from graph_passes.limits import BudgetError, Limits
 from graph_passes.plan import Plan, PlanError
 from graph_passes.planner import Planned, Planner
 from graph_passes.schedule import Options, decide
-from graph_passes.simulate import lower_bound_ms, peak_bytes, simulate, total_ms, unscheduled
+from graph_passes.scheduling.bucketing import bucket
+from graph_passes.scheduling.limits import is_within
+from graph_passes.scheduling.simulation import (
+    lower_bound_ms,
+    peak_bytes,
+    simulate,
+    total_ms,
+    unscheduled,
+)
 from graph_passes.spec import inventory, verify_graph
 
 EVEN = Options(cost=Even(), bucket=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_dynamo.artifacts import DECOMPILED, PREFIX, Artifact, Frame
-from graph_passes.listing import Line, of_unit, units_in
+from graph_passes.text.listing import Line, of_unit, units_in
 
 PHASES = ("dynamo", "joint", "forward", "backward")
 

@@ -13,7 +13,7 @@ from fsdp_dynamo.findings import Findings
 from fsdp_dynamo.inspection.listings import PHASES, Listing
 from fsdp_dynamo.inspection.recorded import Cut
 from fsdp_dynamo.inspection.stages import MEANING_OF_PHASES, is_change, telling
-from graph_passes.listing import ROOT
+from graph_passes.text.listing import ROOT
 
 WHOLE = "whole step"
 

@@ -10,9 +10,9 @@ from fsdp_dynamo.planner.hardware import Cluster
 from fsdp_dynamo.planner.inventory import Inventory
 from graph_passes.limits import Limits
 from graph_passes.markers import Mark
-from graph_passes.problem import Problem, Transfer
 from graph_passes.schedule import Options, decide
-from graph_passes.simulate import lower_bound_ms, simulate
+from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.simulation import lower_bound_ms, simulate
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from graph_passes.grad_ops import NAMESPACE
+from graph_passes.gradients.operators import NAMESPACE
 from graph_passes.graph_utils import collectives, num_bytes, op_name
 from graph_passes.markers import mark_of
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from graph_passes.limits import Limits, is_within
-from graph_passes.problem import Problem, Transfer
-from graph_passes.simulate import Placement, Schedule, Timeline, peak_bytes, simulate
+from graph_passes.scheduling.limits import Limits, is_within
+from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.simulation import Placement, Schedule, Timeline, peak_bytes, simulate
 
 Reason = Literal["hidden", "dependency", "memory", "in flight", "order", "bandwidth", "not planned"]
 

@@ -22,7 +22,7 @@ from torch import fx, ops
 
 from graph_passes.graph_utils import is_wait, op_name
 from graph_passes.markers import cuts_views
-from graph_passes.simplify import erase_unused
+from graph_passes.views.drop_noop_views import erase_unused
 
 
 def cut_views(graph: fx.Graph) -> None:

@@ -14,9 +14,9 @@ waited for when memory or places in flight run out, and all at the end.
 
 from __future__ import annotations
 
-from graph_passes.limits import Limits
-from graph_passes.problem import Problem
-from graph_passes.simulate import Placement, live_bytes
+from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.simulation import Placement, live_bytes
 
 
 def place_waits(problem: Problem, gather_gaps: dict[int, int], limits: Limits) -> dict[int, int]:

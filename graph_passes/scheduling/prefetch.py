@@ -18,8 +18,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
-from graph_passes.limits import Limits, Room
-from graph_passes.problem import Problem, Transfer
+from graph_passes.scheduling.limits import Limits, Room
+from graph_passes.scheduling.problem import Problem, Transfer
 
 
 def gathers_by_need(problem: Problem) -> list[int]:

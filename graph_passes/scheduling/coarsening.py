@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from graph_passes.problem import Problem
-from graph_passes.simulate import Schedule
+from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.simulation import Schedule
 
 _PIECES = 4
 """Parts of equal time into which each unit's compute is cut."""

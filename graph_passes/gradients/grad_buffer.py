@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_passes.flat_gradient import concatenation_of, reductions
-from graph_passes.grad_ops import OPERATORS
-from graph_passes.grad_producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
+from graph_passes.gradients.flat_gradient import concatenation_of, reductions
+from graph_passes.gradients.operators import OPERATORS
+from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
 from graph_passes.graph_utils import order_index
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_passes.flat_gradient import CASTS
-from graph_passes.grad_ops import OPERATORS
+from graph_passes.gradients.flat_gradient import CASTS
+from graph_passes.gradients.operators import OPERATORS
 from graph_passes.graph_utils import op_name
 
 _RESHAPES = frozenset(

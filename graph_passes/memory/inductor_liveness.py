@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch import fx
 
 from graph_passes.graph_utils import is_collective, op_name
-from graph_passes.memory import Lifetime
+from graph_passes.memory.liveness import Lifetime
 
 
 def as_generated(lifetimes: Sequence[Lifetime], graph: fx.Graph) -> list[Lifetime]:

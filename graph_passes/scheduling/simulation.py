@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graph_passes.problem import Problem
+from graph_passes.scheduling.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from graph_passes.problem import Problem, Transfer
-from graph_passes.simulate import Placement, Schedule
+from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.simulation import Placement, Schedule
 
 _EFFICIENCY = 0.9
 

@@ -33,10 +33,10 @@ from typing import Literal
 
 from torch import fx
 
-from graph_passes.aliasing import Storage, find_storages
 from graph_passes.cost_model import wire_bytes
 from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
 from graph_passes.markers import mark_of
+from graph_passes.memory.alias_analysis import Storage, find_storages
 
 Category = Literal[
     "unsharded_params", "unsharded_grads", "sharded_grads", "in_flight", "activations", "other"

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_passes.flat_gradient import chain_of, reductions, write_name
-from graph_passes.grad_ops import OPERATORS
+from graph_passes.gradients.flat_gradient import chain_of, reductions, write_name
+from graph_passes.gradients.operators import OPERATORS
 from graph_passes.graph_utils import num_bytes, order_index
 
 SMALL_BYTES = 1 << 16

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from graph_passes.markers import is_body, unit_of
-from graph_passes.region_checks import value_key, why_not
+from graph_passes.regions.eligibility import value_key, why_not
 
 _IDENTIFIER = "fsdp_region_{}"
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from graph_passes.graph_utils import collectives, wait_of
-from graph_passes.limits import BudgetError, too_small
 from graph_passes.markers import mark_of
-from graph_passes.memory import storages
-from graph_passes.problem import Problem
-from graph_passes.schedule import Options, pose, quick
-from graph_passes.simulate import total_ms
+from graph_passes.memory.liveness import storages
+from graph_passes.scheduling.limits import BudgetError, too_small
+from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.schedule import Options, pose, quick
+from graph_passes.scheduling.simulation import total_ms
 
 LiveBytes = Callable[[fx.Graph], Sequence[int]]
 

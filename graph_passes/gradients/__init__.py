@@ -1,0 +1,1 @@
+"""Passes by which gradients are written into the flat gradient that is reduced."""

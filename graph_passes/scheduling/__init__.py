@@ -1,0 +1,1 @@
+"""When each collective is issued and waited for, and which units stay unsharded."""

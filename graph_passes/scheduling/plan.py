@@ -1,0 +1,281 @@
+"""The plan: what was decided, as data that can be saved, compared, edited and given back.
+
+    {"version": 1,
+     "inputs": {...},                  what the decisions follow from, the same on all ranks
+     "kept": ["layers.7"],             units that stay unsharded between forward and backward
+     "graphs": [{"phase": "backward", "digest": "...", "num_steps": 210, "transfers": [
+         {"unit": "layers.6", "kind": "all_gather", "ordinal": 0, "issue": 0, "wait": 14,
+          "launch": 3}, ...]}]}
+
+``issue`` and ``wait`` are gaps between steps of compute (see ``problem``). Transfers stand in order
+of issue; those with the same ``launch`` are launched together. No rank number is in a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from graph_passes.graph_utils import is_backward, num_bytes, op_name
+from graph_passes.markers import mark_of
+from graph_passes.scheduling.problem import Dissection, Problem, Transfer
+from graph_passes.scheduling.simulation import Placement, Schedule
+
+VERSION = 1
+"""Of the format that ``Plan.to_json`` writes, the only one that ``Plan.from_json`` reads."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read, or does not fit the graph."""
+
+
+@dataclass(frozen=True)
+class PlannedTransfer:
+    """One collective's place.
+
+    Attributes:
+        unit: of its mark.
+        kind: of its mark.
+        ordinal: of its mark.
+        issue: gap between steps of compute in which it is issued, from 0.
+        wait: gap in which it is waited for.
+        launch: collectives of a graph with the same number are launched together.
+    """
+
+    unit: str
+    kind: str
+    ordinal: int
+    issue: int
+    wait: int
+    launch: int
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.kind} of unit '{self.unit}', flat parameter {self.ordinal}"
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """All places in one graph.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"``.
+        digest: of the graph: a plan is applied to the graph that it was made for only.
+        num_steps: of compute in it.
+        transfers: in order of issue.
+    """
+
+    phase: str
+    digest: str
+    num_steps: int
+    transfers: tuple[PlannedTransfer, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for the graphs of a compiled model.
+
+    Attributes:
+        inputs: what they follow from; for the reader.
+        kept: FQNs of units that stay unsharded between forward and backward.
+        graphs: places of collectives.
+    """
+
+    inputs: Mapping[str, Any]
+    kept: tuple[str, ...]
+    graphs: tuple[GraphPlan, ...]
+
+    def to_json(self) -> str:
+        """As text, the same for equal plans."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Back from ``to_json``.
+
+        Raises:
+            PlanError: not a plan of this version.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"plan: expected a JSON object with a version, got {error}") from error
+        if version != VERSION:
+            raise PlanError(f"plan: expected version {VERSION}, got {version!r}. Make it anew.")
+        try:
+            graphs = tuple(_graph_from(graph) for graph in data["graphs"])
+            return Plan(data["inputs"], tuple(data["kept"]), graphs)
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"plan: expected the fields of version {VERSION}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, as ``to_json``."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read it from a file.
+
+        Raises:
+            PlanError: not a plan of this version.
+            OSError: the file cannot be read.
+        """
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise PlanError(f"plan: expected a JSON text, got {error}") from error
+
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def diff(self, other: Plan) -> list[str]:
+        """What differs in ``other``, one line each."""
+        lines = []
+        if self.kept != other.kept:
+            lines.append(f"kept: {list(self.kept)} -> {list(other.kept)}")
+        theirs = {graph.digest: graph for graph in other.graphs}
+        for graph in self.graphs:
+            match = theirs.pop(graph.digest, None)
+            if match is None:
+                lines.append(f"{graph.phase} graph {graph.digest[:12]}: only in the first")
+            else:
+                lines += _graph_diff(graph, match)
+        lines += [f"{g.phase} graph {g.digest[:12]}: only in the second" for g in theirs.values()]
+        return lines
+
+
+def _graph_from(data: Mapping[str, Any]) -> GraphPlan:
+    names = {field.name for field in fields(PlannedTransfer)}
+    transfers = []
+    for item in data["transfers"]:
+        if set(item) != names:
+            raise TypeError(f"a transfer needs {sorted(names)}, got {sorted(item)}")
+        for number in ("ordinal", "issue", "wait", "launch"):
+            if not isinstance(item[number], int):
+                raise TypeError(f"{number} of {item['unit']!r} must be an integer")
+        transfers.append(PlannedTransfer(**item))
+    return GraphPlan(data["phase"], data["digest"], data["num_steps"], tuple(transfers))
+
+
+def _graph_diff(one: GraphPlan, other: GraphPlan) -> list[str]:
+    places = {t.name: (i, t) for i, t in enumerate(other.transfers)}
+    lines = []
+    for position, transfer in enumerate(one.transfers):
+        there, match = places.get(transfer.name, (-1, None))
+        if match is None:
+            lines.append(f"{one.phase}: {transfer.name}: only in the first")
+        elif (position, transfer) != (there, match):
+            lines.append(
+                f"{one.phase}: {transfer.name}: order {position} -> {there}, issue "
+                f"{transfer.issue} -> {match.issue}, wait {transfer.wait} -> {match.wait}, launch "
+                f"{transfer.launch} -> {match.launch}"
+            )
+    return lines
+
+
+def digest_of(parts: Dissection) -> str:
+    """Hash of a graph's steps and collectives, whatever the order of its collectives is now."""
+    hashed = hashlib.sha256()
+    for node in parts.steps:
+        shape = tuple(getattr(node.meta.get("val"), "shape", ()))
+        hashed.update(f"{op_name(node) or node.target} {shape}\n".encode())
+    marks = [f"{mark_of(c.collective)} {num_bytes(c.collective)}" for c in parts.chains]
+    hashed.update("\n".join(sorted(marks)).encode())
+    return hashed.hexdigest()
+
+
+def phase_of(parts: Dissection) -> str:
+    """``"forward"`` or ``"backward"``."""
+    nodes = [*parts.placeholders, *parts.steps]
+    return "backward" if nodes and is_backward(nodes[0].graph) else "forward"
+
+
+def plan_of(
+    parts: Dissection, problem: Problem, schedule: Schedule, launches: Mapping[int, int]
+) -> GraphPlan:
+    """A schedule as data. ``launches``: by index of the transfer, which launch it is part of."""
+    transfers = []
+    for placement in schedule:
+        mark = problem.transfers[placement.transfer].mark
+        launch = launches[placement.transfer]
+        transfers.append(
+            PlannedTransfer(
+                mark.unit, mark.kind, mark.ordinal, placement.issue, placement.wait, launch
+            )
+        )
+    return GraphPlan(phase_of(parts), digest_of(parts), problem.num_steps, tuple(transfers))
+
+
+def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]:
+    """A plan's places for a problem, checked; and the launch of each transfer.
+
+    Raises:
+        PlanError: a collective is missing, unknown or twice, or is placed before what it needs or
+            behind what needs it; or collectives are launched together that cannot be.
+    """
+    left: dict[tuple[str, str, int], list[int]] = {}
+    for index, transfer in enumerate(problem.transfers):
+        mark = transfer.mark
+        left.setdefault((mark.unit, mark.kind, mark.ordinal), []).append(index)
+    schedule = []
+    launches = {}
+    for planned in plan.transfers:
+        indices = left.get((planned.unit, planned.kind, planned.ordinal))
+        if not indices:
+            raise PlanError(f"plan: {planned.name}: expected a collective of the graph, got none")
+        index = indices.pop(0)
+        _check_gaps(planned, problem, index)
+        schedule.append(Placement(index, planned.issue, planned.wait))
+        launches[index] = planned.launch
+    for (unit, kind, ordinal), indices in left.items():
+        if indices:
+            raise PlanError(
+                f"plan: expected every collective of the graph, got none for {kind} of unit "
+                f"'{unit}', flat parameter {ordinal}"
+            )
+    _check_launches(plan, problem, schedule)
+    return tuple(schedule), launches
+
+
+def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placement]) -> None:
+    """Those of one launch must stand next to each other, in one gap, and be alike."""
+    ended: set[int] = set()
+    for position, planned in enumerate(plan.transfers[1:], 1):
+        before = plan.transfers[position - 1]
+        if planned.launch != before.launch:
+            ended.add(before.launch)
+        one, other = (problem.transfers[schedule[i].transfer] for i in (position - 1, position))
+        apart = planned.launch in ended
+        if planned.launch == before.launch:
+            same = _alike(one) == _alike(other) and not other.is_dependent
+            apart = not same or planned.issue != before.issue
+        if apart:
+            raise PlanError(
+                f"plan: {planned.name}: expected transfers of launch {planned.launch} to be of one "
+                "kind, group and dtype, to follow one another with the same issue, and not to "
+                f"need each other, got it after {before.name}. Give it a launch of its own."
+            )
+
+
+def _alike(transfer: Transfer) -> tuple[str, str, str]:
+    return transfer.mark.kind, transfer.group, transfer.dtype
+
+
+def _check_gaps(planned: PlannedTransfer, problem: Problem, index: int) -> None:
+    transfer = problem.transfers[index]
+    if not transfer.ready <= planned.issue <= planned.wait <= transfer.need:
+        raise PlanError(
+            f"plan: {planned.name}: expected {transfer.ready} (its input is ready) <= issue <= "
+            f"wait <= {transfer.need} (its result is used), got issue {planned.issue} and wait "
+            f"{planned.wait}: the graph would be cyclic. Correct the two numbers."
+        )
+
+
+__all__ = ["VERSION", "GraphPlan", "Plan", "PlanError", "PlannedTransfer"]

@@ -1,0 +1,221 @@
+"""Schedule: place all collectives of a graph, by a cost model and within limits.
+
+Candidates are the schedule with every gather just in time, the one with every gather as early as it
+fits, and the unscheduled graph, with reductions issued at once and waited for late. The better ones
+are refined on the simulated clock and the fastest is taken. So, in the model, a schedule is never
+slower than the unscheduled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import fx
+
+from graph_passes.cost_model import CostModel
+from graph_passes.scheduling.bucketing import Bucketed, alone, bucket, spread
+from graph_passes.scheduling.coarsening import coarsen
+from graph_passes.scheduling.limits import Limits, is_within
+from graph_passes.scheduling.local_search import nothing_to_gain, refine
+from graph_passes.scheduling.prefetch import place_as_early_as_possible, place_just_in_time
+from graph_passes.scheduling.problem import Chain, Dissection, Problem, dissect, problem_of
+from graph_passes.scheduling.simulation import Placement, Schedule, total_ms, unscheduled
+from graph_passes.scheduling.sink_waits import place_waits
+
+_REFINED = 2
+"""So many of the fastest candidates are refined: the search is most of the planner's time."""
+_CLEARLY = 0.99
+"""A candidate that is less robust must be this much faster."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to schedule.
+
+    Attributes:
+        prefetch: issue gathers ahead of their use.
+        sink_waits: wait for reductions late.
+        bucket: launch small neighbours together.
+        limits: memory and places in flight.
+        cost: milliseconds of compute and collectives.
+    """
+
+    prefetch: bool = True
+    sink_waits: bool = True
+    bucket: bool = True
+    limits: Limits = field(default_factory=Limits)
+    cost: CostModel = field(default_factory=CostModel)
+
+
+def pose(
+    graph: fx.Graph, cost: CostModel, live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None
+) -> tuple[Dissection, Problem]:
+    """Put a graph into unscheduled order.
+
+    Args:
+        graph: changed in place.
+        cost: milliseconds.
+        live_bytes_of: bytes alive at every node of a graph; ``None``: memory is left out.
+
+    Returns:
+        The graph's parts, and the problem with its memory (see ``scheduling.problem``).
+    """
+    parts = dissect(graph)
+    problem = problem_of(graph, cost, parts)
+    apply(graph, unscheduled(problem), parts)
+    if live_bytes_of is None:
+        return parts, problem
+    live = dict(zip(graph.nodes, live_bytes_of(graph), strict=True))
+    return parts, problem.with_base_bytes(tuple(live[node] for node in parts.steps))
+
+
+def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
+    """Where all transfers go.
+
+    Args:
+        problem: of one graph.
+        options: which decisions to take, and within which limits.
+
+    Returns:
+        The schedule, and by index of the transfer the launch that it is part of.
+
+    Raises:
+        BudgetError: a memory budget that the unscheduled graph does not keep.
+    """
+    limits = options.limits.resolved(problem)
+    if options.bucket:
+        merged = bucket(problem)
+        schedule = spread(problem, merged, _best(merged.problem, options, limits))
+        if is_within(problem, schedule, limits):
+            return schedule, _launches(merged)
+    single = alone(problem)
+    return spread(problem, single, _best(problem, options, limits)), _launches(single)
+
+
+def quick(problem: Problem, options: Options) -> Schedule:
+    """A schedule without a search: gathers just in time, reductions waited for late.
+
+    Raises:
+        BudgetError: as ``decide``.
+    """
+    limits = options.limits.resolved(problem)
+    gaps = place_just_in_time(problem, limits) if options.prefetch else {}
+    return _with_waits(problem, gaps, options, limits)
+
+
+def _launches(bucketed: Bucketed) -> dict[int, int]:
+    return {i: launch for launch, members in enumerate(bucketed.members) for i in members}
+
+
+def _best(problem: Problem, options: Options, limits: Limits) -> Schedule:
+    """The best schedule that was found in few steps; no slower than the unscheduled graph."""
+    coarse = coarsen(problem)
+    return coarse.original(_best_of_candidates(coarse.problem, options, limits))
+
+
+def _best_of_candidates(problem: Problem, options: Options, limits: Limits) -> Schedule:
+    """The best candidate, refined where that may move everything and can gain something."""
+    plain = _with_waits(problem, {}, options, limits)
+    if not options.prefetch:
+        return plain
+    just_in_time = _with_waits(problem, place_just_in_time(problem, limits), options, limits)
+    early = _with_waits(problem, place_as_early_as_possible(problem, limits), options, limits)
+    candidates = [
+        candidate
+        for candidate in dict.fromkeys((just_in_time, early, plain, unscheduled(problem)))
+        if is_within(problem, candidate, limits)
+    ]
+    if options.sink_waits and not nothing_to_gain(problem, candidates):
+        promising = sorted(candidates, key=partial(total_ms, problem))[:_REFINED]
+        candidates = [refine(problem, c, limits) for c in candidates if c in promising]
+    best, best_ms = unscheduled(problem), float("inf")
+    for candidate in candidates:
+        ms = total_ms(problem, candidate)
+        if ms < best_ms * _CLEARLY:
+            best, best_ms = candidate, ms
+    return best
+
+
+def _with_waits(
+    problem: Problem, gather_gaps: dict[int, int], options: Options, limits: Limits
+) -> Schedule:
+    """Gathers at the gaps given (where they are needed, if not), reductions by the options.
+
+    In a gap gathers go before reductions: they are waited for earlier.
+    """
+    needed = {i: t.need for i, t in enumerate(problem.transfers) if t.is_gather}
+    gaps = {**needed, **gather_gaps}
+    if options.sink_waits:
+        waits = place_waits(problem, gaps, limits)
+    else:
+        waits = {i: t.ready for i, t in enumerate(problem.transfers) if not t.is_gather}
+    gathers = [Placement(i, gap, problem.transfers[i].need) for i, gap in gaps.items()]
+    gathers.sort(key=lambda p: (p.issue, p.wait, p.transfer))
+    reductions = [Placement(i, problem.transfers[i].ready, gap) for i, gap in waits.items()]
+    reductions.sort(key=lambda p: (p.issue, p.transfer))
+    return (*gathers, *reductions)
+
+
+def apply(graph: fx.Graph, schedule: Schedule, parts: Dissection | None = None) -> None:
+    """Put the nodes of a graph into the order of a schedule.
+
+    Args:
+        graph: changed in place; nothing is added or removed.
+        schedule: one placement a transfer.
+        parts: ``dissect(graph)``, where it is known already.
+    """
+    parts = parts or dissect(graph)
+    _Emitter(graph, parts, schedule).run()
+
+
+class _Emitter:
+    """Writes nodes out in their new order."""
+
+    def __init__(self, graph: fx.Graph, parts: Dissection, schedule: Schedule) -> None:
+        self._output = next(iter(reversed(graph.nodes)))
+        self._parts = parts
+        self._schedule = schedule
+        self._chain_of_result: dict[fx.Node, Chain] = {}
+        for chain in parts.chains:
+            for node in (chain.wait, *chain.after):
+                self._chain_of_result[node] = chain
+        self._done: set[fx.Node] = set()
+
+    def run(self) -> None:
+        num_gaps = len(self._parts.steps) + 1
+        issues: list[list[Chain]] = [[] for _ in range(num_gaps)]
+        waits: list[list[Chain]] = [[] for _ in range(num_gaps)]
+        for placement in self._schedule:
+            chain = self._parts.chains[placement.transfer]
+            issues[placement.issue].append(chain)
+            waits[placement.wait].append(chain)
+        for gap in range(num_gaps):
+            for chain in issues[gap]:
+                self._issue(chain)
+            for chain in waits[gap]:
+                self._wait(chain)
+            if gap < len(self._parts.steps):
+                self._emit(self._parts.steps[gap])
+
+    def _issue(self, chain: Chain) -> None:
+        for node in (*chain.before, chain.collective):
+            for source in node.all_input_nodes:
+                other = self._chain_of_result.get(source)
+                if other is not None and other is not chain:
+                    self._wait(other)
+            self._emit(node)
+
+    def _wait(self, chain: Chain) -> None:
+        self._issue(chain)  # where one in the same gap depends on it, it may not have been
+        for node in (chain.wait, *chain.after):
+            self._emit(node)
+
+    def _emit(self, node: fx.Node) -> None:
+        if node not in self._done:
+            self._done.add(node)
+            self._output.prepend(node)
+
+
+__all__ = ["Options", "apply", "decide", "pose", "quick"]

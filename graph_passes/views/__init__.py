@@ -1,0 +1,1 @@
+"""Passes over the views of unsharded flat parameters."""
