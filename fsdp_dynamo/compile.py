@@ -22,8 +22,8 @@ from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
+import graph_passes
 from fsdp_dynamo import artifacts, generated_code, graph_ops
-from fsdp_dynamo import lowering as lowering_module
 from fsdp_dynamo.dynamo_glue import (
     GRAPH_WAY,
     declare_way,
@@ -54,6 +54,7 @@ from graph_passes.regions.boundary import tidy_region_boundaries
 from graph_passes.regions.outlining import outline_regions
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.selective_unshard import choose_kept
+from graph_passes.source_digest import source_digest
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class _Partitioner(CustomPartitionerFn):
         return choose_kept(forward.graph, backward.graph, planner.options, planner.live_bytes_of)
 
     def uuid(self) -> str:
-        return f"fsdp_dynamo.partition.2.{self._may_keep}.{self._planner.cache_key()}"
+        return f"fsdp_dynamo.partition.{_sources()}.{self._may_keep}.{self._planner.cache_key()}"
 
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
@@ -153,8 +154,13 @@ class _ScheduleAndLower(CustomGraphPass):
         artifacts.emit_graph(graph, "lowered")
 
     def uuid(self) -> str:
-        lowering = hashlib.sha256(Path(lowering_module.__file__).read_bytes()).hexdigest()
-        return f"fsdp_dynamo.schedule.{self.pipeline.cache_key()}.{lowering}.{self._marks}"
+        return f"fsdp_dynamo.schedule.{_sources()}.{self.pipeline.cache_key()}.{self._marks}"
+
+
+def _sources() -> str:
+    """What changes when the code is edited that partitions, rewrites and lowers graphs."""
+    passes = Path(graph_passes.__path__[0])
+    return f"{source_digest(Path(__file__).parent)}.{source_digest(passes)}"
 
 
 def _digest_of_marks(gm: fx.GraphModule) -> str:

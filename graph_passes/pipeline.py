@@ -22,6 +22,7 @@ from torch import fx
 from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
 from graph_passes.gradients.group_writes import group_writes
 from graph_passes.scheduling.planner import Planner
+from graph_passes.source_digest import source_digest
 from graph_passes.spec import inventory, verify_graph
 from graph_passes.views.cut_views import cut_views
 from graph_passes.views.drop_noop_views import drop_noop_views
@@ -116,9 +117,7 @@ class Pipeline:
 
     def cache_key(self) -> str:
         """Changes when a pass is added, removed, reordered or edited."""
-        digest = hashlib.sha256()
-        for path in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(path.read_bytes())
+        digest = hashlib.sha256(source_digest(Path(__file__).parent).encode())
         for pass_ in self.passes:
             digest.update(pass_name(pass_).encode())
             digest.update(_source_of(pass_).encode())
