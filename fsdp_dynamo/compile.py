@@ -47,8 +47,9 @@ from fsdp_dynamo.planning import (
     planner_for,
 )
 from fsdp_dynamo.rendezvous import announce_compilations, announce_this_compilation
+from graph_passes.graph_pass import GraphPass
 from graph_passes.markers import COLLECTIVE, UNIT
-from graph_passes.pipeline import VIEW_PASSES, GraphPass, Pipeline, default_passes
+from graph_passes.pipeline import VIEW_PASSES, Pipeline, default_passes
 from graph_passes.planner import Planner
 from graph_passes.regions.boundary import tidy_region_boundaries
 from graph_passes.regions.outlining import outline_regions
@@ -94,7 +95,7 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, bodies of regions included, with nodes of its own; tensors are shared."""
+    """A copy of a graph, bodies of regions included, with nodes of its own; tensors are shared."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     output = next(iter(reversed(gm.graph.nodes)))
@@ -119,8 +120,9 @@ def _partition(
 def _run_as_python(
     pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
+    in_regions = Pipeline([pass_ for pass_ in pipeline.passes if pass_ in VIEW_PASSES])
     for body in region_bodies(gm):
-        Pipeline(VIEW_PASSES).run(body.graph)
+        in_regions.run(body.graph)
         body.recompile()
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
@@ -232,7 +234,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
 
 
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
-    """It writes down every graph at every stage, and first what the stages are."""
+    """A pipeline that writes down every graph at every stage, and first what the stages are."""
     pipeline = Pipeline(passes, artifacts.emit_graph)
     artifacts.emit_stages(pipeline.stages())
     return pipeline
@@ -251,7 +253,7 @@ def fsdp_dynamo_aot_eager(
     _settings_of_mode(mode)
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
-    passes = default_passes(planner, True, parsed.passes, parsed.grad_buffer)
+    passes = default_passes(planner, True, parsed.passes, parsed.left_out)
     compiler = partial(_run_as_python, _pipeline(passes))
     compile_ = aot_autograd(
         fw_compiler=compiler,
@@ -279,7 +281,7 @@ def fsdp_dynamo(
     settings = _settings_of_mode(mode, _TUNED)
     parsed = _prepare(gm, options)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
-    passes = default_passes(planner, False, parsed.passes, parsed.grad_buffer)
+    passes = default_passes(planner, False, parsed.passes, parsed.left_out)
     pipeline = _pipeline(passes)
     partitioner = _Partitioner(planner, parsed.selective_unshard)
     config = settings | _inductor_config(partitioner, pipeline, _digest_of_marks(gm))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from torch import fx
-
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
 from graph_passes.cost_model import Device, Link
+from graph_passes.graph_pass import GraphPass, as_pass
 from graph_passes.limits import Limits
+from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
 from graph_passes.plan import Plan, PlanError
 from graph_passes.schedule import Options
 
@@ -41,7 +41,10 @@ class GraphOptions:
             forward and backward.
         regions: compile equal unit bodies once, each as one region: the time of the first step then
             grows less with the number of units.
-        passes: a user's own passes over the partitioned graphs, before collectives are placed.
+        passes: a user's own passes over the partitioned graphs, before collectives are placed:
+            functions of a graph, or ``graph_passes.GraphPass`` objects.
+        disabled_passes: names of passes, of ours or the user's, and of the switches above, that are
+            left out.
     """
 
     plan: Plan | None = None
@@ -55,7 +58,8 @@ class GraphOptions:
     grad_buffer: bool = True
     selective_unshard: bool = True
     regions: bool = False
-    passes: tuple[Callable[[fx.Graph], None], ...] = field(default=())
+    passes: tuple[GraphPass, ...] = field(default=())
+    disabled_passes: tuple[str, ...] = ()
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> GraphOptions:
@@ -66,7 +70,8 @@ class GraphOptions:
 
         Raises:
             FSDPTypeError: a key that is not known, or a value of the wrong type.
-            FSDPValueError: a value out of its bounds, or a plan that cannot be read.
+            FSDPValueError: a value out of its bounds, a plan that cannot be read, or a pass to be
+                disabled that is not known or cannot be left out.
         """
         given = dict(options or {})
         known = [f.name for f in fields(GraphOptions)]
@@ -80,6 +85,8 @@ class GraphOptions:
         given["link"] = _model("link", Link, given.get("link"))
         given["device"] = _model("device", Device, given.get("device"))
         given["passes"] = _passes(given.get("passes", ()))
+        given["disabled_passes"] = _disabled(given.get("disabled_passes", ()), given["passes"])
+        given |= {name: False for name in given["disabled_passes"] if name in _SWITCHES}
         result = GraphOptions(**given)
         try:
             Limits(result.memory_budget_bytes, result.max_in_flight)
@@ -90,22 +97,20 @@ class GraphOptions:
     def text(self) -> str:
         """The same on two ranks exactly if they were given the same."""
         plan = None if self.plan is None else self.plan.digest()
-        names = [_name_of(pass_) for pass_ in self.passes]
+        names = [pass_.identity() for pass_ in self.passes]
         rest = {f.name: repr(getattr(self, f.name)) for f in fields(self)}
         return json.dumps({**rest, "plan": plan, "passes": names}, sort_keys=True)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the pipeline's passes that do not run."""
+        buffers = () if self.grad_buffer else ("grad_buffer", "group_writes")
+        return (*self.disabled_passes, *buffers)
 
     def scheduling(self, **cost: Any) -> Options:
         """As the planner takes them; ``cost`` is its cost model."""
         limits = Limits(self.memory_budget_bytes, self.max_in_flight)
         return Options(self.prefetch, self.sink_waits, self.bucket, limits, **cost)
-
-
-def _name_of(pass_: Any) -> str:
-    """The same on all ranks: of a pass that is an object, its class and its ``cache_key()``."""
-    function = getattr(pass_, "func", pass_)  # of a partial
-    named = function if hasattr(function, "__qualname__") else type(function)
-    key = getattr(pass_, "cache_key", None)
-    return f"{named.__module__}.{named.__qualname__}{'' if key is None else f' {key()}'}"
 
 
 def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:
@@ -141,9 +146,24 @@ def _model(name: str, kind: type[Any], value: Any) -> Any:
         raise _wrong(FSDPValueError, name, f"the fields of {kind.__name__}", str(error)) from error
 
 
-def _passes(value: Any) -> tuple[Callable[[fx.Graph], None], ...]:
+def _passes(value: Any) -> tuple[GraphPass, ...]:
     if not isinstance(value, Sequence) or not all(callable(item) for item in value):
         raise _wrong(FSDPTypeError, "passes", "a list of callables", repr(value))
+    return tuple(map(as_pass, value))
+
+
+def _disabled(value: Any, passes: Sequence[GraphPass]) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong(FSDPTypeError, "disabled_passes", "a list of names", repr(value))
+    required = REQUIRED_PASSES | {pass_.name: pass_.required for pass_ in passes if pass_.required}
+    optional = (*_SWITCHES, *(pass_.name for pass_ in (*OPTIONAL_PASSES, *passes)))
+    known = sorted({*optional} - required.keys())
+    for name in value:
+        if name in required:
+            kept = f"'{name}', which cannot be left out: {required[name]}"
+            raise _wrong(FSDPValueError, "disabled_passes", f"some of {known}", kept)
+        if name not in known:
+            raise _wrong(FSDPValueError, "disabled_passes", f"some of {known}", repr(name))
     return tuple(value)
 
 

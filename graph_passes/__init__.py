@@ -19,15 +19,16 @@ A training step on its way from Dynamo to code, and what changes it at each stag
 Folders import downward only (import-linter's contracts in ``pyproject.toml``)::
 
     pipeline, report  ->  spec, scheduling  ->  gradients, memory, regions, text, views
-                      ->  cost_model  ->  graph_utils  ->  markers
+                      ->  cost_model  ->  graph_utils  ->  markers, graph_pass
 
 The names below are public, and so are the modules of this folder.
 """
 
 from graph_passes.cost_model import CostModel, Device, Link
+from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives, wait_of
 from graph_passes.markers import Mark, mark_of
-from graph_passes.pipeline import GraphPass, Pipeline, default_passes
+from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.report import GraphReport, report_of
 from graph_passes.scheduling.limits import BudgetError, Limits
 from graph_passes.scheduling.plan import Plan, PlanError

@@ -1,26 +1,25 @@
 """The ordered passes over a partitioned graph; the spec is verified after each.
 
-A pass is a callable ``pass_(graph) -> None`` that changes the graph in place. It is named in
-error messages by its ``__name__``, and explained by the first line of its docstring. It takes part
-in the compile-cache key by its source, and by what its method ``cache_key()`` returns, if it has
-one.
+::
+
+    node by node   drop_noop_views  cut_views  grad_buffer  group_writes  MORE  sink_views  planner
+    by a compiler                              grad_buffer                MORE  sink_views  planner
+
+``MORE`` are the user's own: ``GraphPass`` objects, or callables ``pass_(graph) -> None``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 from torch import fx
 
 from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
 from graph_passes.gradients.group_writes import group_writes
+from graph_passes.graph_pass import GraphPass, PassFunction, as_pass
 from graph_passes.scheduling.planner import Planner
 from graph_passes.source_digest import source_digest
 from graph_passes.spec import inventory, verify_graph
@@ -28,19 +27,27 @@ from graph_passes.views.cut_views import cut_views
 from graph_passes.views.drop_noop_views import drop_noop_views
 from graph_passes.views.sink_views import sink_views
 
-GraphPass = Callable[[fx.Graph], None]
-"""Changes a graph in place."""
-
-
 VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
 """For the body of a region that is run node by node; it holds no collectives."""
 
+OPTIONAL_PASSES: tuple[GraphPass, ...] = (*VIEW_PASSES, grad_buffer, group_writes, sink_views)
+"""Passes of ours that can be left out: without them the graph computes the same, only slower."""
+
+REQUIRED_PASSES: dict[str, str] = {
+    "planner": Planner.required,
+    "tag_reshard_after_forward": "the sharding strategy says which units reshard, and without it "
+    "all would stay unsharded until their backward",
+    "tidy_region_boundaries": "outputs of a region that share memory with its inputs would be "
+    "overwritten while they are needed",
+}
+"""Passes that cannot be left out, and why."""
+
 
 def default_passes(
-    planner: GraphPass,
+    planner: GraphPass | PassFunction,
     node_by_node: bool = False,
-    more: Sequence[GraphPass] = (),
-    with_grad_buffer: bool = True,
+    more: Sequence[GraphPass | PassFunction] = (),
+    disabled: Collection[str] = (),
 ) -> tuple[GraphPass, ...]:
     """The passes that our backends run.
 
@@ -49,35 +56,40 @@ def default_passes(
         node_by_node: for a graph that is run as it is, where every node costs host time; a
             compiler does away with views by itself.
         more: a user's own, which run before the collectives are placed.
-        with_grad_buffer: whether gradients are written into the flat gradient.
+        disabled: names of passes to leave out.
 
     Returns:
         The passes, in order; the planner last.
     """
-    views: tuple[GraphPass, ...] = VIEW_PASSES if node_by_node else ()
-    buffers: tuple[GraphPass, ...] = (grad_buffer,)
+    rewrites: tuple[GraphPass, ...] = (grad_buffer,)
     if node_by_node:
-        buffers = (grad_buffer_node_by_node, group_writes)
-    return (*views, *(buffers if with_grad_buffer else ()), *more, sink_views, planner)
+        rewrites = (*VIEW_PASSES, grad_buffer_node_by_node, group_writes)
+    passes = (*rewrites, *map(as_pass, more), sink_views)
+    return (*(p for p in passes if p.name not in disabled), as_pass(planner))
 
 
-def _look_away(graph: fx.Graph, stage: str) -> None:
-    """Nobody wants to see it."""
+def _ignore(graph: fx.Graph, stage: str) -> None:
+    """Observe nothing."""
 
 
-@dataclass
 class Pipeline:
     """Passes in order.
 
-    Attributes:
-        passes: what runs over every partitioned graph.
+    Args:
+        passes: what runs over every partitioned graph; by default ``default_passes(Planner())``.
         observe: called with the graph and the name of the stage that it has reached:
             ``"partition"``, and ``"after_"`` and the name of each pass (with a number where that
             name has come before).
     """
 
-    passes: Sequence[GraphPass] = field(default_factory=lambda: default_passes(Planner()))
-    observe: Callable[[fx.Graph, str], None] = _look_away
+    def __init__(
+        self,
+        passes: Sequence[GraphPass | PassFunction] | None = None,
+        observe: Callable[[fx.Graph, str], None] = _ignore,
+    ) -> None:
+        given = default_passes(Planner()) if passes is None else passes
+        self.passes: tuple[GraphPass, ...] = tuple(map(as_pass, given))
+        self.observe = observe
 
     def run(self, graph: fx.Graph) -> None:
         """Run all passes.
@@ -96,7 +108,7 @@ class Pipeline:
         for pass_, stage in zip(self.passes, self._stage_names(), strict=True):
             pass_(graph)
             self.observe(graph, stage)
-            verify_graph(graph, pass_name(pass_), before)
+            verify_graph(graph, pass_.name, before)
 
     def stages(self) -> dict[str, str]:
         """The stages behind the passes, in order.
@@ -104,53 +116,38 @@ class Pipeline:
         Returns:
             By the name that ``observe`` is given: the first line of the pass's docstring.
         """
-        return dict(zip(self._stage_names(), map(pass_summary, self.passes), strict=True))
+        summaries = [pass_.summary for pass_ in self.passes]
+        return dict(zip(self._stage_names(), summaries, strict=True))
+
+    def text(self) -> str:
+        """One line a pass, in order: its name, whether it keeps numbers bitwise, its summary."""
+        width = max((len(pass_.name) for pass_ in self.passes), default=0)
+        return "\n".join(
+            f"{p.name:{width}}  {'bitwise' if p.is_bitwise else 'numeric'}  {p.summary}".rstrip()
+            for p in self.passes
+        )
 
     def _stage_names(self) -> list[str]:
         seen: Counter[str] = Counter()
         found = []
         for pass_ in self.passes:
-            name = pass_name(pass_)
-            seen[name] += 1
-            found.append(f"after_{name}" + (f"_{seen[name]}" if seen[name] > 1 else ""))
+            seen[pass_.name] += 1
+            number = f"_{seen[pass_.name]}" if seen[pass_.name] > 1 else ""
+            found.append(f"after_{pass_.name}{number}")
         return found
 
     def cache_key(self) -> str:
         """Changes when a pass is added, removed, reordered or edited."""
         digest = hashlib.sha256(source_digest(Path(__file__).parent).encode())
         for pass_ in self.passes:
-            digest.update(pass_name(pass_).encode())
-            digest.update(_source_of(pass_).encode())
-            key = getattr(pass_, "cache_key", None)  # of a pass with options
-            digest.update(key().encode() if key is not None else b"")
+            digest.update(pass_.uuid().encode())
         return digest.hexdigest()
 
 
-def _source_of(pass_: GraphPass) -> str:
-    """What changes when a pass is edited; of one without a file (a notebook's) always another."""
-    try:
-        return inspect.getsource(inspect.getmodule(pass_) or type(pass_))
-    except (OSError, TypeError):
-        return uuid4().hex
-
-
-def pass_name(pass_: GraphPass) -> str:
-    """How a pass is called in messages."""
-    return str(_named(pass_).__name__)
-
-
-def pass_summary(pass_: GraphPass) -> str:
-    """The first line of a pass's docstring, of an object that of its class; ``""`` without one."""
-    named = _named(pass_)
-    text = inspect.cleandoc(named.__doc__ or "")
-    is_made = text.startswith(f"{named.__name__}(")  # a dataclass gets its signature
-    return "" if is_made else text.partition("\n")[0]
-
-
-def _named(pass_: GraphPass) -> Any:
-    """What has the name and the docstring: a partial's function, an object's class."""
-    function = getattr(pass_, "func", pass_)
-    return function if hasattr(function, "__name__") else type(function)
-
-
-__all__ = ["VIEW_PASSES", "GraphPass", "Pipeline", "default_passes", "pass_name", "pass_summary"]
+__all__ = [
+    "OPTIONAL_PASSES",
+    "REQUIRED_PASSES",
+    "VIEW_PASSES",
+    "Pipeline",
+    "default_passes",
+]

@@ -28,9 +28,14 @@ from fsdp_dynamo import (
     record_plans,
 )
 from fsdp_dynamo.graph_options import GraphOptions
+from graph_passes.gradients.grad_buffer import grad_buffer
+from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import op_name
 from graph_passes.limits import BudgetError
+from graph_passes.pipeline import OPTIONAL_PASSES, Pipeline, default_passes
 from graph_passes.plan import Plan, PlanError
+from graph_passes.planner import Planner
+from graph_passes.views.drop_noop_views import drop_noop_views
 
 EAGER = "fsdp_dynamo_aot_eager"
 GIVEN = {
@@ -75,6 +80,62 @@ def test_results_are_bitwise_the_same_without_each_decision(
     ranks: RankPool, world_size: int
 ) -> None:
     assert ranks.run(_each_off, world_size) == [[]] * world_size
+
+
+def _bitwise_off(rank: int, world_size: int) -> bool:
+    """Whether losses and gradients are bitwise the same without all passes that promise it."""
+    bitwise = [pass_.name for pass_ in OPTIONAL_PASSES if pass_.is_bitwise]
+    expected = _grads(rank, {})
+    got = _grads(rank, {"disabled_passes": [*bitwise, "prefetch", "sink_waits", "bucket"]})
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def test_bitwise_passes_are_bitwise(ranks: RankPool) -> None:
+    assert ranks.run(_bitwise_off, 2) == [True] * 2
+    assert {pass_.name for pass_ in OPTIONAL_PASSES if not pass_.is_bitwise} == {"grad_buffer"}
+
+
+class _Watching(GraphPass):
+    """Keep the names of the operators."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen += [op_name(node) for node in graph.nodes]
+
+
+def test_passes_are_left_out_by_name() -> None:
+    names = [pass_.name for pass_ in OPTIONAL_PASSES]
+    given: dict[str, Any] = {"passes": [_Watching(), count_products]}
+    every = [*names[:-1], "_Watching", "count_products", names[-1], "planner"]
+    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[:-1]):
+        options = GraphOptions.parse({**given, "disabled_passes": left_out})
+        passes = default_passes(Planner(), True, options.passes, options.left_out)
+        assert [pass_.name for pass_ in passes] == [name for name in every if name not in left_out]
+    assert not GraphOptions.parse({"disabled_passes": ["bucket"]}).bucket
+    assert not GraphOptions.parse({"disabled_passes": ["selective_unshard"]}).selective_unshard
+
+
+@pytest.mark.parametrize(
+    ("disabled", "kind", "message"),
+    [
+        (["buckets"], FSDPValueError, r"expected some of \['bucket', 'cut_views', .*got 'buckets'"),
+        (["planner"], FSDPValueError, "'planner', which cannot be left out: it alone keeps the"),
+        (["tag_reshard_after_forward"], FSDPValueError, "which cannot be left out: the sharding"),
+        ("bucket", FSDPTypeError, "expected a list of names, got 'bucket'"),
+    ],
+)
+def test_passes_that_cannot_be_left_out(disabled: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        GraphOptions.parse({"disabled_passes": disabled})
+
+
+def test_a_pass_says_what_it_is() -> None:
+    text = Pipeline([drop_noop_views, grad_buffer, _Watching()]).text().splitlines()
+    assert text[0].startswith("drop_noop_views  bitwise  Replace identities")
+    assert text[1].startswith("grad_buffer      numeric  Write gradients")
+    assert text[2] == "_Watching        numeric  Keep the names of the operators."
 
 
 def _backward_gathers(model: Any, rank: int) -> tuple[list[str], torch.Tensor]:

@@ -30,16 +30,19 @@ from torch import fx
 from graph_passes.gradients.flat_gradient import concatenation_of, reductions
 from graph_passes.gradients.operators import OPERATORS
 from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import order_index
 
 
+@graph_pass()
 def grad_buffer(graph: fx.Graph) -> None:
-    """Gradients are written right into the flat gradient; a compiler fuses sums with the copy."""
+    """Write gradients right into the flat gradient; a compiler fuses sums with the copy."""
     _rewrite_all(graph, PRODUCERS)
 
 
+@graph_pass("grad_buffer")
 def grad_buffer_node_by_node(graph: fx.Graph) -> None:
-    """Gradients are written right into the flat gradient; sums write by themselves too."""
+    """Write gradients right into the flat gradient; sums write by themselves too."""
     _rewrite_all(graph, PRODUCERS | SUMS)
 
 

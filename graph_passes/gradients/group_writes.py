@@ -19,11 +19,13 @@ from torch import fx
 
 from graph_passes.gradients.flat_gradient import chain_of, reductions, write_name
 from graph_passes.gradients.operators import OPERATORS
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import num_bytes, order_index
 
 SMALL_BYTES = 1 << 16
 
 
+@graph_pass(is_bitwise=True)
 def group_writes(graph: fx.Graph) -> None:
     """Merge each flat gradient's small copies into one, behind the last of what they copy."""
     for reduction in list(reductions(graph)):

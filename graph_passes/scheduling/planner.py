@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives
 from graph_passes.markers import set_launch
 from graph_passes.scheduling.limits import BudgetError, too_small
@@ -55,7 +56,7 @@ class Planned:
     peak_bytes: int | None = None
 
 
-class Planner:
+class Planner(GraphPass):
     """Places all collectives, so that they run while something else is computed.
 
     Args:
@@ -64,6 +65,13 @@ class Planner:
         plan: places to take instead of deciding; graphs that it does not know are an error.
         observe: called with what was done to each graph.
     """
+
+    name = "planner"
+    is_bitwise = True
+    required = (
+        "it alone keeps the memory budget and applies a plan; disable prefetch, sink_waits and "
+        "bucket for the order without any of its decisions"
+    )
 
     def __init__(
         self,
@@ -76,7 +84,6 @@ class Planner:
         self.live_bytes_of = live_bytes_of
         self.plan = plan
         self.observe = observe
-        self.__name__ = "planner"
 
     def cache_key(self) -> str:
         """Changes with everything that a decision follows from."""

@@ -20,11 +20,13 @@ import operator
 
 from torch import fx, ops
 
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import is_wait, op_name
 from graph_passes.markers import cuts_views
 from graph_passes.views.drop_noop_views import erase_unused
 
 
+@graph_pass(is_bitwise=True)
 def cut_views(graph: fx.Graph) -> None:
     """Replace split, getitem, view and transpose of a gathered tensor by one strided view."""
     for split in list(graph.nodes):

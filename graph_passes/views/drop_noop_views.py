@@ -15,12 +15,14 @@ import operator
 
 from torch import fx
 
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import op_name
 
 _IDENTITIES = frozenset({"aten::detach", "aten::alias"})
 _ERASABLE = _IDENTITIES | {"aten::view", "aten::_unsafe_view", "aten::t", "aten::split_with_sizes"}
 
 
+@graph_pass(is_bitwise=True)
 def drop_noop_views(graph: fx.Graph) -> None:
     """Replace identities, double transposes and repeated views by what they stand for."""
     for node in graph.nodes:

@@ -19,10 +19,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import is_alias, is_wait
 from graph_passes.markers import mark_of
 
 
+@graph_pass(is_bitwise=True)
 def sink_views(graph: fx.Graph) -> None:
     """Move all views of gathered tensors down to their first users; values stay the same."""
     for view in reversed(list(_views_of_gathers(graph))):
