@@ -75,7 +75,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
     if options is not None and not is_graph:
         raise _wrong(
             FSDPTypeError,
-            "no options on the hooks path",
+            "no options in hooks mode",
             repr(dict(options)),
             'They are those of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".',
         )

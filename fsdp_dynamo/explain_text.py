@@ -88,7 +88,7 @@ def _head(findings: Findings) -> str:
     part = sum(unit.sharded_bytes for unit in findings.units)
     breaks = sum(findings.graph_breaks.values())
     return (
-        f"{findings.path} path, {findings.backend}, {findings.device}, "
+        f"{findings.path} mode, {findings.backend}, {findings.device}, "
         f"{_count(findings.world_size, 'rank')}: {_count(len(findings.units), 'unit')}, "
         f"{_count(findings.num_graphs, 'graph')}, {_count(breaks, 'graph break')}\n"
         f"flat parameters {_bytes(whole)} unsharded, {_bytes(part)} a rank"
@@ -216,7 +216,7 @@ def _why_no_plan(findings: Findings) -> str:
     if findings.path == "graph":
         return "no collectives in the graph: nothing to plan"
     return (
-        "hooks path: collectives are issued by hooks between compiled regions, so there is no "
+        "hooks mode: collectives are issued by hooks between compiled regions, so there is no "
         "plan;\nwhat follows was measured. For a plan: "
         'torch.compile(model, fullgraph=True, backend="fsdp_dynamo")'
     )

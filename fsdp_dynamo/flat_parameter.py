@@ -7,7 +7,6 @@ tensor                     shape                lives
 =========================  ===================  =============================================
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
                                                 (in host memory where it is offloaded)
-``low_precision_shard``    (padded_numel / N,)  around an all-gather with ``param_dtype`` set
 ``unsharded``              (padded_numel,)      always as an object; storage from unshard to
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd
@@ -15,7 +14,9 @@ original parameters        (range.numel,)       always; views of ``sharded`` (wi
                                                 original shapes)
 =========================  ===================  =============================================
 
-The all-gather reads ``sharded`` and writes ``unsharded``: no copy in, no copy out.
+The all-gather reads ``sharded`` and writes ``unsharded``: no copy in, no copy out. Where
+``param_dtype`` is another dtype, it reads a temporary cast of ``sharded`` that lives until the
+all-gather is done (``shard_to_gather``).
 The storage of ``unsharded`` is emptied and refilled in place, so a view that autograd saved in
 the forward reads the values that were gathered again for the backward.
 """
@@ -399,7 +400,7 @@ class FlatParameter:
         if self.comm_hook is not None:
             raise UnsupportedError(
                 explain(
-                    expected="no communication hook on the graph path",
+                    expected="no communication hook in graph mode",
                     got="one that register_comm_hook() has set",
                     where=unit_name(self.unit_fqn),
                     fix="Run eagerly or with torch.compile(model), or leave the hook out: "

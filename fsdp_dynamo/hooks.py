@@ -1,4 +1,4 @@
-"""What runs around a unit's forward. The only file that registers hooks.
+"""A unit's forward between its pre- and post-forward hooks.
 
 ``run_unit`` is the eager way and the hooks path: pre-forward, the body (plain or compiled),
 post-forward. ``prepare_inputs`` is shared with the graph path.

@@ -25,7 +25,7 @@ class SpecError(RuntimeError):
 def _fail(stage: str, node: fx.Node, expected: str, got: str) -> None:
     raise SpecError(
         f"graph after '{stage}', node {node.name}: expected {expected}, got {got}. "
-        "This is a bug of the pass named; leave it out with pipeline.passes to go on."
+        "The pass named broke the graph: correct it if it is yours, otherwise report a bug."
     )
 
 

@@ -209,7 +209,7 @@ def test_checks_for_divergence_are_measured(ranks: RankPool) -> None:
     for found, shown in ranks.run(_checks, 2):
         assert [row["collectives"] for row in found] == [14, 14]
         assert all(0 < row["direct"] < 0.05 for row in found)  # of a step of a few milliseconds
-        assert "graph path" in shown
+        assert "graph mode" in shown
 
 
 def test_bound_by_hand() -> None:

@@ -95,7 +95,7 @@ def test_text() -> None:
     assert_expected_inline(
         str(_explanation()),
         """\
-graph path, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
+graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
 flat parameters 4.0 kB unsharded, 2.0 kB a rank
 
 times in ms; exposed: nothing is computed; measured: one step
@@ -320,7 +320,7 @@ def test_options_and_errors(ranks: RankPool) -> None:
     for max_in_flight, backend, (no_unit, no_options, no_loss) in ranks.run(_options_and_errors, 2):
         assert (max_in_flight, backend) == (1, "fsdp_dynamo_aot_eager")
         assert no_unit.startswith("explain(): expected a model with a unit, got none")
-        assert no_options.startswith("explain(): expected no options on the hooks path")
+        assert no_options.startswith("explain(): expected no options in hooks mode")
         assert no_loss.startswith("explain(): expected loss_fn(output) to be a scalar tensor")
 
 

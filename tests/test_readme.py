@@ -1,4 +1,4 @@
-"""The snippets of the README, and those that read checkpoints, copied as they stand."""
+"""Snippets of the README, the recipes and the page on checkpoints, run as they stand."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from fsdp_dynamo import checkpoint
 
 README = Path(__file__).parent.parent / "README.md"
+RECIPES = README.parent / "docs" / "recipes.md"
 CHECKPOINTS = README.parent / "docs" / "checkpoints.md"
 
 
@@ -32,8 +33,8 @@ def _ten_lines() -> str:
     return found[1]
 
 
-def _snippet_with(name: str) -> str:
-    (found,) = (text for text in _snippets(README.read_text()) if name in text)
+def _recipe(name: str) -> str:
+    (found,) = (text for text in _snippets(RECIPES.read_text()) if name in text)
     return found
 
 
@@ -72,7 +73,7 @@ def test_the_ten_lines_train(ranks: RankPool) -> None:
         assert is_part
 
 
-# -- the other snippets ----------------------------------------------------------------------------
+# -- the recipes -----------------------------------------------------------------------------------
 
 
 def _transformer() -> nn.Module:
@@ -88,7 +89,9 @@ def _left_by(code: str, names: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _run_others(rank: int, world_size: int, folder: str, ten: str, *others: str) -> dict[str, Any]:
+def _run_recipes(
+    rank: int, world_size: int, folder: str, ten: str, *recipes: str
+) -> dict[str, Any]:
     torch.manual_seed(rank)
     names = {**_names(rank), "MyTransformer": _transformer, "orthogonalized": torch.zeros_like}
     names["batches"] = [names["batch"]] * 3
@@ -100,24 +103,22 @@ def _run_others(rank: int, world_size: int, folder: str, ten: str, *others: str)
     os.chdir(folder)
     try:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)):
-            left = [_left_by(code, names) for code in others]
+            left = [_left_by(code, names) for code in recipes]
     finally:
         os.chdir(before)
-    changes = left[0]["changes"]
+    changes = left[1]["changes"]
     assert changes.keys() == names["momenta"].keys()
     assert not any(change.any() for change in changes.values())
     state = names["model"].state_dict()
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def test_the_other_snippets_run(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipes_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the one with tensor parallelism; a plain model reads what they have saved."""
-    marks = ("update_whole", "async_save", "record_events", "inspect_graphs", "print_products")
-    others = [_snippet_with(mark) for mark in marks]
-    others[-1] = others[-1].replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"')
-    saved, _ = ranks.run(_run_others, 2, str(tmp_path), _ten_lines(), *others)
+    marks = ("HYBRID_SHARD", "update_whole", "async_save", "record_events", "inspect_graphs")
+    recipes = [_recipe(mark) for mark in (*marks, "print_products")]
+    recipes[-1] = recipes[-1].replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"')
+    saved, _ = ranks.run(_run_recipes, 2, str(tmp_path), _ten_lines(), *recipes)
     assert (tmp_path / "out" / "index.html").is_file()
 
     monkeypatch.chdir(tmp_path)
@@ -125,10 +126,14 @@ def test_the_other_snippets_run(
     ours, torchs = _snippets(section)
     ((_, folder),) = checkpoint.complete("run")
     torchs = torchs.replace("run/000002-step-200", str(folder))
-    (line,) = re.findall(r"`(checkpoint\.load\(.*?\))`", README.read_text())
+    (line,) = re.findall(r"`(checkpoint\.load\(.*?\))`", RECIPES.read_text())
     for code in (ours, f"plain = Model()\n{torchs}", f"plain = Model()\n{line}"):
         names: dict[str, Any] = {"torch": torch, "checkpoint": checkpoint, "Model": _transformer}
         exec(code, names)
         for name, tensor in names["plain"].state_dict().items():
             assert torch.equal(tensor, torch.from_numpy(saved[name]))
         assert "loaded" not in names or names["loaded"].step == 100
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 700

@@ -47,7 +47,7 @@ def test_tutorial(ranks: RankPool, tmp_path: Path) -> None:
         assert run["losses"][0] > 3.0  # of 23 tokens, nothing known: log(23) is 3.1
         assert run["losses"][-1] < 0.6 * run["losses"][0]
         assert run["resumed"] == pytest.approx(run["going_on"], rel=1e-4)
-        assert "graph path, fsdp_dynamo_aot_eager, cpu, 2 ranks: 3 units" in run["explained"]
+        assert "graph mode, fsdp_dynamo_aot_eager, cpu, 2 ranks: 3 units" in run["explained"]
     assert "_whole.joint.traced.py" in {path.name for path in (tmp_path / "graphs").rglob("*.py")}
     assert (tmp_path / "graphs" / "index.html").is_file()
 

@@ -115,7 +115,7 @@ def test_a_hook_of_the_users(ranks: RankPool) -> None:
                 "got a nested unit",
                 "expected a callable",
                 "expected a strategy without replicas",
-                "expected no communication hook on the graph path",
+                "expected no communication hook in graph mode",
             ),
             strict=True,
         ):

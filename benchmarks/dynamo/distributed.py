@@ -1,12 +1,12 @@
-"""Dynamo's distributed benchmark: one model, one way to distribute it, one backend.
+"""Dynamo's distributed benchmark: one model, one mode, one backend.
 
     python benchmarks/dynamo/distributed.py --torchbench_model hf_Bert --fsdp --dynamo aot_eager \\
         --fsdp_wrap --device cpu --world_size 2
 
 It starts its own ranks unless torchrun has. ``--fsdp`` is this project's wrapper, ``--fsdp1`` and
-``--fsdp2`` are torch's. ``--dynamo fsdp_dynamo`` (or ``fsdp_dynamo_aot_eager``) asks for the graph
-path, any other backend for the hooks path. Models are built from configurations with random
-weights. To compare several ways in one run use ``benchmarks/compare.py``.
+``--fsdp2`` are torch's. ``--dynamo fsdp_dynamo`` (or ``fsdp_dynamo_aot_eager``) selects graph
+mode, any other backend hooks mode. Models are built from configurations with random weights.
+To compare several modes in one run use ``benchmarks/compare.py``.
 """
 
 from __future__ import annotations

@@ -54,22 +54,22 @@ def _link() -> dict[str, Any]:
 def ours(
     backend: str | None, variant: str = "", reshard: bool = True, options: Options = None
 ) -> Peer:
-    """The way that a backend stands for: eager, graph path (our backends), hooks path (others).
+    """Mode of a backend: eager, graph mode (our backends) or hooks mode (others).
 
     Args:
         backend: Dynamo's; ``None`` for eager.
         variant: in key and title.
         reshard: after the forward.
-        options: of the graph path.
+        options: of graph mode.
     """
     is_graph = backend in GRAPH_BACKENDS
     if backend is None:
         key, title = "ours", "fsdp_dynamo, eager"
     elif is_graph:
         inner = GRAPH_BACKENDS[backend]
-        key, title = f"ours_graph_{inner}", f"fsdp_dynamo, graph path ({inner})"
+        key, title = f"ours_graph_{inner}", f"fsdp_dynamo, graph mode ({inner})"
     else:
-        key, title = f"ours_hooks_{backend}", f"fsdp_dynamo, hooks path ({backend})"
+        key, title = f"ours_hooks_{backend}", f"fsdp_dynamo, hooks mode ({backend})"
     if variant:
         key, title = f"{key}_{variant}", f"{title}, {variant}"
 

@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
         "--backend",
         default="fsdp_dynamo",
         choices=["fsdp_dynamo", "fsdp_dynamo_aot_eager"],
-        help="the graph path's backend: Inductor, or the graphs as they are",
+        help="graph mode's backend: Inductor, or the graphs run node by node",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument(
