@@ -29,8 +29,8 @@ from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
 from fsdp_dynamo.flat_parameter import FlatParameter
 from fsdp_dynamo.groups import Groups
 from fsdp_dynamo.late_parameters import Membership
-from fsdp_dynamo.original_parameter import OriginalParameter
 from fsdp_dynamo.order_log import NO_GRAPH_TASK
+from fsdp_dynamo.original_parameter import OriginalParameter
 from fsdp_dynamo.training_state import StateMachine, UnitState
 
 
