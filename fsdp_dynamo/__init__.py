@@ -5,6 +5,8 @@ from fsdp_dynamo.versions import __version__, check_torch
 check_torch()  # before any import that an older torch would fail in a way of its own
 
 # ruff: noqa: E402
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
 import fsdp_dynamo.compile  # registers the backends of torch.compile
 import fsdp_dynamo.dcp_glue  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
@@ -74,6 +76,7 @@ __all__ = [
     "ParameterShard",
     "PlanLog",
     "RankFailedError",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -87,6 +87,20 @@ class UserMethods(nn.Module):
         with self._fsdp_root.no_sync():
             yield
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next steps reduce gradients. DDP's name; setting it is as ``no_sync()``.
+
+        Raises:
+            FSDPStateError: set within a step, or not on the outermost unit.
+        """
+        return self._fsdp_root.accumulation.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._fsdp_require_outermost("require_backward_grad_sync")
+        self._fsdp_root.set_sync_gradients(bool(wanted))
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; every rank must call it.
 

@@ -406,6 +406,32 @@ def test_changes_before_the_reduction(ranks: RankPool, way: str, strategy: str) 
     assert ranks.run(_gradients_as_ddp, 2, way, strategy) == [[], []]
 
 
+def _switched_by_attribute(rank: int, world_size: int, way: str) -> tuple[Any, Any, list[int]]:
+    """DDP's attribute in place of ``no_sync()``: both norms, and our reductions."""
+    x = torch.arange(8.0).view(2, 4)
+    reference = DistributedDataParallel(_model())
+    model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    counts = []
+    for one, run in ((reference, reference), (model, in_way(model, way))):
+        for sync in (False, True):
+            one.require_backward_grad_sync = sync
+            assert one.require_backward_grad_sync is sync
+            with record_events() as log:
+                run(x + rank + sync).square().sum().backward()
+            counts.append(len(log.keys("reduce_scatter")))
+    with pytest.raises(FSDPStateError, match="the outermost unit"):
+        next(m for m in model.module if isinstance(m, FSDP)).require_backward_grad_sync = False
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    return float(expected), float(model.clip_grad_norm_(1e9)), counts[2:]
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_require_backward_grad_sync(ranks: RankPool, way: str) -> None:
+    for expected, norm, reduced in ranks.run(_switched_by_attribute, 2, way):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert reduced == [0, 2]
+
+
 def _seen_before_the_reduction(rank: int, world_size: int, way: str) -> list[float]:
     """Norms in a window: by clip_grad_norm_(), of whole gradients, and after another step."""
     x = torch.arange(8.0).view(2, 4)

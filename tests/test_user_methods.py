@@ -15,7 +15,6 @@ from models import Transformer, batch, ddp_losses, loss_of, make_transformer, tr
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ways import in_way
 
@@ -23,6 +22,7 @@ from fsdp_dynamo import (
     FSDP,
     DivergenceError,
     FSDPError,
+    ShardedGradScaler,
     ShardingStrategy,
     comm_hooks,
     record_events,
