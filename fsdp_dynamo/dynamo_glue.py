@@ -3,7 +3,9 @@
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
-code is shared), ``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
+code is shared), ``cached_backends`` (to let go of such an object with what it compiled),
+``reset_code`` (to drop what was compiled for a model that is gone),
+``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
 ``GraphModule.compile_subgraph_reason`` (whether a graph break ends the graph that is compiled),
 ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
 of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
@@ -12,15 +14,17 @@ state dict has plain names, so it must also load them; there is no hook on a cla
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import PackageError
 
 from fsdp_dynamo.errors import FSDPStateError, explain
@@ -40,7 +44,9 @@ class CompileRefusedError(FSDPStateError, PackageError):
     are and wraps all others; ``PackageError`` is one of the former that breaks no graph.)"""
 
 
-_backends: list[Backend] = []
+_numbers = itertools.count()
+_backends: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()
+_keys: dict[int, int] = {}  # of the backends that are alive, by id
 
 
 def declare_way(backend: Backend, way: str) -> None:
@@ -49,12 +55,13 @@ def declare_way(backend: Backend, way: str) -> None:
 
 
 def key_of(backend: Backend) -> int:
-    """A small number that stands for a backend in traced code."""
-    for key, known in enumerate(_backends):
-        if known is backend:
-            return key
-    _backends.append(backend)
-    return len(_backends) - 1
+    """A number that stands for a backend in traced code, which Dynamo keeps no longer than it."""
+    key = _keys.get(id(backend))
+    if key is None:  # backends need not be hashable
+        key = _keys[id(backend)] = next(_numbers)
+        _backends[key] = backend
+        weakref.finalize(backend, _keys.pop, id(backend)).atexit = False
+    return key
 
 
 def backend_of(key: int) -> Backend:
@@ -128,8 +135,14 @@ def active_backend_key() -> int:
 
 
 def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a callable with exactly this backend object; graph breaks are allowed."""
+    """Compile a callable with exactly this backend object; graph breaks are allowed.
+
+    Dynamo keeps every backend until its reset; one that it meets here first goes with ``compiled``.
+    """
+    is_new = id(backend) not in cached_backends
     compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
+    if is_new:
+        cached_backends.pop(id(backend), None)
     return compiled
 
 
@@ -172,12 +185,14 @@ def with_own_code(fn: Any) -> Any:
     """A copy of a function whose code object is its own.
 
     Dynamo keeps compiled code, and counts recompiles, by code object: all models of a process
-    would share the few entries of the one that they all run through.
+    would share the few entries of the one that they all run through. Those of the copy go with it;
+    by themselves they would stay, as they hold its code object out of the collector's sight.
     """
     copy = FunctionType(
         fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     copy.__kwdefaults__ = fn.__kwdefaults__
+    weakref.finalize(copy, reset_code, copy.__code__).atexit = False
     return copy
 
 

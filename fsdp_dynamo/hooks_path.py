@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._guards import detect_fake_mode
@@ -41,7 +42,6 @@ from fsdp_dynamo.registry import lookup
 from fsdp_dynamo.segments import split_at_leaves
 from fsdp_dynamo.tree import tensors_of
 
-_templates: dict[str, Any] = {}
 _classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
@@ -62,7 +62,7 @@ def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
         return
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
-        key = backend.inner_key
+        key = key_of(backend.inner)
     token = _active_key.set(key)
     unit = artifacts.unit_now.set(wrapper._fsdp_unit.fqn)
     try:
@@ -108,7 +108,7 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     finally:
         _faking.reset(token)
     tensors: list[torch.Tensor] = []
-    _templates[leaf_id] = _take_apart(output, tensors)
+    wrapper._fsdp_leaf_template = _take_apart(output, tensors)
     return tuple(tensors)
 
 
@@ -126,7 +126,7 @@ def run_leaf(
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _template_of(leaf_id: str) -> Any:
-    return _templates[leaf_id]
+    return lookup(leaf_id)._fsdp_leaf_template
 
 
 def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -239,26 +239,25 @@ class SegmentBackend:
     """A Dynamo backend: cuts the graph at its leaves and compiles the segments in between.
 
     Args:
-        inner_key: number of the backend that compiles the segments.
+        inner: the backend that compiles the segments.
     """
 
-    def __init__(self, inner_key: int) -> None:
-        self.inner_key = inner_key
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
         declare_way(self, LEAF_WAY)
         self._cache: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        inner = backend_of(self.inner_key)
         cache = {} if artifacts.is_recording() else self._cache
-        return split_at_leaves(gm, example_inputs, leaf, run_leaf, inner, cache)
+        return split_at_leaves(gm, example_inputs, leaf, run_leaf, self.inner, cache)
 
 
-_segment_backends: dict[int, SegmentBackend] = {}
+_segment_backends: WeakValueDictionary[int, SegmentBackend] = WeakValueDictionary()
 
 
-def _segment_backend(key: int) -> Backend:
-    if key not in _segment_backends:
-        backend = SegmentBackend(key)
-        key_of(backend)
-        _segment_backends[key] = backend
-    return _segment_backends[key]
+def _segment_backend(key: int) -> SegmentBackend:
+    """That of the backend with this number; what it compiles keeps it alive."""
+    backend = _segment_backends.get(key)
+    if backend is None:
+        backend = _segment_backends[key] = SegmentBackend(backend_of(key))
+    return backend

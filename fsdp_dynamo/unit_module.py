@@ -65,6 +65,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_bodies: dict[int, Callable[..., Any]] = {}
         self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
+        self._fsdp_leaf_template: Any = None  # of what it returned when it was traced as a leaf
         self._fsdp_name = register(self)
         self._fsdp_share_shards()
         managed = list(build.managed_modules(unit.module, ignored, is_unit))

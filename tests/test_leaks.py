@@ -12,6 +12,9 @@ from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from ways import WAYS, in_way
 
+from fsdp_dynamo.hooks_path import SegmentBackend
+from fsdp_dynamo.unit import Unit
+
 
 class Census:
     """Counts the tensors that were made since it began.
@@ -72,6 +75,29 @@ def _cycles(rank: int, world_size: int) -> list[int]:
 def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
     for early, late in ranks.run(_cycles, 2):
         assert late <= early
+
+
+def _compiled_cycles(rank: int, world_size: int, way: str) -> list[dict[type, int]]:
+    kinds = (Unit, SegmentBackend, torch.fx.GraphModule)
+    counts = []
+    for cycle in range(4):
+        model = in_way(wrap(make_transformer(num_blocks=2)), way)
+        loss_of(model, batch(rank, cycle)).backward()
+        del model
+        while gc.collect():
+            pass
+        objects = gc.get_objects()
+        counts.append({kind: sum(issubclass(type(o), kind) for o in objects) for kind in kinds})
+        del objects
+    return counts
+
+
+@pytest.mark.parametrize("way", ["hooks", "graph"])
+def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, way: str) -> None:
+    """Backends, segments and graphs go with the model that they were compiled for."""
+    for counts in ranks.run(_compiled_cycles, 2, way):
+        assert counts[1:] == [counts[0]] * 3
+        assert counts[0][SegmentBackend] == 0
 
 
 _groups: list[weakref.ref[dist.ProcessGroup]] = []
