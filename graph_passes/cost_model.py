@@ -53,7 +53,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes with.
+    """Rates of the device that a rank computes on.
 
     Attributes:
         flops_per_ms: floating-point operations of matrix products, more than 0.
@@ -132,7 +132,7 @@ def num_flops(node: fx.Node) -> int:
 
 
 def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
-    """Two products forward, five backward."""
+    """Operations of attention: two products forward, five backward."""
     query, key, value = args[1:4] if name.endswith("backward") else args[:3]
     forward = hint(sdpa_flop_count(query.shape, key.shape, value.shape))
     return forward * 5 // 2 if name.endswith("backward") else forward

@@ -53,12 +53,11 @@ class GraphPass(ABC):
         return "" if is_made else text.partition("\n")[0]
 
     def cache_key(self) -> str:
-        """What the pass does besides its source: the same on all ranks, another one for other
-        settings."""
+        """Settings of the pass as text, the same on all ranks; ``""`` without any."""
         return ""
 
     def identity(self) -> str:
-        """What ranks compare: module, qualified name and ``cache_key()``."""
+        """Module, qualified name and ``cache_key()``: what ranks compare."""
         key = self.cache_key()
         name = f"{self.definition.__module__}.{self.definition.__qualname__}"
         return f"{name} {key}" if key else name
@@ -67,7 +66,7 @@ class GraphPass(ABC):
         """Part of the compile cache's key: changes when the pass is edited or set differently."""
         try:
             source = inspect.getsource(inspect.getmodule(self.definition) or type(self.definition))
-        except (OSError, TypeError):  # a notebook's: nobody can tell whether it has been edited
+        except (OSError, TypeError):  # a notebook's: an edit cannot be seen
             source = uuid4().hex
         return hashlib.sha256(f"{self.name}\0{source}\0{self.cache_key()}".encode()).hexdigest()
 

@@ -35,7 +35,7 @@ def is_wait(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """One of our functional collectives (not its wait).
 
-    Those without a mark are somebody else's (tensor parallelism's): like all that is computed they
+    Those without a mark are not ours (tensor parallelism's): like all that is computed they
     keep their order.
     """
     name = op_name(node)

@@ -59,7 +59,7 @@ class Mark:
     reshards: bool = False
 
     def encode(self) -> str:
-        """As a string, which survives tracing and code generation."""
+        """The mark as a string, which survives tracing and code generation."""
         name = encode_name(self.unit)
         return f"{self.kind}|{self.direction}|{self.ordinal}|{int(self.reshards)}|{name}"
 
@@ -87,8 +87,7 @@ def mark_of(node: torch.fx.Node) -> Mark | None:
 
 
 def unit_of(node: torch.fx.Node) -> str | None:
-    """FQN of the unit whose module's forward made the node (or whose backward follows it);
-    ``None``: of none."""
+    """FQN of the unit that a node belongs to, in forward or backward; ``None``: of none."""
     custom = node.meta.get("custom") or {}
     unit = custom.get(UNIT)
     return None if unit is None else str(unit)

@@ -137,7 +137,7 @@ class Pipeline:
         return found
 
     def cache_key(self) -> str:
-        """Changes when a pass is added, removed, reordered or edited."""
+        """Hash that changes when a pass is added, removed, reordered or edited."""
         digest = hashlib.sha256(source_digest(Path(__file__).parent).encode())
         for pass_ in self.passes:
             digest.update(pass_.uuid().encode())

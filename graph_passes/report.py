@@ -1,4 +1,4 @@
-"""Report: what one graph's schedule costs, collective by collective and unit by unit, and why.
+"""Report: the cost of one graph's schedule by collective and by unit, and its reasons.
 
 All times are simulated milliseconds from the start of the graph; ``simulate`` says how.
 """
@@ -87,7 +87,7 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """When a unit computes without a pause or another unit in between.
+    """Time in which a unit computes without a pause or another unit in between.
 
     Attributes:
         unit: FQN, ``""`` for the root.
@@ -134,7 +134,7 @@ class GraphReport:
     spans: tuple[ComputeSpan, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As what JSON can hold."""
+        """The report as data that JSON can hold."""
         return asdict(self)
 
     @staticmethod

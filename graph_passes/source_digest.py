@@ -1,4 +1,4 @@
-"""A package's sources as part of a key: what was compiled by other code is compiled again."""
+"""Hash of a package's sources: what was compiled by other code is compiled again."""
 
 from __future__ import annotations
 

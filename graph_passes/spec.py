@@ -1,4 +1,4 @@
-"""What must hold of a scheduled graph. Short, executable, checked after every pass."""
+"""Spec of a scheduled graph: short, executable, verified after every pass."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class SpecError(RuntimeError):
 def _fail(stage: str, node: fx.Node, expected: str, got: str) -> None:
     raise SpecError(
         f"graph after '{stage}', node {node.name}: expected {expected}, got {got}. "
-        "The pass named broke the graph: correct it if it is yours, otherwise report a bug."
+        "This is a bug of the pass named; options={'disabled_passes': [name]} leaves it out."
     )
 
 
 def inventory(graph: fx.Graph) -> Counter[str]:
-    """How often each marked collective occurs: passes must neither lose nor add any."""
+    """Count of each marked collective: passes must neither lose nor add any."""
     marks = (mark_of(node) for node in collectives(graph))
     return Counter(mark.encode() for mark in marks if mark is not None)
 
@@ -74,7 +74,7 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
 
 
 def _verify_launches(graph: fx.Graph, stage: str) -> None:
-    """Backwards, so that the users of a node have been seen before it."""
+    """Check launches, backwards, so that the users of a node are seen before it."""
     later: fx.Node | None = None  # of the launch that is going on
     inside: set[fx.Node] = set()  # its collectives, and what leads to them alone
     ended: set[int] = set()
@@ -96,7 +96,7 @@ def _verify_launches(graph: fx.Graph, stage: str) -> None:
 
 
 def _alike(node: fx.Node) -> tuple[object, ...]:
-    """What collectives of one launch have in common: the kind, the dtype and the group."""
+    """Kind, dtype and group: what collectives of one launch have in common."""
     dtype = getattr(node.meta.get("val"), "dtype", None)
     return (op_name(node), dtype, node.args[1:])
 

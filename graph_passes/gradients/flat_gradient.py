@@ -1,4 +1,4 @@
-"""What a graph does to the flat gradients that it reduces: who writes where, what is copied."""
+"""Flat gradients in a graph: the writes into each, and the bytes that are copied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 
 def write_name(node: fx.Node) -> str:
-    """Which operator of ``grad_ops`` a node calls; ``""`` for other nodes."""
+    """Name of the operator of ``gradients.operators`` that a node calls; ``""`` for other nodes."""
     namespace, _, name = op_name(node).partition("::")
     return name if namespace == NAMESPACE else ""
 
@@ -91,7 +91,7 @@ def _copied(write: fx.Node, fuses: bool) -> list[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a gradient is a reshaped view of."""
+    """The tensor that a gradient is a reshaped view of."""
     while op_name(node) in ("aten::view", "aten::reshape") and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -103,7 +103,7 @@ def _sources(write: fx.Node) -> list[fx.Node]:
 
 
 def ranges_of(write: fx.Node) -> list[Range]:
-    """Which elements a node of a chain writes."""
+    """Elements that a node of a chain writes."""
     name = write_name(write)
     args: Any = write.args
     if name == "new_flat":
@@ -123,7 +123,7 @@ def ranges_of(write: fx.Node) -> list[Range]:
 
 
 def misplaced_writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
-    """Where chains of writes leave out an element, write it twice, or add before writing.
+    """Writes of elements that are left out, written twice, or added to before they are written.
 
     Yields:
         The node, what was expected of it, and what came.

@@ -100,7 +100,7 @@ def _slots(cat: fx.Node, dtype: torch.dtype) -> list[tuple[fx.Node, torch.Tensor
 
 
 def _place(producer: fx.Node, cat: fx.Node) -> fx.Node:
-    """What a write stands behind: its producer; an input of the graph is copied last."""
+    """The node that a write follows: its producer; an input of the graph is copied last."""
     return cat.prev if producer.op == "placeholder" else producer
 
 

@@ -255,7 +255,7 @@ def _add(piece: Piece) -> Write:
 
 
 def _terms(piece: Piece) -> list[Piece]:
-    """What a gradient is the sum of."""
+    """Terms that a gradient is the sum of."""
     node = piece.node
     name = op_name(node)
     if piece.is_cast or not is_private(node) or node.kwargs:

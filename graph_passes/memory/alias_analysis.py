@@ -1,4 +1,4 @@
-"""Which storages the values of a graph's nodes live in. Storages, not tensors, take memory.
+"""Storages behind the values of a graph's nodes. Storages, not tensors, take memory.
 
 An operator's schema says whether its result is new or a view of an argument::
 

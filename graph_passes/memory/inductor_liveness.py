@@ -1,4 +1,4 @@
-"""How the lifetimes of a graph change when Inductor generates its code.
+"""Lifetimes of storages in the code that Inductor generates for a graph.
 
 Two things cost more than the graph shows (fusion, which costs less, is not modelled)::
 

@@ -1,4 +1,4 @@
-"""Memory: the bytes that a graph keeps alive while each of its nodes runs.
+"""Liveness: the bytes that a graph keeps alive while each of its nodes runs.
 
 What counts is storages (see ``aliasing``). A storage is alive from the node that allocates it to
 the last node that uses it or a view of it, both included::
@@ -150,7 +150,7 @@ def _last_use(nodes: Sequence[fx.Node], index: dict[fx.Node, int], waits_only: b
 
 
 def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
-    """What a reduction sends, and the pieces that are concatenated to it."""
+    """Tensors that reductions send, and the pieces that are concatenated to it."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         mark = mark_of(node) if is_collective(node) else None
@@ -166,7 +166,7 @@ def _flat_grads(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _category(storage: Storage, flat_grads: set[fx.Node]) -> Category:
-    """What a storage holds, by the marks of its nodes."""
+    """Category of a storage, by the marks of its nodes."""
     for node in storage.nodes:
         if is_collective(node) or is_wait(node) or node.op == "placeholder":
             mark = mark_of(node)

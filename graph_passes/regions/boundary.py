@@ -1,4 +1,4 @@
-"""What crosses the boundary of a region, put right before the graph around it is partitioned.
+"""Boundaries of regions: what a region takes and returns, before the graph around is partitioned.
 
 Before::
 
@@ -28,7 +28,7 @@ from graph_passes.graph_utils import is_backward_region, is_region
 
 
 def tidy_region_boundaries(gm: fx.GraphModule) -> None:
-    """Put the boundaries of all regions of a joint graph right.
+    """Return no inputs and no shared memory from the regions of a joint graph.
 
     Args:
         gm: the joint graph, its regions partitioned already; changed in place.

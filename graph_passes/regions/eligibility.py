@@ -1,4 +1,4 @@
-"""What a unit's body must fulfil to become a region, and what makes two values equal."""
+"""Conditions under which a unit's body becomes a region, and equality of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 
 
 def value_key(value: Any) -> Any:
-    """Hashable; equal for values that are the same to a compiled graph.
+    """Hashable key, equal for values that are the same to a compiled graph.
 
     Tensors are compared by shape, stride, offset, dtype, device and whether they require a
     gradient; objects that are neither tensors nor plain constants by identity.
@@ -35,7 +35,7 @@ def value_key(value: Any) -> Any:
 
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
-    """Why a body cannot be a region; ``None`` if it can.
+    """The reason why a body cannot be a region; ``None`` if it can.
 
     Args:
         body: the body as a graph of its own.
@@ -59,7 +59,7 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
 
 
 def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:
-    """Run it once on fake tensors and look at their versions."""
+    """Whether a run on fake tensors changes the version of an input."""
     mode = detect_fake_mode(values)
     if mode is None:
         raise ValueError("regions: expected a graph whose inputs carry fake example values")

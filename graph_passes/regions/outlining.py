@@ -49,7 +49,7 @@ class Run:
 
 @dataclass
 class RegionReport:
-    """What became a region and why the rest did not.
+    """Units that became regions, and why the rest did not.
 
     Attributes:
         regions: the units that share each region, in graph order.
@@ -122,7 +122,7 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _key(run: Run) -> tuple[Any, ...]:
-    """Equal for two runs exactly if one graph can stand for both."""
+    """Key that is equal for two runs exactly if one graph can stand for both."""
     number: dict[fx.Node, int] = {}
     for node in (*run.inputs, *run.nodes):
         number[node] = len(number)
@@ -147,7 +147,7 @@ def _key(run: Run) -> tuple[Any, ...]:
 
 
 def _input_key(node: fx.Node) -> Any:
-    """Two inputs of this key are interchangeable; a module in the graph equals only itself."""
+    """Key of interchangeable inputs; a module in the graph equals only itself."""
     value = node.meta.get("example_value")
     return ("attribute", node.target) if value is None else value_key(value)
 

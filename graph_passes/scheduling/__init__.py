@@ -1,1 +1,1 @@
-"""When each collective is issued and waited for, and which units stay unsharded."""
+"""Places of collectives: where each is issued and waited for, and which units stay unsharded."""

@@ -1,4 +1,4 @@
-"""Why a collective is where it is: the next move is tried, and what stops it is the reason.
+"""Binding constraints: the next move of a collective is tried, and what stops it is the reason.
 
 The move of an all-gather is one unit's compute earlier, that of a reduction's wait one unit later.
 What is launched together moves together.
@@ -21,7 +21,7 @@ _EPSILON_MS = 1e-6
 
 @dataclass(frozen=True)
 class Why:
-    """What keeps a collective from a better place.
+    """The constraint that keeps a collective from a better place.
 
     Attributes:
         reason: ``"hidden"``: it exposes nothing. ``"dependency"``: its input is ready, or its
@@ -61,7 +61,7 @@ def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, i
 
 
 class Reasons:
-    """Tries moves in one schedule.
+    """Trial moves in one schedule.
 
     Args:
         problem: from ``with_launches``.
@@ -80,7 +80,7 @@ class Reasons:
         self.timeline = simulate(problem, schedule)
 
     def why(self, index: int) -> Why:
-        """Why transfer number ``index`` did not move further."""
+        """The reason why transfer number ``index`` did not move further."""
         if self.timeline.timings[index].exposed_ms <= _EPSILON_MS:
             return Why("hidden")
         return self._gather(index) if self._transfer(index).is_gather else self._reduction(index)
@@ -129,7 +129,7 @@ class Reasons:
         return Why("dependency")
 
     def _try(self, index: int, trial: Schedule) -> Why:
-        """What stops a schedule: memory, places in flight, or that nothing is gained."""
+        """The constraint that stops a schedule: memory, places in flight, or nothing gained."""
         budget = self.limits.memory_budget_bytes
         peak = peak_bytes(self.problem, trial)
         if budget is not None and peak > budget:

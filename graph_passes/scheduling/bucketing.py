@@ -1,4 +1,4 @@
-"""Bucket: neighbouring small collectives are launched as one.
+"""Bucketing: neighbouring small collectives are launched as one.
 
 Before::
 
@@ -53,7 +53,7 @@ def bucket(problem: Problem) -> Bucketed:
 
 
 def alone(problem: Problem) -> Bucketed:
-    """Nothing merged."""
+    """One bucket a transfer."""
     return Bucketed(problem, tuple((i,) for i in range(len(problem.transfers))))
 
 

@@ -1,4 +1,4 @@
-"""Coarsen: a problem with fewer steps, for a search that tries many places.
+"""Coarsening: a problem with fewer steps, for a search that tries many places.
 
 A graph has hundreds of steps, but a transfer need not be tried between any two of them::
 
@@ -41,7 +41,7 @@ class Coarse:
 
 
 def coarsen(problem: Problem) -> Coarse:
-    """Cut where the unit changes, where a transfer becomes possible or necessary, and evenly."""
+    """Merge steps between changes of unit, limits of transfers, and even distances in time."""
     gaps = sorted({0, problem.num_steps, *_even_cuts(problem), *_limits(problem)})
     place = {gap: i for i, gap in enumerate(gaps)}
     spans = list(pairwise(gaps))
@@ -64,7 +64,7 @@ def _limits(problem: Problem) -> Iterator[int]:
 
 
 def _even_cuts(problem: Problem) -> Iterator[int]:
-    """Where units change, and in between at equal distances in time."""
+    """Gaps where units change, and in between at equal distances in time."""
     clock = list(accumulate(problem.compute_ms, initial=0.0))
     for begin, end in pairwise([*problem.segment_starts(), problem.num_steps]):
         yield begin

@@ -1,4 +1,4 @@
-"""What a schedule may use."""
+"""Limits of a schedule: memory, and places in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refine: try every transfer in other gaps, and in another order on the link; keep what is faster.
+"""Local search: try every transfer in other gaps and other orders on the link; keep the fastest.
 
 A placement rule sees one direction at a time: gathers against compute, reductions against memory.
 Where both share a link they delay each other, and this search on the simulated clock finds the

@@ -55,7 +55,7 @@ class PlannedTransfer:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The collective in words, for messages."""
         return f"{self.kind} of unit '{self.unit}', flat parameter {self.ordinal}"
 
 
@@ -91,12 +91,12 @@ class Plan:
     graphs: tuple[GraphPlan, ...]
 
     def to_json(self) -> str:
-        """As text, the same for equal plans."""
+        """The plan as text, the same for equal plans."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Back from ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
             PlanError: not a plan of this version.
@@ -132,11 +132,11 @@ class Plan:
             raise PlanError(f"plan: expected a JSON text, got {error}") from error
 
     def digest(self) -> str:
-        """Equal for equal plans."""
+        """Hash that is equal for equal plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def diff(self, other: Plan) -> list[str]:
-        """What differs in ``other``, one line each."""
+        """Differences from ``other``, one line each."""
         lines = []
         if self.kept != other.kept:
             lines.append(f"kept: {list(self.kept)} -> {list(other.kept)}")
@@ -245,7 +245,7 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
 
 
 def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placement]) -> None:
-    """Those of one launch must stand next to each other, in one gap, and be alike."""
+    """Check that transfers of one launch follow each other, in one gap, and are alike."""
     ended: set[int] = set()
     for position, planned in enumerate(plan.transfers[1:], 1):
         before = plan.transfers[position - 1]

@@ -38,7 +38,7 @@ from graph_passes.scheduling.simulation import Schedule
 
 @dataclass(frozen=True)
 class Planned:
-    """What was done to one graph.
+    """Result of planning one graph.
 
     Attributes:
         problem: what there was to decide.
@@ -57,7 +57,7 @@ class Planned:
 
 
 class Planner(GraphPass):
-    """Places all collectives, so that they run while something else is computed.
+    """Place all collectives, so that they run while something else is computed.
 
     Args:
         options: cost model, limits, and which decisions to take; by default ``Options()``.
@@ -86,7 +86,7 @@ class Planner(GraphPass):
         self.observe = observe
 
     def cache_key(self) -> str:
-        """Changes with everything that a decision follows from."""
+        """Everything that a decision follows from."""
         return f"{self.options!r} {self.plan.digest() if self.plan else ''}"
 
     def __call__(self, graph: fx.Graph) -> None:

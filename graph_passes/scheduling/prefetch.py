@@ -1,4 +1,4 @@
-"""Prefetch: how early each all-gather is issued.
+"""Prefetch: all-gathers are issued ahead of their use.
 
 Before::
 
@@ -79,7 +79,7 @@ def _one_unit_ahead(starts: list[int], transfer: Transfer) -> int:
 
 
 def _in_order(problem: Problem, gaps: dict[int, int]) -> dict[int, int]:
-    """No gather overtakes one that is needed earlier."""
+    """Gaps in which no gather overtakes one that is needed earlier."""
     last: dict[str, int] = {}
     for index in gathers_by_need(problem):
         transfer = problem.transfers[index]

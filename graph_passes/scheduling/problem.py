@@ -89,7 +89,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Problem:
-    """What there is to decide in one graph.
+    """The transfers to place in one graph, between its steps.
 
     Attributes:
         compute_ms: of each step.
@@ -171,7 +171,7 @@ def _is_gather(node: fx.Node) -> bool:
 
 
 def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What leads from inputs of the graph to an all-gather and to nothing else."""
+    """Nodes that lead from inputs of the graph to an all-gather and to nothing else."""
     if not _is_gather(node):
         return ()
     chain: list[fx.Node] = []
@@ -188,7 +188,7 @@ def _private_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _private_users(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What depends on a reduction's wait alone."""
+    """Nodes that depend on a reduction's wait alone."""
     return tuple(_grow({wait}))[1:]
 
 
@@ -222,7 +222,7 @@ def problem_of(graph: fx.Graph, cost: CostModel, parts: Dissection | None = None
 
 
 def _units(steps: tuple[fx.Node, ...]) -> tuple[str, ...]:
-    """Each step's unit; what has no mark belongs to where it stands."""
+    """Each step's unit; a node without a mark belongs to the unit before it."""
     units: list[str] = []
     for node in steps:
         unit = unit_of(node)
@@ -237,7 +237,7 @@ def _pinned_gaps(
     cost: CostModel,
     compute_ms: tuple[float, ...],
 ) -> dict[fx.Node, int]:
-    """Collectives that depend on another's result keep one gap.
+    """Gaps of collectives that depend on another's result: these do not move.
 
     It is the one where they are. A reduction that nothing in the graph waits for (over replicas,
     of what another one brings) goes where the other will be done: until then there is nothing to

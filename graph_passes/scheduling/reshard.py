@@ -84,7 +84,7 @@ def _tag(node: fx.Node, recompute: bool) -> None:
 
 
 def _tag_shard_casts(graph: fx.Graph) -> None:
-    """What is done to a shard before the all-gather (a cast) is done again too, not saved."""
+    """Tag what is done to a shard before the all-gather (a cast): done again too, not saved."""
     for node in graph.nodes:
         if not is_collective(node) or node.meta.get("recompute") is None:
             continue

@@ -32,7 +32,7 @@ _CLEARLY = 0.99
 
 @dataclass(frozen=True)
 class Options:
-    """How to schedule.
+    """Decisions to take, limits and costs.
 
     Attributes:
         prefetch: issue gathers ahead of their use.
@@ -72,7 +72,7 @@ def pose(
 
 
 def decide(problem: Problem, options: Options) -> tuple[Schedule, dict[int, int]]:
-    """Where all transfers go.
+    """Place all transfers.
 
     Args:
         problem: of one graph.
@@ -171,7 +171,7 @@ def apply(graph: fx.Graph, schedule: Schedule, parts: Dissection | None = None) 
 
 
 class _Emitter:
-    """Writes nodes out in their new order."""
+    """Writer of a graph's nodes in their new order."""
 
     def __init__(self, graph: fx.Graph, parts: Dissection, schedule: Schedule) -> None:
         self._output = next(iter(reversed(graph.nodes)))

@@ -1,4 +1,4 @@
-"""What a schedule costs: one pass over its steps on a clock.
+"""Simulation of a schedule: one pass over its steps on a clock.
 
 A link carries one transfer after the other, in order of issue (which is how NCCL's
 streams and a pair of sockets behave, and what sharing the bandwidth comes to for the last of them).
@@ -35,7 +35,7 @@ Schedule = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Timing:
-    """When one transfer was under way, in milliseconds from the start of the graph."""
+    """Times at which one transfer was under way, in milliseconds from the start of the graph."""
 
     issued_ms: float
     begin_ms: float
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation gives.
+    """Result of a simulation.
 
     Attributes:
         total_ms: from the first step to the last wait.
@@ -149,7 +149,7 @@ def unscheduled(problem: Problem) -> Schedule:
 
 
 def lower_bound_ms(problem: Problem) -> float:
-    """No schedule is faster: compute plus what must precede and follow it, or the busiest link."""
+    """Time that no schedule beats: compute and what surrounds it, or the busiest link."""
     compute = sum(problem.compute_ms)
     first = min((t.ms for t in problem.transfers if t.is_gather and t.need == 0), default=0.0)
     last = min(

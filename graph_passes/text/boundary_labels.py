@@ -1,5 +1,7 @@
-"""Labels: what a collective or a wait in a *final* graph says of itself and of the compute next
-to it, as one string that survives code generation."""
+"""Labels of collectives and waits in a *final* graph, as strings that survive code generation.
+
+A label tells what its collective is, and which units compute next to it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Label:
     count: int = 1
 
     def encode(self) -> str:
-        """As a string."""
+        """The label as a string."""
         lists = [
             "".join(f"{encode_name(name)}," for name in names)
             for names in (self.before, self.after)

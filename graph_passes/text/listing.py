@@ -105,7 +105,7 @@ def _line(node: fx.Node) -> Line:
 
 
 def _waits(node: fx.Node) -> bool:
-    """Before and after lowering: ``wait_tensor.default``, ``graph_ops.wait``, ``wait_.default``."""
+    """Whether a node is ``wait_tensor.default``, ``graph_ops.wait`` or ``wait_.default``."""
     return any(part.startswith("wait") for part in _target(node).split(".")[-2:])
 
 
@@ -172,7 +172,7 @@ def units_in(lines: Sequence[Line]) -> list[str]:
 
 
 def of_unit(lines: Sequence[Line], unit: str) -> list[Line]:
-    """What a unit does, in its place: from its first line to its last.
+    """A unit's part of a listing: from its first line to its last.
 
     Collectives of other units that stand in between are kept; compute of others is one remark.
     """

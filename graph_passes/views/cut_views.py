@@ -1,4 +1,4 @@
-"""Cut views: each parameter view straight from the unsharded flat parameter.
+"""Cut views: each parameter view is taken straight from the unsharded flat parameter.
 
 Before::
 

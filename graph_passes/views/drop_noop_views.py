@@ -1,4 +1,4 @@
-"""Simplify: drop view nodes that change nothing.
+"""Drop view nodes that change nothing.
 
 A graph that is run node by node pays host time for every node. Tracing leaves pairs such as::
 
