@@ -193,10 +193,10 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         for unit in self._fsdp_root.units:
             unit.write_back()
         new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
-        for flat in new._fsdp_unit.flats:
+        for flat in new._fsdp_own_unit.flats:
             flat.point_originals_to_shard()
-        for original in new._fsdp_unit.originals():
-            mark_managed(original.param, join_fqn(new._fsdp_unit.fqn, original.fqn))
+        for original in new._fsdp_own_unit.originals():
+            mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
         new._fsdp_bodies = {}
         new._fsdp_name = register(new)

@@ -12,7 +12,7 @@ from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from ways import in_way
 
-from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, full_params
+from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, parts
 from fsdp_dynamo.collectives import all_gather
 
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
@@ -186,7 +186,7 @@ def _failing_gather(rank: int, world_size: int, way: str, at: int) -> list[str]:
         all_gather(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_params, "all_gather", fail)
+        patch.setattr(parts, "all_gather", fail)
         with (
             pytest.raises(torch.OutOfMemoryError, match="in a gather"),
             FSDP.summon_full_params(wrapped, rank0_only=True, with_grads=True),
