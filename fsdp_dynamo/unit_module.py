@@ -107,7 +107,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
 
     def _fsdp_share_shards(self) -> None:
         """Hand the shards to the graph path, whose inputs they are."""
-        flats = self._fsdp_unit.flats
+        flats = self._fsdp_own_unit.flats
         self._fsdp_shards = tuple(flat.sharded for flat in flats)
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
         self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
