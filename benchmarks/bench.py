@@ -19,7 +19,7 @@ from typing import NamedTuple
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.errors import BadInputError
+from benchmarks.command_line import BadInputError
 from benchmarks.link import check_can_link
 from benchmarks.pictures import draw_all
 

@@ -27,23 +27,22 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import at_least
-from benchmarks.errors import one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input
+from benchmarks.measure.ranks import become_ranks, process_group
+from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, Trainee, named
-from benchmarks.ranks import become_ranks, process_group
-from benchmarks.report import record, table, write
-from benchmarks.workloads import DECODER_SIZES, decoder
-from fsdp_dynamo import order_log, watching
+from benchmarks.workloads.catalogue import DECODER_SIZES, decoder
+from fsdp_dynamo.comm import collective_log, watchdog
 
 KEYS = ("ours", "ours_graph_aot_eager")
 WARMUP, PAIRS, LOOPS = 3, 10, 20_000
 _ENTRIES = {
-    kind: order_log.Entry(0, 0, kind, "", 0, "forward")
+    kind: collective_log.Entry(0, 0, kind, "", 0, "forward")
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 }
 
 
-def _note_nothing(group: object, kind: str, *rest: object) -> order_log.Entry:
+def _note_nothing(group: object, kind: str, *rest: object) -> collective_log.Entry:
     return _ENTRIES[kind]
 
 
@@ -56,9 +55,9 @@ def without_checks() -> Iterator[None]:
     """Nothing is noted, all messages of a kind have one tag, nobody looks at waits."""
     nobody: WeakKeyDictionary[object, object] = WeakKeyDictionary()
     with (
-        mock.patch.object(order_log, "note", _note_nothing),
-        mock.patch.object(order_log, "tag_of", _one_tag),
-        mock.patch.object(watching, "_looks", nobody),
+        mock.patch.object(collective_log, "note", _note_nothing),
+        mock.patch.object(collective_log, "tag_of", _one_tag),
+        mock.patch.object(watchdog, "_looks", nobody),
     ):
         yield
 
@@ -86,9 +85,9 @@ class Row:
 
     def collectives(self) -> int:
         """Of one step."""
-        before = sum(count for _, count, _ in order_log.all_recent())
+        before = sum(count for _, count, _ in collective_log.all_recent())
         self.train()
-        return sum(count for _, count, _ in order_log.all_recent()) - before
+        return sum(count for _, count, _ in collective_log.all_recent()) - before
 
     def round(self) -> dict[str, float]:
         """Pairs of steps, in turn."""
@@ -111,10 +110,10 @@ def microseconds_of_a_check() -> float:
     began = time.perf_counter()
     for number in range(LOOPS):
         label = f"blocks.{number % 8}"
-        order_log.note(group, "all_gather", label, 4096)
-        order_log.tag_of("all_gather", label, 4096, "forward")
-        watching._watcher.begin(group)
-        watching._watcher.end()
+        collective_log.note(group, "all_gather", label, 4096)
+        collective_log.tag_of("all_gather", label, 4096, "forward")
+        watchdog._watcher.begin(group)
+        watchdog._watcher.end()
     return (time.perf_counter() - began) / LOOPS * 1e6
 
 

@@ -26,13 +26,14 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import link, ranks, wire, workloads
-from benchmarks.arguments import DTYPES, at_least
-from benchmarks.comparison_report import comparison_table, memory_table, rows
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks import link
+from benchmarks.command_line import DTYPES, BadInputError, at_least, one_line_on_bad_input
+from benchmarks.measure import ranks, wire
+from benchmarks.measure.comparison_report import comparison_table, memory_table, rows
+from benchmarks.measure.report import record, write
+from benchmarks.measure.rounds import Comparison
 from benchmarks.peers import Setting, all_peers, named
-from benchmarks.report import record, write
-from benchmarks.rounds import Comparison
+from benchmarks.workloads import catalogue
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,13 +56,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def workload_of(options: argparse.Namespace) -> workloads.Workload:
+def workload_of(options: argparse.Namespace) -> catalogue.Workload:
     """The task that the command line names."""
     sizes = (options.batch_size, options.length)
     if options.torchbench_model is not None:
         small = options.model_size == "small"
-        return workloads.hugging_face(options.torchbench_model, *sizes, small=small)
-    return workloads.decoder(options.decoder, *sizes, num_blocks=options.blocks)
+        return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
+    return catalogue.decoder(options.decoder, *sizes, num_blocks=options.blocks)
 
 
 def decoder_arguments(options: argparse.Namespace) -> dict[str, Any]:

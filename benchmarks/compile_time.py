@@ -29,11 +29,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import workloads
-from benchmarks.arguments import numbers
-from benchmarks.errors import one_line_on_bad_input
+from benchmarks.command_line import numbers, one_line_on_bad_input
+from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
-from benchmarks.report import record, table, write
+from benchmarks.workloads import catalogue
 
 WORLD = 8
 KEYS = (
@@ -49,7 +48,7 @@ def measure_here(key: str, depth: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    task = workloads.decoder("small", num_blocks=depth)
+    task = catalogue.decoder("small", num_blocks=depth)
     device = torch.device("cpu")
     (peer,) = named([key])
     trainee = peer.train(Setting(task, device))

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ranks
-from benchmarks.arguments import at_least
-from benchmarks.errors import one_line_on_bad_input
-from benchmarks.report import record, write
+from benchmarks.command_line import at_least, one_line_on_bad_input
+from benchmarks.measure import ranks
+from benchmarks.measure.report import record, write
 
 HERE = Path(__file__).resolve().parent
 

@@ -25,11 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import at_least
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input
+from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
-from benchmarks.report import record, table, write
-from benchmarks.workloads import Batch, Workload
+from benchmarks.workloads.catalogue import Batch, Workload
 
 DIM, BATCH, WORLD = 64, 4, 8
 FLOOR, REFERENCE = "plain", "fsdp2"

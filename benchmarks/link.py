@@ -32,8 +32,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ranks, wire
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import BadInputError, one_line_on_bad_input
+from benchmarks.measure import ranks, wire
 
 PORT = 29533
 GRACE_S = 5.0

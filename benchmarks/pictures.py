@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import BadInputError, one_line_on_bad_input
 
 OURS, THEIRS, FLOOR, BOUND = "#c44536", "#7d98a1", "#d8dbdc", "#1c2321"
 MEMORY_COLOURS = ("#1c2321", "#7d98a1", "#c44536", "#e8a87c", "#d8dbdc")

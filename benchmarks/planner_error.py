@@ -25,15 +25,15 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import at_least
-from benchmarks.errors import one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input
+from benchmarks.measure.ranks import become_ranks, process_group
+from benchmarks.measure.report import record, table, write
+from benchmarks.measure.step_profile import CATEGORIES, StepProfile, StepProfiler
 from benchmarks.peers import Setting, Trainee, named
-from benchmarks.ranks import become_ranks, process_group
-from benchmarks.report import record, table, write
-from benchmarks.step_profile import CATEGORIES, StepProfile, StepProfiler
-from benchmarks.workloads import DECODER_SIZES, Workload, decoder
-from fsdp_dynamo import ShardingStrategy, probe
-from fsdp_dynamo.planner import Cluster, Prediction, Setup, predict, take_inventory
+from benchmarks.workloads.catalogue import DECODER_SIZES, Workload, decoder
+from fsdp_dynamo import ShardingStrategy
+from fsdp_dynamo.estimator import Cluster, Prediction, Setup, predict, take_inventory
+from fsdp_dynamo.graph_path import calibration
 
 PEERS = {
     ShardingStrategy.FULL_SHARD: "ours_graph_inductor",
@@ -58,7 +58,7 @@ def predicted(workload: Workload, strategy: ShardingStrategy) -> Prediction:
     """From this cluster's measured rates. All ranks must call it."""
     group = dist.group.WORLD
     assert group is not None
-    rates = probe.measured(group, torch.device("cpu"))
+    rates = calibration.measured(group, torch.device("cpu"))
     link = rates["link"]["bytes_per_ms"]
     cluster = Cluster(
         world_size=dist.get_world_size(),

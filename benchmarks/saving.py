@@ -28,13 +28,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import at_least
-from benchmarks.decoder import DecoderSizes
-from benchmarks.errors import one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input
+from benchmarks.measure.ranks import become_ranks, process_group
+from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, Trainee, named
-from benchmarks.ranks import become_ranks, process_group
-from benchmarks.report import record, table, write
-from benchmarks.workloads import DECODER_SIZES, decoder
+from benchmarks.workloads.catalogue import DECODER_SIZES, decoder
+from benchmarks.workloads.decoder import DecoderSizes
 from fsdp_dynamo import checkpoint
 
 BEFORE, WARMUP = 6, 3

@@ -30,21 +30,20 @@ import torch
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import workloads
-from benchmarks.arguments import DTYPES, at_least, numbers
-from benchmarks.cluster import (
+from benchmarks.cluster.simulation import (
     ClusterModel,
     ethernet_cluster,
     gpu_cluster,
     simulated_cluster,
     two_hosts,
 )
-from benchmarks.comparison_report import rows
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import DTYPES, BadInputError, at_least, numbers, one_line_on_bad_input
+from benchmarks.measure.comparison_report import rows
+from benchmarks.measure.report import record, table, write
+from benchmarks.measure.rounds import Comparison
+from benchmarks.measure.step_profile import Collective
 from benchmarks.peers import Setting, named
-from benchmarks.report import record, table, write
-from benchmarks.rounds import Comparison
-from benchmarks.step_profile import Collective
+from benchmarks.workloads import catalogue
 
 KEYS = "plain,fsdp2,simple_fsdp_aot_eager,ours,ours_graph_aot_eager"
 CLUSTERS: dict[str, Callable[[int], ClusterModel]] = {
@@ -94,7 +93,7 @@ def measure_here(spec: dict[str, Any]) -> dict[str, Any]:
     cluster = CLUSTERS[spec["cluster"]](spec["size"]) if spec["size"] else two_hosts(spec["gbit"])
     device = torch.device(spec["device"])
     sizes = (spec["batch_size"], spec["length"], spec.get("blocks"))
-    task = workloads.decoder(spec["decoder"], *sizes)
+    task = catalogue.decoder(spec["decoder"], *sizes)
     with simulated_cluster(cluster, device) as group:
         comparison = Comparison(
             named(spec["peers"]), Setting(task, device, DTYPES[spec["dtype"]]), rank=0

@@ -1,16 +1,18 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
-from fsdp_dynamo.versions import __version__, check_torch
+from fsdp_dynamo.version import __version__, check_torch
 
 check_torch()  # before any import that an older torch would fail in a way of its own
 
 # ruff: noqa: E402
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-import fsdp_dynamo.compile  # registers the backends of torch.compile
-import fsdp_dynamo.dcp_glue  # noqa: F401  # lets torch.distributed.checkpoint know our models
+import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
+import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.api import (
+from fsdp_dynamo.agreement.exchange import set_agreement_timeout
+from fsdp_dynamo.agreement.flight_recorder import record_flight
+from fsdp_dynamo.config import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -26,7 +28,7 @@ from fsdp_dynamo.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_dynamo.composable import FSDPModule, UnshardHandle, fully_shard, replicate
+from fsdp_dynamo.core.parameter_shards import ParameterShard
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -38,15 +40,13 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
-from fsdp_dynamo.explain import Explanation, explain
-from fsdp_dynamo.flight_recorder import record_flight
-from fsdp_dynamo.inspection import Inspection, inspect_graphs
-from fsdp_dynamo.optim_state_variants import OptimStateKeyType
-from fsdp_dynamo.original_shards import ParameterShard
-from fsdp_dynamo.planning import PlanLog, record_plans
-from fsdp_dynamo.rendezvous import set_agreement_timeout
+from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
+from fsdp_dynamo.observe.explain import Explanation, explain
+from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
+from fsdp_dynamo.state_dict.optim_variants import OptimStateKeyType
 from fsdp_dynamo.warmup import limit_recompiles, warmup
-from fsdp_dynamo.wrapper import FullyShardedDataParallel
+from fsdp_dynamo.wrap.composable import FSDPModule, UnshardHandle, fully_shard, replicate
+from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
 
 FSDP = FullyShardedDataParallel
 

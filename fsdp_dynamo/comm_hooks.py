@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fsdp_dynamo import collectives
-from fsdp_dynamo.groups import Groups
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.process_groups import Groups
 
 CommHook = Callable[..., Any]
 """``hook(state, grad)`` or ``hook(state, grad, output)``."""

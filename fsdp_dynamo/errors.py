@@ -72,7 +72,7 @@ def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | Non
     message = f"{where}: expected {expected}, got {got}. {fix}"
     if see is None:
         return message
-    return f"{message} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.help {see})."
+    return f"{message} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.troubleshooting {see})."
 
 
 def unit_name(fqn: str) -> str:

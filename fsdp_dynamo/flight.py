@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_dynamo.flight_text import explained
+from fsdp_dynamo.agreement.flight_report import explained
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from fsdp_dynamo.agreement import require_same
+from fsdp_dynamo.agreement.comparison import require_same
+from fsdp_dynamo.core.restoring import forget_gradients, nothing_changes
+from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError, explain
-from fsdp_dynamo.explain_run import sum_of
-from fsdp_dynamo.state_dict_methods import uncompiled, units_in
-from fsdp_dynamo.unit import Unit
-from fsdp_dynamo.untouched import forget_gradients, nothing_changes
+from fsdp_dynamo.observe.training_step import sum_of
+from fsdp_dynamo.state_dict.methods import uncompiled, units_in
 
 Step = Callable[[Any, Any], torch.Tensor]
 """Called with the model and a batch; returns the loss, a scalar."""

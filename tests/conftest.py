@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent / "support"), str(Path(__file__).parents[1])]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import durability  # noqa: E402
+from namespaces import why_there_is_no_link  # noqa: E402
 from pool import RankPool  # noqa: E402
 
 
@@ -29,3 +30,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def two_namespaces() -> None:
+    """Skips where no link between two network namespaces can be made."""
+    reason = why_there_is_no_link()
+    if reason is not None:
+        pytest.skip(reason)

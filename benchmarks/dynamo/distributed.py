@@ -24,14 +24,14 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import ranks, workloads
-from benchmarks.arguments import DTYPES, at_least
-from benchmarks.comparison_report import comparison_table, memory_table, rows
+from benchmarks.command_line import DTYPES, BadInputError, at_least, one_line_on_bad_input
 from benchmarks.dynamo import extras
-from benchmarks.errors import BadInputError, one_line_on_bad_input
+from benchmarks.measure import ranks
+from benchmarks.measure.comparison_report import comparison_table, memory_table, rows
+from benchmarks.measure.report import record, write
+from benchmarks.measure.rounds import Comparison
 from benchmarks.peers import FAMILIES, Peer, Setting
-from benchmarks.report import record, write
-from benchmarks.rounds import Comparison
+from benchmarks.workloads import catalogue
 
 Say = Callable[[str], None]
 
@@ -72,15 +72,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def workload_of(options: argparse.Namespace) -> workloads.Workload:
+def workload_of(options: argparse.Namespace) -> catalogue.Workload:
     """The task that the command line names."""
     small = options.model_size == "small"
     if options.toy_model:
-        return workloads.toy(options.batch_size or 20, small)
+        return catalogue.toy(options.batch_size or 20, small)
     sizes = (options.batch_size or 4, options.sequence_length)
     if options.decoder is not None:
-        return workloads.decoder(options.decoder, *sizes)
-    return workloads.hugging_face(options.torchbench_model, *sizes, small=small)
+        return catalogue.decoder(options.decoder, *sizes)
+    return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
 
 
 def check(options: argparse.Namespace) -> Peer:

@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import profile
 
-from benchmarks.errors import BadInputError
-from benchmarks.step_profile import without_announcements
+from benchmarks.command_line import BadInputError
+from benchmarks.measure.step_profile import without_announcements
 from fsdp_dynamo import record_events
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.errors import BadInputError
+from benchmarks.command_line import BadInputError
 from benchmarks.peers import deepspeed, ours, simple_fsdp, upstream
 from benchmarks.peers.base import Peer, Setting, Trainee
 

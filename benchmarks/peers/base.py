@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from benchmarks.workloads import Batch, Workload
+from benchmarks.workloads.catalogue import Batch, Workload
 
 LEARNING_RATE = 3e-4
 

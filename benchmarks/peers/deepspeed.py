@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from benchmarks.errors import BadInputError
+from benchmarks.command_line import BadInputError
 from benchmarks.peers.base import Peer, Setting, Trainee, missing_package
-from benchmarks.workloads import Batch
+from benchmarks.workloads.catalogue import Batch
 
 
 class _Zero3(Trainee):

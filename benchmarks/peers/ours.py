@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cluster_group import SimulatedGroup
+from benchmarks.cluster.process_group import SimulatedGroup
 from benchmarks.peers.base import Peer, Setting, compiled, wrapped
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy

@@ -14,7 +14,7 @@
 Tensors are written and read by torch.distributed.checkpoint, each rank's own part of them.
 """
 
-from fsdp_dynamo.checkpoint.folder import complete
+from fsdp_dynamo.checkpoint.directory import complete
 from fsdp_dynamo.checkpoint.loading import Loaded, load
 from fsdp_dynamo.checkpoint.saving import Saving, async_save, save
 from fsdp_dynamo.errors import CheckpointError

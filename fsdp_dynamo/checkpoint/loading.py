@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from fsdp_dynamo.checkpoint import folder as folders
-from fsdp_dynamo.checkpoint import manifest, saving, small_states, tensors
-from fsdp_dynamo.checkpoint.concert import Concert, meet, torchs_errors
-from fsdp_dynamo.checkpoint.damage import require_intact, require_present
+from fsdp_dynamo.checkpoint import directory as folders
+from fsdp_dynamo.checkpoint import manifest, other_states, saving, tensor_states
+from fsdp_dynamo.checkpoint.integrity import require_intact, require_present
 from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.reading import LoadPlanner, Reader
+from fsdp_dynamo.checkpoint.other_states import Kept
+from fsdp_dynamo.checkpoint.rank_coordination import Concert, meet, torchs_errors
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
-from fsdp_dynamo.checkpoint.small_states import Kept
+from fsdp_dynamo.checkpoint.storage_reader import LoadPlanner, Reader
 from fsdp_dynamo.errors import CheckpointError, explain
 
 
@@ -85,8 +85,8 @@ def load(
     def check() -> None:
         if failure is not None:
             raise failure
-        small_states.require_stateful(kept, "shared")
-        small_states.require_stateful(own, "per_rank")
+        other_states.require_stateful(kept, "shared")
+        other_states.require_stateful(own, "per_rank")
         given.append(as_list(optimizers))
 
     concert.all(check)
@@ -137,8 +137,8 @@ def _load_tensors(
     states: dict[str, dict[str, Any]] = {}
 
     def prepare() -> None:
-        states["model"] = tensors.model_to_load(index, others, model)
-        states["optimizers"] = tensors.optimizers_to_load(index, model, optimizers)
+        states["model"] = tensor_states.model_to_load(index, others, model)
+        states["optimizers"] = tensor_states.optimizers_to_load(index, model, optimizers)
 
     def read(state: dict[str, Any]) -> None:
         alone = concert.group is None
@@ -156,29 +156,29 @@ def _load_tensors(
     if optimizers:
         concert.all(lambda: read(states["optimizers"]))
         concert.all(
-            lambda: give.append(tensors.giver(states["optimizers"], index, model, optimizers))
+            lambda: give.append(tensor_states.giver(states["optimizers"], index, model, optimizers))
         )
     concert.all(lambda: read(states["model"]))
-    concert.all(lambda: tensors.take(states["model"], others, model))
+    concert.all(lambda: tensor_states.take(states["model"], others, model))
     for one in give:
         one()
 
 
 def _small_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
     """States of all ranks, and of this one (``None`` where nobody can say which are whose)."""
-    shared = small_states.unpacked((path / folders.SHARED).read_bytes())
+    shared = other_states.unpacked((path / folders.SHARED).read_bytes())
     if not is_exact:
         return shared, None
-    return shared, small_states.unpacked((path / folders.own_file(rank)).read_bytes())
+    return shared, other_states.unpacked((path / folders.own_file(rank)).read_bytes())
 
 
 def _put_back(
     shared: Mapping[str, Any], own: Any, kept: Mapping[str, Kept], per_rank: Mapping[str, Kept]
 ) -> None:
-    small_states.give_back(kept, shared)
+    other_states.give_back(kept, shared)
     if own is not None:
-        small_states.give_back(per_rank, own["per_rank"])
-        small_states.set_random_state(own["random"])
+        other_states.give_back(per_rank, own["per_rank"])
+        other_states.set_random_state(own["random"])
 
 
 def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.checkpoint.folder import MANIFEST
-from fsdp_dynamo.checkpoint.pace import PIECE, Pace
+from fsdp_dynamo.checkpoint.directory import MANIFEST
+from fsdp_dynamo.checkpoint.throttle import PIECE, Pace
 from fsdp_dynamo.errors import CheckpointError, explain
 
 FORMAT = 1

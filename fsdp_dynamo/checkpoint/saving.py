@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 
-from fsdp_dynamo import optim_state
-from fsdp_dynamo.agreement import difference
-from fsdp_dynamo.checkpoint import folder as folders
-from fsdp_dynamo.checkpoint import manifest, small_states, tensors
-from fsdp_dynamo.checkpoint.concert import Concert, meet, said_of, torchs_errors
-from fsdp_dynamo.checkpoint.damage import require_present, require_written
+from fsdp_dynamo.agreement.comparison import difference
+from fsdp_dynamo.checkpoint import directory as folders
+from fsdp_dynamo.checkpoint import manifest, other_states, tensor_states
+from fsdp_dynamo.checkpoint.integrity import require_present, require_written
 from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.pace import Pace
-from fsdp_dynamo.checkpoint.reading import SavePlanner
-from fsdp_dynamo.checkpoint.small_states import Kept
-from fsdp_dynamo.checkpoint.writing import Writer
+from fsdp_dynamo.checkpoint.other_states import Kept
+from fsdp_dynamo.checkpoint.rank_coordination import Concert, meet, said_of, torchs_errors
+from fsdp_dynamo.checkpoint.storage_reader import SavePlanner
+from fsdp_dynamo.checkpoint.storage_writer import Writer
+from fsdp_dynamo.checkpoint.throttle import Pace
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -34,6 +33,7 @@ from fsdp_dynamo.errors import (
     FSDPValueError,
     explain,
 )
+from fsdp_dynamo.state_dict import optim_state
 
 _SHARE = 0.2
 """Of a processor's time, for writing in the background."""
@@ -194,18 +194,20 @@ def _prepared(
         if failure is not None:
             raise failure
         _require_numbers(step, keep_last)
-        small_states.require_stateful(kept, "shared")
-        small_states.require_stateful(own, "per_rank")
-        state, others = tensors.to_save(model, as_list(optimizers), lambda *one: told.append(one))
+        other_states.require_stateful(kept, "shared")
+        other_states.require_stateful(own, "per_rank")
+        state, others = tensor_states.to_save(
+            model, as_list(optimizers), lambda *one: told.append(one)
+        )
         content.append(
             _Content(
                 step,
-                tensors.copied(state) if copied else state,
-                small_states.packed({"shared": small_states.states_of(kept), "model": others}),
-                small_states.packed(
+                tensor_states.copied(state) if copied else state,
+                other_states.packed({"shared": other_states.states_of(kept), "model": others}),
+                other_states.packed(
                     {
-                        "random": small_states.random_state(),
-                        "per_rank": small_states.states_of(own),
+                        "random": other_states.random_state(),
+                        "per_rank": other_states.states_of(own),
                     }
                 ),
                 names,

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from fsdp_dynamo.api import FullStateDictConfig, MixedPrecision, StateDictType
-from fsdp_dynamo.checkpoint.small_states import set_random_state
-from fsdp_dynamo.composable import FSDPModule
+from fsdp_dynamo.checkpoint.other_states import set_random_state
+from fsdp_dynamo.config import FullStateDictConfig, MixedPrecision, StateDictType
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
-from fsdp_dynamo.flat_parameter import join_fqn
 from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding, shard
-from fsdp_dynamo.wrapper import FullyShardedDataParallel
+from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.wrap.composable import FSDPModule
+from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
 
 _REFUSED = {
     "fp16": "Use bf16=True, or Sharding(mixed_precision=...).",

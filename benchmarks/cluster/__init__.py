@@ -1,0 +1,1 @@
+"""A simulated cluster: one process stands for rank 0 of many."""

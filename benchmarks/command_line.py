@@ -1,0 +1,49 @@
+"""Command lines of the scripts: types of arguments, and one line for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+EXIT_CODE = 2
+
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""What ``--dtype`` may name, and the ``param_dtype`` of a setting: ``None`` is the model's own."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Type of an argument that counts something."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got '{text}'")
+        return value
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    """Type of an argument such as ``4,8,16``: whole numbers above 0."""
+    return [at_least(1)(part) for part in text.split(",")]
+
+
+class BadInputError(Exception):
+    """Something that the caller can mend: what was expected, what was got, what to do."""
+
+
+@contextmanager
+def one_line_on_bad_input() -> Iterator[None]:
+    """Turn a ``BadInputError`` into one line on standard error and exit code 2."""
+    try:
+        yield
+    except BadInputError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODE) from None

@@ -1,0 +1,4 @@
+"""Ranks that compare what they are about to run, through the store that they share.
+
+Imports: ``comm``.
+"""

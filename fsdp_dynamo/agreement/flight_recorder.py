@@ -1,0 +1,218 @@
+"""The last collectives of every rank, written down when one fails, and explained afterwards.
+
+    python -m fsdp_dynamo.flight FOLDER
+
+A rank writes its record when an exception ends it, and says where. One that was killed leaves none,
+which is a statement, too. Records go to ``$FSDP_DYNAMO_FLIGHT`` (``0``: none are made), or to a
+folder of the run beside other temporary files. ``record_flight`` names another folder, and lets the
+rank write also when it is told to end (SIGTERM, which torchrun sends to the others), even while it
+waits inside a collective.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.exit_callbacks import on_failure
+from fsdp_dynamo.errors import FSDPStateError, explain
+
+VARIABLE = "FSDP_DYNAMO_FLIGHT"
+_STACK_FRAMES = 12
+
+
+class _Recorder:
+    """Where this rank writes its record: once, and again only when it has gone on since."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._lock = threading.RLock()  # a second signal may come while the first is served
+        self._written_at = -1
+
+    @property
+    def path(self) -> Path:
+        """Of the record."""
+        return self.folder / f"rank-{self._rank}.json"
+
+    def remove_old(self) -> None:
+        """This rank's record of an earlier run, and those of ranks that are no more."""
+        for path in self.folder.glob("rank-*.json"):
+            number = path.stem.partition("-")[2]
+            if number == str(self._rank) or (number.isdigit() and int(number) >= self._world_size):
+                path.unlink(missing_ok=True)
+
+    def write(self, reason: str, stack: Sequence[str]) -> None:
+        """Write the record, if nobody has, and say where."""
+        with self._lock:
+            groups = collective_log.all_recent()
+            issued = sum(count for _, count, _ in groups)
+            if self._written_at == issued:
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_suffix(".part")
+            draft.write_text(json.dumps(self._content(reason, stack, groups)))
+            draft.rename(self.path)
+            # Inside: who finds it written may end the process at once.
+            if issued:  # a script that fails before it trains needs none to be understood
+                explainer = f"python -m fsdp_dynamo.flight {self.folder}"
+                _say(f"rank {self._rank}: flight record in {self.path} ({explainer})")
+            self._written_at = issued
+
+    def _content(
+        self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.Recent]
+    ) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "host": socket.gethostname(),
+            "reason": reason,
+            "stack": list(stack)[-_STACK_FRAMES:],
+            "groups": [
+                {"ranks": list(ranks), "count": count, "entries": entries}
+                for ranks, count, entries in groups
+            ],
+        }
+
+
+def _say(line: str) -> None:
+    """To standard error, also while a signal has interrupted who writes there."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except RuntimeError:  # a reentrant call inside the buffered writer
+        os.write(2, f"{line}\n".encode())
+
+
+_recorder: _Recorder | None = None
+
+
+def record_flight(folder: str | Path) -> None:
+    """From now on, write this rank's last collectives to ``folder/rank-N.json`` when it fails.
+
+    It fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
+    removed. Handlers of exceptions and of SIGTERM that are there keep their part.
+
+    Args:
+        folder: made when the first record is written.
+
+    Raises:
+        FSDPStateError: there is no process group, or another thread than the main one calls it.
+    """
+    if not dist.is_initialized() or threading.current_thread() is not threading.main_thread():
+        raise FSDPStateError(
+            explain(
+                expected="a process group, and a call in the main thread",
+                got="none" if not dist.is_initialized() else "another thread",
+                where="record_flight()",
+                fix="Call it once in every rank, after init_process_group().",
+            )
+        )
+    _begin(Path(folder))
+    _write_at_termination()
+
+
+def record_flight_by_default() -> None:
+    """Where the user has said nothing: record all the same."""
+    wanted = os.environ.get(VARIABLE, "")
+    if _recorder is None and wanted != "0":
+        with suppress(OSError):  # no place for files: no reason not to train
+            _begin(Path(wanted) if wanted else _default_folder())
+
+
+def _default_folder() -> Path:
+    """The same for all ranks of a run on a machine."""
+    environment = os.environ
+    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run == "none":  # torchrun with a fixed address, or another launcher
+        run = environment.get("MASTER_PORT", f"process-{os.getppid()}")
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Path(tempfile.gettempdir()) / f"fsdp_dynamo-flight-{_user()}" / f"{run}-{attempt}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        return str(os.getuid())
+
+
+def _begin(folder: Path) -> None:
+    global _recorder
+    recorder = _Recorder(folder)
+    recorder.remove_old()
+    _recorder = recorder
+    on_failure(_record_error)
+
+
+def _record_error(error: BaseException) -> None:
+    if _recorder is not None:
+        _recorder.write(f"{type(error).__name__}: {error}", traceback.format_exception(error))
+
+
+_process = 0
+"""The one in which SIGTERM is looked for."""
+
+
+def _write_at_termination() -> None:
+    """A handler in Python runs when the main thread comes back from a collective, which may be
+    never: the signal's number goes through a pipe to a thread that waits for it. Who has such a
+    pipe already keeps it; then the record is written when the handler runs."""
+    global _process
+    if _process == os.getpid():
+        return
+    _process = os.getpid()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == _process:
+            _write_stack("SIGTERM", frame)
+        if callable(before):
+            before(number, frame)
+        elif before is not signal.SIG_IGN:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, handle)
+    others = signal.set_wakeup_fd(-1)
+    if others != -1:
+        signal.set_wakeup_fd(others)
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def wait() -> None:
+        """While the main thread may be stuck; a handler of the user's is left to that thread."""
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGTERM:
+                _write_stack("SIGTERM", sys._current_frames().get(_main_thread()))
+                if before is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is handle:
+                    os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="flight", daemon=True).start()
+
+
+def _main_thread() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _write_stack(reason: str, frame: FrameType | None) -> None:
+    """Of the main thread, as it is."""
+    if _recorder is not None:
+        with suppress(Exception):  # what is to happen at the signal happens all the same
+            _recorder.write(reason, traceback.format_stack(frame))

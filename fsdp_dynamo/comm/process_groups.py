@@ -1,0 +1,283 @@
+"""Process groups of a wrapper: who shares a flat parameter, who reduces, who holds a replica.
+
+With a hybrid strategy N = R x S ranks hold R replicas of S shards::
+
+    rank        0  1 | 2  3        shard groups      {0, 1} {2, 3}
+    shard       0  1 | 0  1        replicate groups  {0, 2} {1, 3}
+    replica     0  0 | 1  1
+
+All-gathers and reduce-scatters stay inside a shard group; what the reduce-scatters give is averaged
+over the replicate group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    explain,
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a unit.
+
+    Attributes:
+        shard: the ranks among which a flat parameter is sharded.
+        reduce: the same ranks in the same order, for the gradients. A group of its own has a
+            communicator of its own: all-gathers do not queue behind reduce-scatters in it.
+        replicate: the ranks that hold the same shard, or ``None`` where there is but one replica.
+    """
+
+    shard: dist.ProcessGroup
+    reduce: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None = None
+
+    @property
+    def all(self) -> tuple[dist.ProcessGroup, ...]:
+        """Shard group, and replicate group if there is one."""
+        return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+
+    @property
+    def reductions(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which a gradient is averaged, one after the other."""
+        both = (self.reduce, self.replicate)
+        return tuple(group for group in both if group is not None and group.size() > 1)
+
+
+def groups_of(
+    group: object, mesh: DeviceMesh | None, reduction_group: object, *, is_hybrid: bool
+) -> Groups:
+    """The groups that a wrapper's arguments name.
+
+    Args:
+        group: argument ``process_group``.
+        mesh: argument ``device_mesh``.
+        reduction_group: the argument of this name.
+        is_hybrid: whether the strategy has replicas; without groups to go by, a node is one.
+
+    Raises:
+        FSDPError: one of its subclasses, if they contradict each other or the strategy.
+    """
+    default = _default_group()
+    if mesh is not None and group is not None:
+        raise FSDPValueError(
+            explain(
+                expected="process_group or device_mesh",
+                got="both",
+                where="arguments",
+                fix="Pass one of them.",
+            )
+        )
+    replicate = None
+    if is_hybrid:
+        shard, replicate = _pair_of(group, mesh, default)
+    else:
+        shard = _one_of(group, mesh, default)
+    return Groups(shard, _reduction_group(reduction_group, shard), replicate)
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise FSDPStateError(
+            explain(
+                expected="an initialised default process group",
+                got="none",
+                where="argument 'process_group'",
+                fix="Call torch.distributed.init_process_group(...) first, for example under "
+                "torchrun.",
+                see="no-process-group",
+            )
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def _one_of(
+    group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise FSDPValueError(
+                explain(
+                    expected="a 1-D device mesh",
+                    got=f"{mesh.ndim} dimensions",
+                    where="argument 'device_mesh'",
+                    fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose "
+                    "mesh has two: replicas, then shards.",
+                )
+            )
+        return mesh.get_group()
+    if group is None:
+        return default
+    if isinstance(group, tuple):
+        raise FSDPValueError(
+            explain(
+                expected="one process group",
+                got="a tuple of groups, which is for HYBRID_SHARD",
+                where="argument 'process_group'",
+                fix="Pass the first of them, or sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
+            )
+        )
+    return _checked(group, "argument 'process_group'")
+
+
+def _checked(group: object, where: str) -> dist.ProcessGroup:
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    raise FSDPTypeError(
+        explain(
+            expected="a torch.distributed.ProcessGroup",
+            got=repr(group),
+            where=where,
+            fix="Pass the result of torch.distributed.new_group(...).",
+        )
+    )
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def _pair_of(
+    group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Shard group and replicate group."""
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise FSDPValueError(
+                explain(
+                    expected="a 2-D device mesh (replicas, shards) for a hybrid strategy",
+                    got=f"{mesh.ndim} dimension(s)",
+                    where="argument 'device_mesh'",
+                    fix="Make it with init_device_mesh(device, (replicas, shards)).",
+                )
+            )
+        return mesh.get_group(1), mesh.get_group(0)
+    if group is None:
+        return _nodes(default)
+    if not isinstance(group, tuple) or len(group) != 2:
+        raise FSDPValueError(
+            explain(
+                expected="a pair of process groups (shard, replicate) for a hybrid strategy",
+                got=repr(group),
+                where="argument 'process_group'",
+                fix="Pass both, or a 2-D device_mesh, or neither: then each node is a replica.",
+            )
+        )
+    where = "argument 'process_group', item"
+    shard, replicate = (_checked(one, f"{where} {i}") for i, one in enumerate(group))
+    shared = set(_ranks(shard)) & set(_ranks(replicate))
+    if shared != {dist.get_rank()}:
+        raise FSDPValueError(
+            explain(
+                expected="a shard group and a replicate group that share this rank only",
+                got=f"ranks {_ranks(shard)} and {_ranks(replicate)} on rank {dist.get_rank()}",
+                where="argument 'process_group'",
+                fix="Of R x S ranks, rank r shards with r // S * S + [0..S-1] and replicates "
+                "with r % S + S * [0..R-1].",
+            )
+        )
+    return shard, replicate
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""By default group: one pair serves all wrappers of a process, as connections cost memory."""
+
+
+def _nodes(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A shard group for each node, and the groups across nodes, with the user's timeout."""
+    if default not in _made:
+        size, world = _ranks_of_a_node(), default.size()
+        if world % size:
+            raise FSDPValueError(
+                explain(
+                    expected=f"a world size that nodes of {size} rank(s) divide",
+                    got=str(world),
+                    where="a hybrid strategy without process_group and device_mesh",
+                    fix="Pass a 2-D device_mesh: init_device_mesh(device, (replicas, shards)).",
+                )
+            )
+        every = range(world)
+        shards = [list(every[i : i + size]) for i in range(0, world, size)]
+        replicas = [list(every[i::size]) for i in range(size)]
+        _made[default] = _new_group(shards), _new_group(replicas)
+    return _made[default]
+
+
+def _new_group(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make all of these groups, on every rank of the world; returns the one of this rank."""
+    default = _default_group()
+    timeout = timedelta(seconds=group_timeout_s(default))
+    mine: Any = None
+    for members in ranks:
+        made = dist.new_group(list(members), timeout=timeout)
+        if dist.get_rank() in members:
+            mine = made
+    return mine  # type: ignore[no-any-return]
+
+
+def _ranks_of_a_node() -> int:
+    """Ranks that run on one node: as the launcher says, else as many as there are devices."""
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    if said is not None:
+        return int(said)
+    if torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    raise FSDPValueError(
+        explain(
+            expected="to know how many ranks a node has",
+            got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
+            where="a hybrid strategy without process_group and device_mesh",
+            fix="Start with torchrun, or pass a 2-D device_mesh (replicas, shards).",
+        )
+    )
+
+
+# -- reductions ------------------------------------------------------------------------------------
+
+
+def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGroup:
+    if group is None:
+        return shard
+    where = "argument 'reduction_group'"
+    reduce = _checked(group, where)
+    if _ranks(reduce) != _ranks(shard):
+        raise FSDPValueError(
+            explain(
+                expected=f"a group of the ranks that shard, {_ranks(shard)}, in that order",
+                got=str(_ranks(reduce)),
+                where=where,
+                fix="Make it with torch.distributed.new_group(ranks) of the same ranks.",
+            )
+        )
+    return reduce
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+__all__ = ["Groups", "groups_of"]
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The timeout that a group was made with; no public reader."""
+    backend = group._get_backend(group._device_types[0])
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds

@@ -1,0 +1,125 @@
+"""Global gradient norm over sharded and unsharded parameters, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.errors import UnsupportedError, explain, unit_name
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    flats: Iterable[FlatParameter],
+    others: Iterable[torch.Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``.
+
+    Args:
+        flats: all flat parameters. Parts of sharded ones are summed over the ranks that shard
+            them; the others are whole on every rank and counted once.
+        others: parameters that no unit manages; whole on every rank.
+        groups: the root's, whose ranks must agree on the norm.
+        max_norm: wanted bound.
+        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all ranks.
+
+    Raises:
+        UnsupportedError: ranks of the root have different norms, as they train different
+            parameters in a unit on fewer ranks.
+    """
+    whole = _Part(())
+    whole.grads = [p.grad for p in others if p.grad is not None]
+    parts = [whole]
+    num_ranks = math.prod(group.size() for group in groups)
+    apart: FlatParameter | None = None
+    device = torch.device("cpu")
+    for flat in flats:
+        device = flat.device
+        if math.prod(group.size() for group in flat.groups.all) < num_ranks:
+            apart = apart or flat
+        shard = (flat.group,) if flat.is_sharded else ()
+        for original in flat.originals:
+            splits = () if original.parallel is None else original.parallel.splitting_groups
+            part = next((part for part in parts if part.groups == shard + splits), None)
+            if part is None:
+                parts.append(part := _Part(shard + splits))
+            if original.param.grad is not None:
+                part.grads.append(original.param.grad)
+    grads = [grad for part in parts for grad in part.grads]
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    norm_type = float(norm_type)
+    totals = torch.stack([part.total(norm_type, dtype, device) for part in parts])
+    norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
+    if apart is not None:
+        _require_agreement(norm, groups, apart)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return norm
+
+
+@dataclass
+class _Part:
+    """Gradients whose elements are spread over the same groups, by sharding and by tensor
+    parallelism.
+
+    Attributes:
+        groups: these groups; the same on every rank, in the same order of parts.
+        grads: what this rank has of them.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    grads: list[torch.Tensor] = field(default_factory=list)
+
+    def total(self, norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Sum of |g|^p over all elements on all ranks (largest |g| for inf)."""
+        total = _power_sum(self.grads, norm_type, dtype, device)
+        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        for group in self.groups:
+            dist.all_reduce(total, operation, group=group)
+        return total
+
+
+def _require_agreement(
+    norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], apart: FlatParameter
+) -> None:
+    """Raise on all ranks if their norms differ by more than rounding."""
+    bounds = torch.stack([norm, -norm])
+    for group in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = bounds[0], -bounds[1]
+    if most - least > 1e-4 * most:
+        raise UnsupportedError(
+            explain(
+                expected="one norm on all ranks of the root",
+                got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on "
+                f"{math.prod(group.size() for group in apart.groups.all)} ranks differs",
+                where=f"clip_grad_norm_(), {unit_name(apart.unit_fqn)}",
+                fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies; "
+                "clip by a norm of your own where they hold different parameters.",
+            )
+        )
+
+
+def _power_sum(
+    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Sum of |g|^p over all elements (largest |g| for inf)."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(
+        [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
+    )
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -1,0 +1,234 @@
+"""Original parameters as shards, for optimizers that need more than elements.
+
+An optimizer that works element by element sees nothing but 1-D tensors. One that works on matrices
+(Muon, Shampoo) or on blocks of elements (8-bit states) has to know what a rank's part is a part of:
+``parameter_shards`` says it, and ``update_whole`` brings whole matrices to one rank each::
+
+    rank 0   W[0:6]   V[0:2]                 W -> rank 0: update(W) -> parts back to all
+    rank 1   W[6:9]   V[2:8]        ==>      V -> rank 1: update(V) -> parts back to all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.tensor_parallel import refuse_parallel
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.module_tree import join_fqn
+
+WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What one rank holds of an original parameter.
+
+    Attributes:
+        param: the parameter: this rank's part, 1-D, or in its original shape where it is not
+            sharded.
+        shape: its original, global shape.
+        start: where the part begins in the parameter, flattened row by row.
+        numel: elements of the part; 0 where this rank holds nothing of it.
+    """
+
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+
+def shards_of(units: Sequence[Unit]) -> dict[str, ParameterShard]:
+    """By plain FQN, what this rank holds of each original parameter; tied ones once."""
+    known = {fqn: flat.originals[index].parallel for fqn, flat, index in _all_originals(units)}
+    refuse_parallel(known, "parameter_shards()")
+    return {
+        fqn: ParameterShard(
+            flat.originals[index].param,
+            flat.layout.slots[index].shape,
+            flat.ranges[index].param_start,
+            flat.ranges[index].numel,
+        )
+        for fqn, flat, index in _all_originals(units)
+    }
+
+
+def _all_originals(units: Sequence[Unit]) -> Iterator[tuple[str, FlatParameter, int]]:
+    for unit in units:
+        unit.write_back()
+        for flat in unit.flats:
+            for index, original in enumerate(flat.originals):
+                yield join_fqn(unit.fqn, original.fqn), flat, index
+
+
+@torch.no_grad()
+def update_whole(
+    units: Sequence[Unit], parts: Mapping[str, torch.Tensor], update: WholeUpdate
+) -> dict[str, torch.Tensor]:
+    """Let one rank each update whole tensors of which every rank has its part.
+
+    Every rank of the groups must call it with the same names. Which rank gets which tensor is
+    settled by size, so that all have about as much to do. Each element travels to the updating
+    rank and back once; nothing is padded.
+
+    Args:
+        units: whose parameters they are.
+        parts: by plain FQN, this rank's part of a tensor of the parameter's shape: its gradient,
+            a momentum, or the parameter itself. As large as the part of the parameter.
+        update: called with the FQN and the whole tensor, on one rank (on all where a parameter is
+            not sharded); returns a tensor of the same shape.
+
+    Returns:
+        This rank's part of what ``update`` returned, by FQN, in the shape of ``parts``.
+
+    Raises:
+        FSDPValueError: an unknown name, or a part of another size.
+    """
+    known = {fqn: (flat, index) for fqn, flat, index in _all_originals(units)}
+    for fqn, part in parts.items():
+        _check(known, fqn, part)
+    parallel = {fqn: flat.originals[index].parallel for fqn, (flat, index) in known.items()}
+    refuse_parallel({fqn: parallel[fqn] for fqn in parts}, "update_whole()")
+    jobs = [_Job(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
+    _assign(jobs)
+    _exchange([transfer for job in jobs for transfer in job.bring()])
+    for job in jobs:
+        job.run(update)
+    _exchange([transfer for job in jobs for transfer in job.take_back()])
+    return {job.fqn: job.result for job in jobs}
+
+
+def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch.Tensor) -> None:
+    if fqn not in known:
+        raise FSDPValueError(
+            explain(
+                expected="FQNs of parameters that units manage",
+                got=f"'{fqn}'",
+                where="update_whole()",
+                fix="See parameter_shards() for the names.",
+            )
+        )
+    flat, index = known[fqn]
+    if part.numel() != flat.ranges[index].numel:
+        raise FSDPValueError(
+            explain(
+                expected=f"this rank's part of '{fqn}', {flat.ranges[index].numel} elements",
+                got=f"{part.numel()}",
+                where="update_whole()",
+                fix="Pass tensors as large as the parameter is on this rank.",
+            )
+        )
+
+
+@dataclass
+class _Transfer:
+    """One message between two ranks of a group."""
+
+    is_send: bool
+    tensor: torch.Tensor
+    peer: int
+    group: dist.ProcessGroup
+
+
+class _Job:
+    """One tensor's way to the rank that updates it, and back."""
+
+    def __init__(self, fqn: str, flat: FlatParameter, index: int, part: torch.Tensor) -> None:
+        self.fqn = fqn
+        self.flat = flat
+        self.shape = flat.layout.slots[index].shape
+        self.numel = flat.layout.slots[index].numel
+        self.owner = flat.rank
+        self._home = part.device
+        self._part = part.to(flat.device)  # collectives work there
+        self._received = torch.empty_like(self._part)
+        ranks = range(flat.layout.world_size)
+        self._ranges = [flat.layout.shard_range(index, rank) for rank in ranks]
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def result(self) -> torch.Tensor:
+        """This rank's part of what was returned, where the part was."""
+        return self._received.to(self._home)
+
+    def bring(self) -> Iterator[_Transfer]:
+        """What moves the parts to the owner."""
+        rank = self.flat.rank
+        if rank != self.owner:
+            if self._part.numel():
+                yield _Transfer(True, self._part.contiguous(), self.owner, self.flat.group)
+            return
+        self._whole = self._part.new_empty(self.shape)
+        for peer, place in self._places(self._whole):
+            if peer == rank:
+                place.copy_(self._part.reshape(-1))
+            else:
+                yield _Transfer(False, place, peer, self.flat.group)
+
+    def run(self, update: WholeUpdate) -> None:
+        """On the owner, update."""
+        if self._whole is None:
+            return
+        updated = update(self.fqn, self._whole)
+        if updated.shape != self._whole.shape:
+            raise FSDPValueError(
+                explain(
+                    expected=f"a tensor of shape {tuple(self.shape)} for '{self.fqn}'",
+                    got=str(tuple(updated.shape)),
+                    where="update_whole(), what update returned",
+                    fix="Return a tensor of the shape that was passed.",
+                )
+            )
+        self._whole = updated.to(self._part.dtype).contiguous()
+
+    def take_back(self) -> Iterator[_Transfer]:
+        """What moves the parts of the result to their ranks."""
+        rank = self.flat.rank
+        if self._whole is None:
+            if self._received.numel():
+                yield _Transfer(False, self._received, self.owner, self.flat.group)
+            return
+        for peer, place in self._places(self._whole):
+            if peer == rank:
+                self._received.view(-1).copy_(place)
+            else:
+                yield _Transfer(True, place, peer, self.flat.group)
+
+    def _places(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Ranks that hold a part, and where it is in the whole."""
+        flattened = whole.view(-1)
+        for rank, part in enumerate(self._ranges):
+            if part.numel:
+                yield rank, flattened[part.param_start : part.param_start + part.numel]
+
+
+def _assign(jobs: Sequence[_Job]) -> None:
+    """The largest first, each to the rank that has least to do so far."""
+    loads: dict[dist.ProcessGroup, list[int]] = {}
+    for job in sorted(jobs, key=lambda job: (-job.numel, job.fqn)):
+        if not job.flat.is_sharded:
+            continue
+        load = loads.setdefault(job.flat.group, [0] * job.flat.layout.world_size)
+        job.owner = load.index(min(load))
+        load[job.owner] += job.numel
+
+
+def _exchange(transfers: Sequence[_Transfer]) -> None:
+    """Run messages; between two ranks they match in their order."""
+    ops = [
+        dist.P2POp(
+            dist.isend if one.is_send else dist.irecv,
+            one.tensor,
+            group=one.group,
+            group_peer=one.peer,
+        )
+        for one in transfers
+    ]
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()

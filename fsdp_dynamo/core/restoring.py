@@ -1,0 +1,60 @@
+"""Steps after which a model is as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.pytree import tensors_of
+
+
+@contextmanager
+def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) -> Iterator[None]:
+    """Begin without gradients; put gradients, buffers and random states back at the end.
+
+    Args:
+        module: whose parameters and buffers are meant.
+        units: of the module.
+        values: inputs, whose gradients are meant too.
+    """
+    leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
+    holders = dict.fromkeys([*module.parameters(), *leaves])
+    flats = [flat for unit in units for flat in unit.flats]
+    sums = [(flat, flat.take_sum()) for flat in flats]  # of steps under no_sync()
+    grads = [(holder, holder.grad) for holder in holders]
+    buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    values_of_buffers = [None if b is None else b.detach().clone() for _, _, b in buffers]
+    devices = [d for d in {unit.device for unit in units} if d is not None and d.type != "cpu"]
+    try:
+        with torch.random.fork_rng(devices):
+            forget_gradients(holders, units)
+            yield
+    finally:
+        forget_gradients(holders, units)
+        for holder, grad in grads:
+            holder.grad = grad
+        for flat, total in sums:
+            if total is not None:
+                flat.put_sum(total)
+        with torch.no_grad():
+            for (owner, name, buffer), before in zip(buffers, values_of_buffers, strict=True):
+                owner._buffers[name] = buffer
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+
+
+def forget_gradients(
+    holders: Sequence[torch.Tensor] | dict[Any, None], units: Sequence[Unit]
+) -> None:
+    """Of tensors, and of units those that wait for a reduction."""
+    for holder in holders:
+        holder.grad = None
+    for unit in units:
+        for flat in unit.flats:
+            flat.take_sum()
+            flat.accumulation.refresh()

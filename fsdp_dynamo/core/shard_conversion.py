@@ -1,0 +1,30 @@
+"""A shard of parts, and a whole tensor of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_dynamo.comm.collectives import all_gather
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+
+
+def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A shard ``(shard_numel,)`` of tensors as large as this rank's parts, on the device where
+    collectives work; zero where there is none."""
+    dtype = next((local.dtype for local in locals_ if local is not None), flat.dtype)
+    shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.device)
+    for place, local in zip(flat.local_parts(shard), locals_, strict=True):
+        if local is not None:
+            place.copy_(local)
+    return shard
+
+
+def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
+    """The tensor ``(padded_numel,)`` of every rank's shard; where nothing is sharded, the shard."""
+    if not flat.is_sharded:
+        return shard
+    unsharded = shard.new_empty(flat.layout.padded_numel)
+    all_gather(unsharded, shard, flat.group, flat.unit_fqn)
+    return unsharded

@@ -1,0 +1,203 @@
+"""summon_full_params: original parameters with their whole values, for a while.
+
+Inside the context every original parameter of the units named has its original shape; it is the
+same object. At the end the parts that this rank holds are taken from it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
+from fsdp_dynamo.core.tensor_parallel import refuse_parallel
+from fsdp_dynamo.core.training_state import UnitState
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.module_tree import join_fqn
+
+
+@dataclass(frozen=True)
+class Summon:
+    """What the context was asked for.
+
+    Attributes:
+        writeback: keep what was changed.
+        rank0_only: only rank 0 has whole values; what it changes is sent to all.
+        offload_to_cpu: whole values are in host memory.
+        with_grads: gradients are whole too.
+    """
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@contextmanager
+def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
+    """Whole parameters of the units; every rank must open and leave it. Units whose parameters are
+    whole already stay as they are.
+
+    Raises:
+        FSDPStateError: a unit is in its forward or backward.
+        UnsupportedError: tensor parallelism has split a parameter too.
+    """
+    units = [unit for unit in units if not unit.is_summoned]
+    for unit in units:
+        known = {join_fqn(unit.fqn, o.fqn): o.parallel for o in unit.originals()}
+        refuse_parallel(known, "summon_full_params()")
+        unit.write_back()
+    with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
+        whole = [(unit, _open(unit, how, undo)) for unit in units]
+        undo.pop_all()
+    with ExitStack() as stack:
+        # Also behind an exception: the others leave the context too, and wait here.
+        for unit, flats in whole:
+            stack.callback(_close, unit, flats, how)
+        yield
+
+
+def _open(unit: Unit, how: Summon, undo: ExitStack) -> list[_WholeFlat]:
+    unit.machine.advance(UnitState.SUMMON_FULL_PARAMS)
+    undo.callback(unit.machine.reset)
+    flats = []
+    for flat in unit.flats:
+        flats.append(_WholeFlat(flat, how))
+        undo.callback(flats[-1].restore)
+    return flats
+
+
+def _close(unit: Unit, flats: Sequence[_WholeFlat], how: Summon) -> None:
+    with ExitStack() as stack:
+        stack.callback(unit.machine.advance, UnitState.IDLE)
+        if how.writeback:
+            stack.callback(unit.reshard, "forward")  # what was gathered before is out of date
+        for one in flats:
+            stack.callback(one.close)
+
+
+class _WholeFlat:
+    """One flat parameter whose original parameters are whole."""
+
+    def __init__(self, flat: FlatParameter, how: Summon) -> None:
+        self._flat = flat
+        self._how = how
+        self._is_first = all(group.rank() == 0 for group in flat.groups.all)
+        self._has_whole = self._is_first or not how.rank0_only
+        self._grads = [original.param.grad for original in flat.originals]
+        self._has_grads = self._which_have_grads() if how.with_grads else None
+        values = self._gathered(flat.shard_on_device())
+        grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
+        flat.is_summoned = True
+        if not self._has_whole:
+            return
+        for i, original in enumerate(flat.originals):
+            original.param.grad = None  # of another shape
+            original.param.data = values[i]
+            if grads is not None and self._has_grads is not None and self._has_grads[i]:
+                original.param.grad = grads[i]
+
+    def _which_have_grads(self) -> list[bool]:
+        """Which original parameters have a gradient on any rank."""
+        flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _sharded_grad(self) -> torch.Tensor:
+        return shard_of(self._flat, self._grads)
+
+    def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Whole tensors made of every rank's shard; copies, on every rank."""
+        flat = self._flat
+        whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
+        if self._has_whole and self._how.offload_to_cpu:
+            whole = whole.cpu()
+        return flat.cut(whole)
+
+    def restore(self) -> None:
+        """Take this rank's parts again, as they were."""
+        self._flat.is_summoned = False
+        self._flat.point_originals_to_shard()
+        for original, grad in zip(self._flat.originals, self._grads, strict=True):
+            original.param.grad = grad
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Take this rank's parts again; with writeback, of what is there now."""
+        originals = self._flat.originals
+        try:
+            self._hold_replacements()
+        except FSDPStateError:
+            self.restore()
+            raise
+        values = [original.param.data for original in originals]
+        grads = [original.param.grad for original in originals]
+        shard = self._flat.sharded.detach()
+        self.restore()
+        if not self._how.writeback:
+            return
+        self._take(shard, values)
+        if self._has_grads is not None and any(self._has_grads):
+            self._take_grads(grads)
+
+    def _hold_replacements(self) -> None:
+        """Parameters that the user has put into modules meanwhile are the originals from now on."""
+        flat = self._flat
+        for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
+            shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
+            param = flat.replacement(original, shape)
+            if param is not original.param:
+                original.replace(param)
+                self._grads[i] = None
+
+    def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+        assert self._has_grads is not None
+        sharded_grad = self._sharded_grad()
+        self._take(sharded_grad, grads)
+        parts = self._flat.local_parts(sharded_grad)
+        for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
+            if has:
+                original.param.grad = part
+
+    def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Write this rank's part of whole values into ``shard``."""
+        flat = self._flat
+        if not self._has_whole or self._how.rank0_only:
+            self._take_from_first(shard, values)
+            return
+        whole = self._as_flat(shard, values)
+        begin = flat.rank * flat.layout.shard_numel
+        shard.copy_(whole[begin : begin + flat.layout.shard_numel])
+
+    def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """The same from rank 0's values: to the ranks of its replica, then to the others."""
+        flat, kept = self._flat, shard
+        shard = torch.empty_like(kept, device=flat.device)
+        replicate = flat.groups.replicate
+        if flat.is_sharded and (replicate is None or replicate.rank() == 0):
+            chunks = None
+            if self._is_first:
+                chunks = list(self._as_flat(shard, values).chunk(flat.group.size()))
+            dist.scatter(shard, chunks, group=flat.group, group_src=0)
+        elif not flat.is_sharded:
+            if self._is_first:
+                shard.copy_(self._as_flat(shard, values))
+            dist.broadcast(shard, group=flat.group, group_src=0)
+        if replicate is not None:
+            dist.broadcast(shard, group=replicate, group_src=0)
+        kept.copy_(shard)
+
+    def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Whole values in their places of an unsharded tensor ``(padded_numel,)``."""
+        numel = self._flat.layout.padded_numel
+        whole = torch.zeros(numel, dtype=like.dtype, device=self._flat.device)
+        for place, value in zip(self._flat.cut(whole), values, strict=True):
+            if value is not None:
+                place.copy_(value)
+        return whole

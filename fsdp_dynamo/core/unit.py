@@ -1,0 +1,373 @@
+"""One unit: unshard, reshard and reduce of the modules that share flat parameters.
+
+A unit holds one flat parameter a group of parameters with equal dtype, ``requires_grad`` and
+precision. It knows how to do things; when they are done is the schedule's decision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo import events
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
+from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.config import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+)
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.membership import Membership
+from fsdp_dynamo.core.original_parameter import OriginalParameter
+from fsdp_dynamo.core.training_state import StateMachine, UnitState
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """What a wrapper call asked for; the same object serves all units of an auto-wrap."""
+
+    groups: Groups
+    strategy: ShardingStrategy
+    precision: MixedPrecision | None
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool | None
+    offload: bool = False
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One forward call of a unit, as its backward needs to know it.
+
+    Attributes:
+        unit: whose call it is.
+        views: the parameter views of this call, one list a flat parameter.
+        order: position in the order in which the forwards ended.
+        backward_id: the backward pass in which the pre-backward ran last; 0 for none.
+        graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
+            each of its segments as another pass, within it.
+        segment_grads: gradients of the views that segments have given in this backward.
+        began: position in the order in which the forwards of the process began.
+    """
+
+    unit: Unit
+    views: list[list[torch.Tensor]]
+    order: int = -1
+    backward_id: int = 0
+    graph_task: int = NO_GRAPH_TASK
+    segment_grads: list[torch.Tensor | None] | None = None
+    began: int = field(default_factory=itertools.count().__next__)
+
+    def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients that one segment gives the views."""
+        if self.segment_grads is None:
+            self.segment_grads = list(grads)
+            return
+        for i, (total, grad) in enumerate(zip(self.segment_grads, grads, strict=True)):
+            if grad is not None:
+                self.segment_grads[i] = grad if total is None else total + grad
+
+
+@dataclass
+class PendingReduce:
+    """A gradient reduction in flight: what to wait for and where the result goes.
+
+    Attributes:
+        flat: whose gradient it is.
+        in_flight: the collective that goes on now.
+        sharded_grad: where the result is.
+        follow: starts the reduction over replicas, once; ``None`` where there are none.
+    """
+
+    flat: FlatParameter
+    in_flight: collectives.InFlight
+    sharded_grad: torch.Tensor
+    follow: Callable[[], collectives.InFlight] | None = None
+
+    def advance(self) -> None:
+        """Where a reduction over replicas follows, start it."""
+        if self.follow is not None:
+            self.in_flight.wait()
+            self.in_flight, self.follow = self.follow(), None
+
+    def finish(self) -> None:
+        """Wait, then add the result to the original parameters' gradients."""
+        self.advance()
+        self.in_flight.wait()
+        self.flat.accumulate_grad(self.sharded_grad)
+
+
+class _ViewsOfUnsharded(torch.autograd.Function):
+    """Forward: the parameter views. Backward: all their gradients at once, to the unit.
+
+    The engine runs the backward when every use of every view has given its gradient: that is
+    the end of the unit's backward. (Reentrant checkpointing has one more for each segment.) The
+    shards' own gradients are set by the reduction later, so none is returned.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: ForwardCall, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Weak: the call holds the views, whose grad_fn is this node. What keeps the call alive
+        # until its backward are the hooks on the unit's outputs. They keep the unit, too, which
+        # shows the views to its module: held here, none of it would go after a failed backward.
+        ctx.call = weakref.ref(call)
+        ctx.unit = weakref.ref(call.unit)
+        ctx.num_shards = len(shards)
+        return tuple(view for flat in call.unit.trainable for view in flat.make_views())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        unit: Unit | None = ctx.unit()
+        if unit is not None:
+            unit.on_gradients(ctx.call() or ForwardCall(unit, []), grads)
+        num_shards: int = ctx.num_shards
+        return (None,) * (num_shards + 1)
+
+
+class Unit:
+    """The modules that share flat parameters, and the state they are in.
+
+    Args:
+        module: the unit's outermost module (the user's, not the wrapper).
+        flats: its flat parameters; none for a unit without parameters.
+        config: what the wrapper call asked for.
+    """
+
+    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
+        self.module = module
+        self.flats = tuple(flats)
+        self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
+        self.config = config
+        self.fqn = ""
+        self.membership: Membership | None = None  # until its modules are complete
+        self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
+        self.pending_calls = 0
+        self.is_unsharded = False
+        self.is_ahead = False
+        self.state_dict_settings = StateDictSettings()
+        self.event: events.Event | None = None
+        self._gathers: list[collectives.InFlight] = []
+        self.on_gradients: Callable[[ForwardCall, Sequence[torch.Tensor | None]], None] = _no_owner
+
+    def rename(self, fqn: str) -> None:
+        """Set the unit's FQN relative to its root."""
+        self.fqn = fqn
+        self.machine.fqn = fqn
+        for flat in self.flats:
+            flat.unit_fqn = fqn
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes that an unshard allocates."""
+        return sum(flat.unsharded_bytes for flat in self.flats if flat.needs_storage)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where inputs are moved to: the parameters' accelerator, or ``None`` on the CPU."""
+        if not self.flats or self.flats[0].device.type == "cpu":
+            return None
+        return self.flats[0].device
+
+    @property
+    def needs_unshard(self) -> bool:
+        """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
+        return any(flat.needs_storage for flat in self.flats)
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether its original parameters are whole on the user's request."""
+        return any(flat.is_summoned for flat in self.flats)
+
+    # -- unshard and reshard -----------------------------------------------------------------
+
+    def issue_unshard(self, phase: events.Phase) -> None:
+        """Allocate the unsharded flat parameters and start to gather them."""
+        if self.is_unsharded:
+            return
+        self.is_unsharded = True
+        log = events.recorder
+        if log is not None and self.needs_unshard:
+            log.instant(self.fqn, "unshard", phase, self.unsharded_bytes)
+        for flat in self.flats:
+            if not flat.needs_storage:
+                continue
+            output = flat.allocate()
+            shard = flat.shard_to_gather()
+            if not flat.is_sharded:
+                output.copy_(shard)
+                continue
+            event = None
+            if log is not None:
+                event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
+            gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
+            self._gathers.append(gather)
+
+    def unshard_ahead(self) -> None:
+        """Start to gather for a forward that is still to begin, on the user's request."""
+        self.issue_unshard("forward")
+        self.is_ahead = True
+
+    def wait_unshard(self) -> None:
+        """Wait for what ``issue_unshard`` started."""
+        for in_flight in self._gathers:
+            in_flight.wait()
+        self._gathers = []
+
+    def reshard(self, phase: events.Phase) -> None:
+        """Free the unsharded flat parameters."""
+        if not self.is_unsharded:
+            return
+        self.wait_unshard()
+        self.is_unsharded = self.is_ahead = False
+        freed = [flat.free() for flat in self.flats]
+        log = events.recorder
+        if log is not None and any(freed):
+            log.instant(self.fqn, "reshard", phase, self.unsharded_bytes)
+
+    def abandon(self) -> None:
+        """Free the unsharded flat parameters after an error, whatever became of their gathers."""
+        gathers, self._gathers = self._gathers, []
+        for in_flight in gathers:
+            in_flight.abandon()
+        self.reshard("forward")
+
+    # -- views -----------------------------------------------------------------------------
+
+    def use_unsharded_views(self) -> ForwardCall:
+        """Show the modules views of the unsharded flat parameters, tied into autograd."""
+        call = ForwardCall(self, [])
+        trainable = self.trainable
+        tracked: tuple[torch.Tensor, ...] = ()
+        if trainable and torch.is_grad_enabled():
+            tracked = _ViewsOfUnsharded.apply(call, *[flat.sharded for flat in trainable])  # type: ignore[no-untyped-call]
+        position = 0
+        for flat in self.flats:
+            if tracked and flat.requires_grad:
+                end = position + len(flat.originals)
+                views = list(tracked[position:end])
+                position = end
+            else:
+                views = flat.make_views()
+            flat.set_views(views)
+            call.views.append(views)
+        return call
+
+    def reuse_views(self, call: ForwardCall) -> None:
+        """Show the views of an earlier call again, for a recomputation in its backward."""
+        for flat, views in zip(self.flats, call.views, strict=True):
+            flat.set_views(views)
+
+    def use_sharded_views(self) -> None:
+        """Put the original parameters back."""
+        for flat in self.flats:
+            flat.unset_views()
+
+    def require_idle(self, what: str) -> None:
+        """Raise if the unit is in its forward, its backward or a summon."""
+        if self.machine.state is not UnitState.IDLE:
+            raise FSDPStateError(
+                explain(
+                    expected=f"{what} between two steps, or between a forward and its backward",
+                    got=f"a call in state {self.machine.state.name}",
+                    where=unit_name(self.fqn),
+                    fix="Call it outside of the unit's own forward and backward.",
+                )
+            )
+
+    def check_originals(self) -> None:
+        """Make sure before a forward that the shards hold the values of all parameters."""
+        self.check_membership()
+        for flat in self.flats:
+            flat.check_originals()
+
+    def check_membership(self) -> None:
+        """Raise if a trainable parameter came into the unit's modules after it was made."""
+        if self.membership is not None:
+            self.membership.check(self.fqn)
+
+    def require_gathered_values(self) -> None:
+        """Raise if a parameter was given other values since they were gathered."""
+        for flat in self.flats:
+            flat.require_gathered_values()
+
+    def write_back(self) -> None:
+        """Take values that were put in the place of parameters into the shards."""
+        for flat in self.flats:
+            flat.write_back()
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def grads_by_flat(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
+        """The gradients of the views of each trainable flat parameter."""
+        position = 0
+        for flat in self.trainable:
+            end = position + len(flat.originals)
+            yield flat, grads[position:end]
+            position = end
+
+    def issue_reduce(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
+        """Start the mean over ranks of an unsharded gradient."""
+        groups = flat.groups.reductions
+        if not groups:
+            return PendingReduce(flat, collectives.InFlight([]), unsharded_grad)
+        output = unsharded_grad
+        if flat.is_sharded:
+            output = unsharded_grad.new_empty(flat.layout.shard_numel)
+        event = self._note_reduction(unsharded_grad, output)
+        if flat.comm_hook is not None:
+            began_ns = time.perf_counter_ns()
+            flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
+            if event is not None:
+                events.complete(event, began_ns)
+            return PendingReduce(flat, collectives.InFlight([]), output)
+        in_flight = collectives.issue_reduce_mean(
+            output, unsharded_grad, groups[0], event, self.fqn
+        )
+        follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
+        return PendingReduce(flat, in_flight, output, follow)
+
+    def reduce_sums(self) -> None:
+        """Reduce what steps under ``no_sync()`` have left, and wait for it."""
+        for flat in self.trainable:
+            total = flat.take_sum()
+            if total is not None:
+                reduced = self.issue_reduce(flat, total.clone())
+                total.data.zero_()  # a graph whose backward is still to come may have it, too
+                reduced.finish()
+
+    def _follow(self, group: dist.ProcessGroup, reduced: torch.Tensor) -> collectives.InFlight:
+        """Start the mean over replicas of a gradient that was reduced inside one, in place."""
+        event = self._note_reduction(reduced, reduced)
+        return collectives.issue_reduce_mean(reduced, reduced, group, event, self.fqn)
+
+    def _note_reduction(self, grad: torch.Tensor, output: torch.Tensor) -> events.Event | None:
+        kind: events.Kind = "all_reduce" if output is grad else "reduce_scatter"
+        log = events.recorder
+        return None if log is None else log.issue(self.fqn, kind, "backward", grad.nbytes)
+
+    # -- parameters ------------------------------------------------------------------------
+
+    def originals(self) -> list[OriginalParameter]:
+        """All original parameters of the unit."""
+        return [original for flat in self.flats for original in flat.originals]
+
+
+def _no_owner(call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+    raise AssertionError(f"unit '{call.unit.fqn}' belongs to no root")

@@ -1,0 +1,121 @@
+"""A unit's forward between its pre- and post-forward hooks.
+
+``run_unit`` is the eager way and the hooks path: pre-forward, the body (plain or compiled),
+post-forward. ``prepare_inputs`` is shared with the graph path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.comm import profiler_ranges
+from fsdp_dynamo.core.training_state import UnitState
+from fsdp_dynamo.core.unit import ForwardCall, Unit
+from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.pytree import map_tensors, tensors_of
+
+
+def run_unit(
+    root: Root,
+    unit: Unit,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    input_dtype: torch.dtype | None,
+) -> Any:
+    """Run a unit's forward between its hooks.
+
+    Args:
+        root: the schedule of the unit.
+        unit: whose forward it is.
+        body: the module, or its compiled form.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        input_dtype: floating-point inputs are cast to it; ``None`` casts nothing.
+    """
+    root.recover()
+    if root.in_backward and unit.machine.state is UnitState.BACKWARD_PRE:
+        # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
+        # its views already.
+        args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
+        return body(*args, **kwargs)
+    outermost = root.is_outside
+    try:
+        call = root.pre_forward(unit)
+    except BaseException:
+        if outermost:
+            root.reset()
+        raise
+    try:
+        args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
+        with profiler_ranges.named("forward", unit.fqn):
+            output = body(*args, **kwargs)
+    except BaseException:
+        root.fail_forward(unit)
+        raise
+    root.post_forward(unit, call)
+    if torch.is_grad_enabled():
+        _register_pre_backward(root, call, output)
+    return output
+
+
+def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
+    """The first gradient of an output to come starts the unit's backward."""
+
+    def pre_backward(grad: torch.Tensor) -> None:
+        root.pre_backward(call)
+
+    for tensor in tensors_of(output):
+        if tensor.requires_grad:
+            tensor.register_hook(pre_backward)
+
+
+def prepare_inputs(
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move inputs to ``device`` and cast floating-point ones to ``dtype`` (``None``: do not)."""
+    if dtype is None and device is None:
+        return args, kwargs
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if device is not None and tensor.device != device:
+            tensor = tensor.to(device)
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        return tensor
+
+    return map_tensors(convert, args), map_tensors(convert, kwargs)
+
+
+def keep_module_precision(module: nn.Module, own: torch.dtype, low: torch.dtype) -> None:
+    """Let one module of a mixed-precision unit compute in its own data type.
+
+    Its floating-point inputs are cast to ``own``, its outputs back to ``low``.
+    """
+    module.register_forward_pre_hook(_Caster(own).inputs, with_kwargs=True, prepend=True)
+    module.register_forward_hook(_Caster(low).output)
+
+
+class _Caster:
+    """Forward hooks that cast floating-point tensors to one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return map_tensors(self.cast, args), map_tensors(self.cast, kwargs)
+
+    def output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return map_tensors(self.cast, output)

@@ -1,0 +1,335 @@
+"""The root's schedule: execution order, prefetch, reductions in flight.
+
+One ``Root`` serves all units below the outermost wrapper. Order of a step for units 1..L::
+
+    forward:   AG(1) [AG(2) F(1)] [AG(3) F(2)] ... F(L)
+    backward:  AG(L) [AG(L-1) B(L)] RS(L) [AG(L-2) B(L-1)] RS(L-1) ...
+
+A bracket is a collective that runs beside a computation. At most one unit is unsharded ahead
+of the one that computes, and at most ``MAX_REDUCES`` gradients are being reduced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fsdp_dynamo import events
+from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
+from fsdp_dynamo.config import BackwardPrefetch
+from fsdp_dynamo.core.accumulation import Accumulation
+from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
+from fsdp_dynamo.core.unit import ForwardCall, PendingReduce, Unit
+from fsdp_dynamo.eager.execution_order import ExecutionOrder
+from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+
+MAX_REDUCES = 2
+"""Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
+
+
+class Root:
+    """Schedule of all units under one outermost wrapper.
+
+    Args:
+        units: every unit with its FQN, in left-to-right depth-first order; the first is the
+            outermost.
+    """
+
+    def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
+        self.units: list[Unit] = []
+        self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
+        self.in_backward = False
+        self._depth = 0
+        self._backward_id = 0
+        self._pending: deque[PendingReduce] = deque()
+        self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
+        self._recorded: list[Unit] = []  # units in the order of the last complete forward
+        self._order: list[Unit] = []  # the same of the forward that runs now
+        self.execution_order = ExecutionOrder()
+        self._ended: list[Unit] = []  # of each call, in the order in which the forwards ended
+        for fqn, unit in units:
+            unit.rename(fqn)
+            unit.on_gradients = self.post_backward
+            self.units.append(unit)
+        self.accumulation = Accumulation([flat for unit in self.units for flat in unit.flats])
+        self.accumulation.refresh()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.accumulation = self.accumulation
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return self._depth == 0 and not self.in_backward
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> ForwardCall:
+        """Unshard ``unit``, start the prefetch of the next one, show the views."""
+        if self.is_outside:
+            collective_log.begin_step()
+            self._begin_forward()
+        if unit.is_ahead:
+            unit.require_gathered_values()
+        if not self.in_backward and (unit.is_ahead or not unit.is_unsharded):
+            unit.check_originals()
+        unit.machine.advance(UnitState.FORWARD)
+        unit.issue_unshard("forward")
+        unit.wait_unshard()
+        unit.is_ahead = False
+        if not self.in_backward:
+            self._order.append(unit)
+            self._prefetch_forward(unit)
+        call = unit.use_unsharded_views()
+        log = events.recorder
+        if log is not None:
+            unit.event = log.issue(unit.fqn, "forward", "forward")
+        self._depth += 1  # where something has failed above, the unit is not in its forward
+        return call
+
+    def post_forward(self, unit: Unit, call: ForwardCall) -> None:
+        """Put the original parameters back and reshard ``unit`` if its strategy says so."""
+        events.finish(unit.event)
+        unit.event = None
+        unit.use_sharded_views()
+        self._depth -= 1
+        outermost = self._depth == 0
+        if not self.in_backward:
+            if torch.is_grad_enabled():
+                call.order = len(self._ended)
+                self._ended.append(unit)
+            if self._reshards_after_forward(unit, outermost):
+                unit.reshard("forward")
+        unit.machine.advance(UnitState.IDLE)
+        if outermost and not self.in_backward:
+            self._end_forward()
+
+    def _begin_forward(self) -> None:
+        self.machine.advance(RootState.FORWARD_BACKWARD)
+        self._order = []
+        self._ended = []
+        for unit in self.units:  # left over from a forward that no backward followed
+            if not unit.is_ahead:
+                unit.reshard("forward")
+
+    def _end_forward(self) -> None:
+        self._recorded = self._order
+        self.machine.advance(RootState.IDLE)
+        if torch.is_grad_enabled():
+            order = tuple(unit.fqn for unit in self._order)
+            self.execution_order.check(order, self.units[0].config.groups.shard)
+
+    def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
+        if not torch.is_grad_enabled():
+            return True
+        return unit.config.strategy.reshards_after_forward and not outermost
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        """Issue the all-gather of the unit that came after this one in the last forward."""
+        if not _prefetches_forward(unit):
+            return
+        position = len(self._order) - 1
+        recorded = self._recorded
+        if position + 1 >= len(recorded) or recorded[position] is not unit:
+            return
+        following = recorded[position + 1]
+        if following.machine.state is UnitState.IDLE:
+            following.check_originals()
+            following.issue_unshard("forward")
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def pre_backward(self, call: ForwardCall) -> None:
+        """Unshard a unit whose output's gradient has come, and prefetch the next one."""
+        if not self.in_backward:
+            self._begin_backward()
+        if call.backward_id == self._backward_id:
+            return
+        self._finish_segments(call)
+        unit = call.unit
+        unit.machine.advance(UnitState.BACKWARD_PRE)
+        call.backward_id = self._backward_id
+        call.graph_task = current_graph_task()
+        call.segment_grads = None
+        unit.pending_calls += 1
+        unit.issue_unshard("backward")
+        unit.wait_unshard()
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_backward(call)
+        unit.reuse_views(call)
+        log = events.recorder
+        if log is not None:
+            unit.event = log.issue(unit.fqn, "backward", "backward")
+
+    def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
+        if not self.in_backward:
+            self._begin_backward()
+        if call.graph_task not in (NO_GRAPH_TASK, current_graph_task()):
+            call.add_segment(grads)
+            if call not in self._waiting:
+                self._waiting.append(call)
+            return
+        if call in self._waiting:
+            call.add_segment(grads)
+            self._finish_segments(call)
+            return
+        self._finish_segments(call)
+        self._finish_backward(call, grads)
+
+    def _finish_segments(self, reached: ForwardCall | None = None) -> None:
+        """Finish calls with segments that began after one that the backward has reached.
+
+        The engine goes from the newest node of the graph to the oldest: of what came after a node
+        that it runs, it has run all. So units are reduced in one order on every rank, whether they
+        have segments there or not.
+        """
+        while self._waiting:
+            call = max(self._waiting, key=lambda waiting: waiting.began)
+            if reached is not None and call.began < reached.began:
+                return
+            self._waiting.remove(call)
+            grads, call.segment_grads = call.segment_grads, None
+            self._finish_backward(call, grads or ())
+
+    def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """Reshard a unit whose backward is done, and start to reduce its gradients."""
+        unit = call.unit
+        events.finish(unit.event)
+        unit.event = None
+        if unit.machine.state is UnitState.BACKWARD_PRE:
+            unit.pending_calls -= 1
+        if unit.pending_calls <= 0:
+            unit.machine.advance(UnitState.BACKWARD_POST)
+            unit.use_sharded_views()
+            if self._reshards_after_backward(unit):
+                unit.reshard("backward")
+        if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_backward(call)
+        self._reduce(unit, grads)
+
+    def _begin_backward(self) -> None:
+        self.machine.advance(RootState.FORWARD_BACKWARD)
+        self.in_backward = True
+        self._backward_id += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """The engine's last callback: all reductions done, all units sharded and idle."""
+        self._finish_segments()
+        while self._pending:
+            self._pending.popleft().finish()
+        for unit in self.units:
+            unit.use_sharded_views()
+            unit.reshard("backward")
+            unit.pending_calls = 0
+            unit.machine.advance(UnitState.IDLE)
+        self._ended = []
+        self.in_backward = False
+        self.accumulation.refresh()
+        self.machine.advance(RootState.IDLE)
+
+    def _reshards_after_backward(self, unit: Unit) -> bool:
+        return self.accumulation.sync or unit.config.strategy.reshards_after_forward
+
+    def _prefetch_backward(self, call: ForwardCall) -> None:
+        """Issue the all-gather of the unit whose forward ended before this call's."""
+        for position in range(call.order - 1, -1, -1):
+            if position >= len(self._ended):
+                return
+            unit = self._ended[position]
+            if unit.is_unsharded or not unit.needs_unshard:
+                continue
+            unit.issue_unshard("backward")
+            return
+
+    @torch.no_grad()
+    def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        for pending in self._pending:
+            pending.advance()
+        for flat, own in unit.grads_by_flat(grads):
+            if not self.accumulation.sync:
+                flat.add_unsharded_grad(flat.gather_grads(own))
+                continue
+            while len(self._pending) >= MAX_REDUCES:  # before the next flat gradient is made
+                self._pending.popleft().finish()
+            self._pending.append(unit.issue_reduce(flat, flat.gather_grads(own)))
+
+    # -- errors and contexts -----------------------------------------------------------------
+
+    def fail_forward(self, unit: Unit) -> None:
+        """A unit's forward raised: undo what was done for it; at the outermost, for all."""
+        self._depth -= 1
+        unit.event = None
+        unit.use_sharded_views()
+        if self.in_backward:  # a recomputation that ended early: its backward goes on
+            unit.machine.reset()
+        elif self._depth <= 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """Drop everything in flight; all units sharded and idle."""
+        self._waiting = []
+        while self._pending:
+            self._pending.popleft().in_flight.abandon()
+        for unit in self.units:
+            unit.use_sharded_views()
+            unit.abandon()
+            unit.pending_calls = 0
+            unit.event = None
+            unit.machine.reset()
+        self._ended = []
+        self._order = []
+        self._depth = 0
+        self.in_backward = False
+        self.machine.reset()
+
+    def recover(self) -> None:
+        """Reset if a backward raised: the engine then never called ``_end_backward``."""
+        if self.in_backward and not collective_log.is_in_backward():
+            self.reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum unsharded gradients locally, without communication, while open."""
+        before = self.accumulation.sync
+        self.set_sync_gradients(False)
+        try:
+            yield
+        finally:
+            self.accumulation.sync = before
+
+    @torch.no_grad()
+    def reduce_sums(self) -> None:
+        """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
+        if self.accumulation.has_sums:
+            for unit in self.units:
+                unit.reduce_sums()
+            self.accumulation.refresh()
+
+    def set_sync_gradients(self, wanted: bool) -> None:
+        """Reduce the gradients of the steps to come, or sum them unsharded."""
+        if self.machine.state is not RootState.IDLE:
+            raise FSDPStateError(
+                explain(
+                    expected="gradients to be reduced or not for whole steps",
+                    got=f"a change in state {self.machine.state.name}",
+                    where=unit_name(""),
+                    fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
+                    "the forward or after the backward.",
+                )
+            )
+        self.accumulation.sync = wanted
+
+
+def _prefetches_forward(unit: Unit) -> bool:
+    """Where the user left it open: on CPU, whose host does not run ahead of the device."""
+    wanted = unit.config.forward_prefetch
+    if wanted is not None:
+        return wanted
+    return bool(unit.flats) and unit.flats[0].device.type == "cpu"

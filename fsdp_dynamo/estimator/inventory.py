@@ -1,0 +1,369 @@
+"""What a model's step is made of, found by running it once on tensors without data.
+
+Nothing is allocated: parameters and activations are fake tensors, so a model of any size takes
+seconds. Counted are parameters, operations, bytes that operators read and write, and what the
+forward saves for the backward, each for the unit whose module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from fsdp_dynamo.errors import FSDPError, FSDPValueError, explain
+from fsdp_dynamo.pytree import tensors_of
+
+Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
+"""Makes a model and the keyword arguments of its forward, of fake tensors."""
+
+
+@dataclass
+class Work:
+    """Operations of matrix products, and bytes that operators read and write.
+
+    Attributes:
+        flops: floating-point operations of all operators.
+        traffic_bytes: of all operators.
+        costs: both, for each operator.
+    """
+
+    flops: int = 0
+    traffic_bytes: int = 0
+    costs: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, flops: int, traffic_bytes: int) -> None:
+        """One operator more.
+
+        Args:
+            flops: its floating-point operations.
+            traffic_bytes: that it reads and writes.
+        """
+        self.flops += flops
+        self.traffic_bytes += traffic_bytes
+        self.costs.append((flops, traffic_bytes))
+
+    def ms(self, flops_per_ms: float, bytes_per_ms: float) -> float:
+        """Milliseconds: each operator takes as long as the slower of arithmetic and memory traffic.
+
+        Args:
+            flops_per_ms: of the device.
+            bytes_per_ms: of its memory.
+        """
+        return sum(max(f / flops_per_ms, b / bytes_per_ms) for f, b in self.costs)
+
+
+@dataclass
+class UnitInventory:
+    """One unit.
+
+    Attributes:
+        fqn: ``""`` for the root.
+        numel: elements of its parameters.
+        saved_bytes: of activations that its forward saves for the backward.
+        input_bytes: of what it is called with: what checkpointing saves instead.
+        trained_numel: elements of those that are trained; ``None``: all.
+    """
+
+    fqn: str
+    numel: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    trained_numel: int | None = None
+
+    @property
+    def trained(self) -> int:
+        """Elements that have gradients: all of them, if nothing else is said."""
+        return self.numel if self.trained_numel is None else self.trained_numel
+
+
+@dataclass
+class Inventory:
+    """A model's step.
+
+    Attributes:
+        units: by FQN, the root first.
+        segments: in order of the forward, the FQN of the unit that runs and its work.
+        backward: all of the backward's work.
+    """
+
+    units: dict[str, UnitInventory]
+    segments: list[tuple[str, Work]]
+    backward: Work
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units.values())
+
+    @property
+    def trained(self) -> int:
+        """Elements of those that are trained."""
+        return sum(unit.trained for unit in self.units.values())
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of all segments."""
+        return sum(work.flops for _, work in self.segments)
+
+
+def take_inventory(
+    build: Build, classes: Sequence[str], dtype: torch.dtype, fused: bool = True
+) -> Inventory:
+    """Run forward and backward once, on tensors without data.
+
+    Args:
+        build: is called under a fake mode.
+        classes: names of the module classes that become units; if empty, the class in a
+            ``ModuleList`` that holds most parameters.
+        dtype: of parameters and compute.
+        fused: pointwise operators are part of their neighbours' kernels, as under a compiler.
+
+    Returns:
+        What one rank's batch takes.
+
+    Raises:
+        FSDPValueError: no module of such a class; nothing to differentiate comes out; the model
+            does not run on tensors without data.
+    """
+    try:
+        with FakeTensorMode(), torch.device("cpu"):
+            model, kwargs = build()
+            _cast(model, dtype)
+            wrapped = units_of(model, classes)
+            counter = _Counter(model, wrapped, fused)
+            with counter.watching():
+                output = model(**{name: _in(dtype, value) for name, value in kwargs.items()})
+            with counter.backward():
+                _loss_of(output).backward()  # type: ignore[no-untyped-call]
+    except FSDPError:
+        raise
+    except Exception as error:  # the user's own code, on tensors without data
+        raise FSDPValueError(
+            explain(
+                expected="a model whose forward and backward run on tensors without data",
+                got=f"{type(error).__name__}: {error}",
+                where="fsdp_dynamo.estimator",
+                fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
+            )
+        ) from error
+    return Inventory(counter.units, counter.segments, counter.behind)
+
+
+def _in(dtype: torch.dtype, value: Any) -> Any:
+    """Floating-point inputs are cast, as mixed precision does."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in another dtype; tied ones stay tied. (``Module.to`` cannot swap fake ones.)"""
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if id(parameter) not in known:
+                    other = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    known[id(parameter)] = other
+                module._parameters[name] = known[id(parameter)]
+
+
+def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
+    """Modules that become units, with their FQNs.
+
+    Raises:
+        FSDPValueError: there is none.
+    """
+    names = set(classes) or _repeating(model)
+    found = {m: name for name, m in model.named_modules() if type(m).__name__ in names and name}
+    if not found:
+        raise FSDPValueError(
+            explain(
+                expected=f"a module of class {', '.join(sorted(names))}" if names else "--wrap",
+                got=f"none in {type(model).__name__}",
+                where="fsdp_dynamo.estimator",
+                fix="Name the class of your blocks: --wrap Block.",
+            )
+        )
+    return found
+
+
+def _repeating(model: nn.Module) -> set[str]:
+    """The class that holds most parameters among those that stand in lists, twice or more."""
+    numel: dict[str, int] = {}
+    for module in model.modules():
+        children = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        for child in children if len(children) > 1 else []:
+            own = sum(p.numel() for p in child.parameters())
+            numel[type(child).__name__] = numel.get(type(child).__name__, 0) + own
+    return {max(numel, key=lambda name: numel[name])} if numel else set()
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The output's own loss, or the sum of all that can be differentiated."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+    if not tensors:
+        raise FSDPValueError(
+            explain(
+                expected="an output that depends on the parameters",
+                got=repr(type(output)),
+                where="fsdp_dynamo.estimator",
+                fix="Let the model return a loss or logits.",
+            )
+        )
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what runs, for the unit whose module runs."""
+
+    def __init__(self, model: nn.Module, wrapped: Mapping[nn.Module, str], fused: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_fused = fused
+        self._model, self._wrapped = model, wrapped
+        self._stack = [""]
+        self._seen: set[int] = set()
+        self._parameters: dict[int, nn.Parameter] = {}
+        self.units = {"": UnitInventory("")} | {fqn: UnitInventory(fqn) for fqn in wrapped.values()}
+        self.segments: list[tuple[str, Work]] = []
+        self.behind = Work()
+        self._is_backward = False
+        self._share_out(model, "")
+
+    def _share_out(self, module: nn.Module, unit: str) -> None:
+        """Each parameter belongs to the innermost unit around its first place."""
+        unit = self._wrapped.get(module, unit)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in self._parameters:
+                self._parameters[id(parameter)] = parameter
+                mine = self.units[unit]
+                mine.numel += parameter.numel()
+                has_grad = parameter.numel() if parameter.requires_grad else 0
+                mine.trained_numel = (mine.trained_numel or 0) + has_grad
+        for child in module.children():
+            self._share_out(child, unit)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The forward."""
+        own = {_storage(p) for p in self._parameters.values()}
+        with ExitStack() as stack:
+            for module, fqn in self._wrapped.items():
+                handles = (
+                    module.register_forward_pre_hook(self._enter(fqn), with_kwargs=True),
+                    module.register_forward_hook(self._leave),
+                )
+                for handle in handles:
+                    stack.callback(handle.remove)
+            pack = self._saver(own)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The backward."""
+        self._is_backward = True
+        with self:
+            yield
+
+    def _enter(self, fqn: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._stack.append(fqn)
+            given = {_storage(t): t for t in tensors_of((args, kwargs)) if t.requires_grad}
+            self.units[fqn].input_bytes += sum(_storage_bytes(t) for t in given.values())
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _saver(self, parameters: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = _storage(tensor)
+            if key not in self._seen and key not in parameters:
+                self._seen.add(key)
+                self._kept.append(tensor)
+                num_bytes = _storage_bytes(tensor)
+                self.units[self._stack[-1]].saved_bytes += num_bytes
+                if self._is_fused:  # a fused kernel writes what is kept, and reads it again
+                    self._work().add(0, num_bytes)
+                    self.behind.add(0, num_bytes)
+            return tensor
+
+        self._kept: list[torch.Tensor] = []  # while it is counted no storage may be used again
+        return pack
+
+    def _work(self) -> Work:
+        if self._is_backward:
+            return self.behind
+        unit = self._stack[-1]
+        if not self.segments or self.segments[-1][0] != unit:
+            self.segments.append((unit, Work()))
+        return self.segments[-1][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not _moves_nothing(func):
+            moved = [*tensors_of((args, kwargs)), *tensors_of(output)]
+            fused = self._is_fused and _is_pointwise(func)
+            traffic = 0 if fused else sum(t.numel() * t.element_size() for t in moved)
+            self._work().add(_flops(func, args, kwargs, output), traffic)
+        return output
+
+
+_VIEWS = frozenset({"_unsafe_view", "detach", "lift_fresh", "alias"})
+_COPIES = frozenset({"_to_copy", "clone", "copy_", "cat", "slice_backward", "select_backward"})
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]
+
+
+def _moves_nothing(func: Any) -> bool:
+    """A view, or a question about a tensor."""
+    if func.namespace != "aten" or _name(func) in _VIEWS:
+        return True
+    return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _is_pointwise(func: Any) -> bool:
+    """What a compiler makes part of the kernel before it or after it."""
+    return torch.Tag.pointwise in func.tags or _name(func) in _COPIES
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Of matrix products and attention; 0 for everything else.
+
+    Source: the formulas of ``torch.utils.flop_counter``, which do not know CPU attention.
+    """
+    name = func._schema.name
+    if name.startswith(_CPU_ATTENTION):
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        forward = sdpa_flop_count(query.shape, key.shape, value.shape)
+        return int(forward * 5 // 2 if is_backward else forward)
+    formula = flop_registry.get(func.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))

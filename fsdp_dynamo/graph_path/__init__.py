@@ -1,0 +1,4 @@
+"""Graph mode: collectives as nodes of one graph, ordered by ``graph_passes``.
+
+Imports: ``eager``, ``dynamo``, ``graph_passes``.
+"""

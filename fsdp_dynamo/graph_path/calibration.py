@@ -1,0 +1,156 @@
+"""Measured once: how fast a group's link is, and how fast its first rank computes.
+
+The numbers decide where collectives go. They are rounded, and kept beside Inductor's compile cache,
+so that the next start of the same job finds the same numbers and with them its compiled code.
+
+Where the processor also moves the bytes (CPU tensors), its rate is measured while a gather is under
+way: that is when it computes in a step whose collectives are hidden. It may be a third lower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_dynamo.agreement.comparison import share_from_first
+from fsdp_dynamo.comm import collectives
+
+_SMALL_NUMEL = 256
+_LARGE_BYTES = 1 << 24
+"""What a rank receives: enough that neither a burst nor a latency counts for much."""
+_REPEATS = 5
+_MANY = 50
+_PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")
+_MEASURE = "measure"
+
+
+def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, float]]:
+    """``{"link": {...}, "device": {...}}``, the same numbers on all ranks of a group.
+
+    Every rank of the group must call it.
+
+    Raises:
+        DivergenceError: a rank has not come.
+    """
+    path = _path_of(group, device)
+
+    def known() -> str:
+        with suppress(OSError):
+            return path.read_text()
+        return _MEASURE
+
+    text = share_from_first(group, "measured link and device", known)
+    if text == _MEASURE:
+        found = json.dumps(
+            {"link": _measure_link(group, device), "device": _measure_device(group, device)}
+        )
+
+        def write() -> str:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(found)
+            return found
+
+        text = share_from_first(group, "measured link and device", write)
+    numbers: dict[str, dict[str, float]] = json.loads(text)
+    return numbers
+
+
+def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    what = [
+        platform.node(),
+        torch.__version__,
+        ",".join(map(str, dist.get_process_group_ranks(group))),
+        group._get_backend(device).name(),
+        str(torch.get_num_threads()),
+        *(os.environ.get(name, "") for name in _PLACES),
+    ]
+    if device.type != "cpu":
+        what.append(torch.get_device_module(device).get_device_name())
+    digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
+    return Path(cache_dir()) / "fsdp_dynamo" / f"{digest}.json"
+
+
+def _milliseconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Median of some repeats."""
+    return statistics.median(_times(action, device, _REPEATS))
+
+
+def _times(action: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Milliseconds of every repeat, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        began = time.perf_counter()
+        action()
+        _synchronize(device)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times[1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _large_gather(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Output and shard of a gather that brings about ``_LARGE_BYTES`` to each rank."""
+    numel = max(_SMALL_NUMEL, _LARGE_BYTES // 4 // max(1, group.size() - 1))
+    return torch.empty(numel * group.size(), device=device), torch.zeros(numel, device=device)
+
+
+def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Latency from a small all-gather, rate from a large one."""
+    small = torch.zeros(_SMALL_NUMEL, device=device)
+    all_small = torch.empty(_SMALL_NUMEL * group.size(), device=device)
+    # The least of many: a busy machine (compilers start up) lengthens most of them a lot.
+    latency_ms = min(_times(lambda: collectives.all_gather(all_small, small, group), device, _MANY))
+    output, shard = _large_gather(group, device)
+    large_ms = _milliseconds(lambda: collectives.all_gather(output, shard, group), device)
+    moving_ms = max(large_ms - latency_ms, 1e-3)
+    num_bytes = shard.nbytes * max(1, group.size() - 1)
+    return {"latency_ms": _rounded(latency_ms), "bytes_per_ms": _rounded(num_bytes / moving_ms)}
+
+
+def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Rate of a matrix product and of an addition."""
+    width = 512 if device.type == "cpu" else 4096
+    one = torch.ones(width, width, device=device)  # random numbers belong to the user
+    large = torch.zeros(width * width * 16, device=device)
+    product_ms = _loaded_ms(lambda: one @ one, group, device)
+    added_ms = _loaded_ms(lambda: large.add_(1.0), group, device)
+    return {
+        "flops_per_ms": _rounded(2 * width**3 / product_ms),
+        "bytes_per_ms": _rounded(2 * large.nbytes / added_ms),
+    }
+
+
+def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Median of some repeats; of the processor, while it also serves a gather."""
+    if device.type != "cpu":
+        return _milliseconds(action, device)
+    gather = collectives.issue_all_gather(*_large_gather(group, device), group)
+    found = _milliseconds(action, device)
+    gather.wait()
+    return found
+
+
+def _rounded(number: float) -> float:
+    """To two digits: more would only say how busy the machine was."""
+    digits = 1 - math.floor(math.log10(abs(number)))
+    return round(number, digits)

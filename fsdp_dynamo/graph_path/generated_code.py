@@ -1,0 +1,194 @@
+"""The order of collectives in the code that Inductor generates: pinned, and read back.
+
+Inductor keeps the order of a graph's nodes only as far as data flows between them. A fused kernel
+stands where its first part stood and pulls up what its last part needs::
+
+    graph        a = sin(x)   mm   wait(w)   b = a + w     code, if a and b are fused
+                                                           wait(w)   a, b   mm
+
+So before it fuses, every call of code that is not Inductor's own (collectives, waits, matrix
+products) is made to depend on the call before it; a fusion that would reorder them is then a cycle,
+which Inductor does not make. Afterwards the calls are read from the generated code, and their
+numbers compared. Code from a compile cache is read too.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+
+from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.errors import FSDPError, explain
+from graph_passes.text.boundary_labels import Label
+
+_OURS = "torch.ops.fsdp_dynamo."
+_CALLS = (_OURS, "torch.ops.", "extern_kernels.", "aten.")
+
+
+class OrderError(FSDPError):
+    """Generated code whose collectives are not in the order that was planned."""
+
+
+@dataclass(frozen=True)
+class CodeCall:
+    """One call in generated code.
+
+    Attributes:
+        name: the operator, without its namespace and overload: ``"all_gather"``, ``"mm"``.
+        labels: of the collectives that it issues or waits for; empty for compute.
+        line: where, from 1.
+    """
+
+    name: str
+    labels: tuple[Label, ...]
+    line: int
+
+
+def order_in_code(source: str) -> list[CodeCall]:
+    """Collectives, waits, and calls of compute that is not generated itself, as they will run.
+
+    Args:
+        source: Python code of a graph, as Inductor generates it.
+    """
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    found = [call for node in calls if (call := _read(node)) is not None]
+    return sorted(found, key=lambda call: call.line)
+
+
+def _read(node: ast.Call) -> CodeCall | None:
+    path = ast.unparse(node.func)
+    prefix = next((prefix for prefix in _CALLS if path.startswith(prefix)), None)
+    if prefix is None:
+        return None
+    parts = path.split(".")
+    name = parts[-2] if parts[-1] in ("default", "out") else parts[-1]
+    labels = _labels(node) if prefix == _OURS else ()
+    return CodeCall(name, labels, node.lineno)
+
+
+def _labels(node: ast.Call) -> tuple[Label, ...]:
+    """Labels among the arguments, in a list or by themselves: the strings that can be read as one.
+
+    (A fingerprint and a group's name are strings too.)
+    """
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    items = [item for value in values for item in getattr(value, "elts", [value])]
+    texts = [i.value for i in items if isinstance(i, ast.Constant) and isinstance(i.value, str)]
+    return tuple(Label.decode(text) for text in texts if text.count("|") == _BARS)
+
+
+_BARS = Label("", "all_gather", "forward", (), ()).encode().count("|")
+
+
+def check_order(source: str) -> None:
+    """Return if collectives and waits stand in generated code as they were planned.
+
+    Each carries its number and how many there are, so the code itself says what was planned.
+
+    Args:
+        source: Python code of a graph, as Inductor generates it.
+
+    Raises:
+        OrderError: naming the first one that is out of place, or missing.
+    """
+    calls = [call for call in order_in_code(source) if call.labels]
+    placed = [(label, call) for call in calls for label in call.labels]
+    for position, (label, call) in enumerate(placed):
+        if label.number != position:
+            by_number = {other.number: other for other, _ in placed}
+            wanted = by_number.get(position)
+            raise _wrong(position, "none" if wanted is None else _name(wanted), _name(label), call)
+    if placed and len(placed) != placed[0][0].count:
+        raise _wrong(len(placed), f"{placed[0][0].count} of them", "no further one", placed[-1][1])
+
+
+def _name(label: Label) -> str:
+    return f"{label.kind} of unit '{label.unit}' or its wait (number {label.number})"
+
+
+def _wrong(position: int, expected: str, got: str, call: CodeCall) -> OrderError:
+    return OrderError(
+        explain(
+            expected=f"collective or wait {position} of the graph to be {expected}",
+            got=got,
+            where=f"code that Inductor generated, line {call.line}, {call.name}",
+            fix="Inductor has reordered the graph: leave its options that reorder nodes off. With "
+            "all of them off this is a bug of fsdp_dynamo.",
+        )
+    )
+
+
+def checking(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile_fx``'s inner compiler, with ``check_order`` of what it returns.
+
+    What comes out of Inductor's cache of graphs passes here as well. The cache in front of it, of
+    whole joint graphs, holds only what has once passed here.
+    """
+
+    def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+        compiled = inner_compile(*args, **kwargs)
+        source = getattr(compiled, "source_code", "")
+        phase = "backward" if kwargs.get("is_backward") else "forward"
+        artifacts.emit(f"{artifacts.PREFIX}{phase}.inductor", lambda: source)
+        if source and "torch.ops.fsdp_dynamo." in source:
+            check_order(source)
+        return compiled
+
+    return compile_and_check
+
+
+class PinOrder(CustomSchedulerPass):
+    """Inductor's calls of foreign code run in the order of the graph.
+
+    Before::
+
+        mm_1 -> pointwise    wait    mm_2         in this order by chance
+
+    After::
+
+        mm_1 -> wait -> mm_2                      each depends on the one before it
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        # Private: there is no public way to order two nodes between which no data flows.
+        from torch._inductor.dependencies import WeakDep
+        from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+        foreign = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
+        foreign = [node for node in foreign if node.get_outputs()]
+        if not any(_is_ours(node) for node in foreign):
+            return nodes
+        for before, node in pairwise(foreign):
+            buffer = before.get_outputs()[0].get_name()
+            # It names no buffer that the node mutates: no reason to fuse, or to keep memory.
+            node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
+        nodes[0].scheduler.compute_ancestors()
+        return nodes
+
+    def uuid(self) -> str:
+        """Changes with this file."""
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _is_ours(node: Any) -> bool:
+    overload = getattr(node.node, "op_overload", None)
+    return getattr(overload, "namespace", "") == "fsdp_dynamo"
+
+
+SETTINGS: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+    "_pre_fusion_custom_pass": PinOrder(),
+}
+"""Inductor's own reordering is off, what is left keeps the order."""
+
+
+__all__: Sequence[str] = ["CodeCall", "OrderError", "PinOrder", "check_order", "order_in_code"]

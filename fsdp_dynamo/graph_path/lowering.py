@@ -1,0 +1,185 @@
+"""The last step on a scheduled graph: functional collectives become calls of ``graph_ops``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_dynamo.graph_path import operators
+from graph_passes.gradients.flat_gradient import write_name
+from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
+from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
+from graph_passes.markers import launch_of
+from graph_passes.text.boundary_labels import label_boundaries
+from graph_passes.text.fingerprint import fingerprint
+
+_Function = Callable[..., Any]
+
+_ISSUES: dict[str, tuple[_Function, _Function]] = {
+    "_c10d_functional::all_gather_into_tensor": (
+        operators.all_gather,
+        operators.all_gather_together,
+    ),
+    "_c10d_functional::reduce_scatter_tensor": (
+        operators.reduce_scatter,
+        operators.reduce_scatter_together,
+    ),
+    "_c10d_functional::all_reduce": (operators.all_reduce, operators.all_reduce_together),
+}
+"""What runs a collective alone, and several of them as one launch."""
+
+
+def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Collectives in order, those that are launched together in one list."""
+
+    def key(node: fx.Node) -> object:
+        launch = launch_of(node)
+        return node if launch is None else launch
+
+    return [list(group) for _, group in groupby(nodes, key)]
+
+
+def _lower_issues(
+    graph: fx.Graph, labels: dict[fx.Node, str], to: Callable[[_Function], Any]
+) -> dict[fx.Node, fx.Node]:
+    """Replace collectives; the first launch carries the fingerprint of the whole graph.
+
+    Returns:
+        By wait, the node of the output that it waits for.
+    """
+    carried = fingerprint(graph)
+    issued: dict[fx.Node, fx.Node] = {}
+    for members in _launches(node for node in labels if is_collective(node)):
+        waits = [wait_of(node) for node in members]
+        alone, together = _ISSUES[op_name(members[0])]
+        texts = [labels[node] for node in members]
+        outputs = members
+        if len(members) == 1:
+            members[0].args = (*_issue_args(members[0]), texts[0], carried)
+            members[0].target = to(alone)
+        else:
+            outputs = _merge(graph, members, to(together), texts, carried)
+        issued.update(zip(waits, outputs, strict=True))
+        carried = ""
+    return issued
+
+
+def _issue_args(node: fx.Node) -> list[Any]:
+    """Arguments of the lowered call: without the reduce op, which is always the mean."""
+    return [arg for arg in node.args if arg != "avg"]
+
+
+def _merge(
+    graph: fx.Graph, members: list[fx.Node], target: Any, texts: list[str], carried: str
+) -> list[fx.Node]:
+    """One call in place of several collectives, and of each an item of what it returns.
+
+    It stands where the last one stood: what they send is there, and no wait comes before.
+    """
+    sources = [node.all_input_nodes[0] for node in members]
+    items = []
+    with graph.inserting_before(members[-1]):
+        arguments = (sources, *_issue_args(members[0])[1:], texts, carried)
+        call = graph.call_function(target, arguments)
+        for position, node in enumerate(members):
+            item = graph.call_function(operator.getitem, (call, position))
+            item.meta.update(node.meta)
+            items.append(item)
+    call.meta.update(members[0].meta)
+    call.meta["val"] = [node.meta.get("val") for node in members]
+    for node, item in zip(members, items, strict=True):
+        node.replace_all_uses_with(item)
+        graph.erase_node(node)
+    return items
+
+
+def _source_of(output: fx.Node) -> Any:
+    """What a lowered collective sends."""
+    if output.target is operator.getitem:
+        call, position = output.args
+        return call.args[0][position]  # type: ignore[union-attr,index]
+    return output.args[0]
+
+
+def lower_to_functions(graph: fx.Graph) -> None:
+    """For backends that run the graph as Python: nodes call the functions themselves."""
+    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    for wait, output in _lower_issues(graph, labels, lambda function: function).items():
+        wait.target = operators.wait
+        wait.args = (output, _source_of(output), labels[wait])
+    for node in graph.nodes:
+        name = write_name(node)
+        if name:
+            node.target = FUNCTIONS[name]
+
+
+def _lower_writes(graph: fx.Graph) -> None:
+    """Writes mutate one buffer, which the reduction reads; copies are left to Inductor to fuse."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        name = write_name(node)
+        if not name or name == "new_flat":
+            continue
+        flat: fx.Node = node.args[0]
+        node.replace_all_uses_with(flat)
+        if name != "write":
+            node.target = getattr(OPERATORS, f"{name}_").default
+            node.meta["val"] = None
+            continue
+        _, offset, stride, source = node.args
+        with graph.inserting_before(node):
+            size = list(source.meta["val"].shape)
+            view = graph.call_function(aten.as_strided.default, (flat, size, stride, offset))
+            copy = graph.call_function(aten.copy_.default, (view, source))
+        for new in (view, copy):
+            new.meta.update(node.meta)
+        view.meta["val"] = copy.meta["val"] = node.meta["val"].as_strided(size, stride, offset)
+        graph.erase_node(node)
+
+
+def lower_to_operators(graph: fx.Graph) -> None:
+    """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
+    operators = torch.ops.fsdp_dynamo
+    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    issued = _lower_issues(
+        graph, labels, lambda function: getattr(operators, function.__name__).default
+    )
+    _lower_writes(graph)
+    for wait, output in issued.items():
+        arguments = (output, _source_of(output), labels[wait])
+        with graph.inserting_before(wait):
+            mutate = graph.call_function(operators.wait_.default, arguments)
+        mutate.meta.update(wait.meta)
+        mutate.meta["val"] = None
+        wait.replace_all_uses_with(output)
+        graph.erase_node(wait)
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "fsdp_dynamo":
+            node.meta.pop("eager_input_vals", None)  # of the operator that was replaced
+
+
+def region_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs of all regions that a graph calls, each once."""
+    names = {node.args[0].target: None for node in gm.graph.nodes if is_region(node)}
+    bodies = [gm.get_submodule(name) for name in names]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
+
+
+def lower_regions_to_modules(graph: fx.Graph) -> None:
+    """For backends that run the graph as Python: a region is called as the module it is."""
+    for node in list(graph.nodes):
+        if not is_region(node):
+            continue
+        body, _, *operands = node.args
+        with graph.inserting_before(node):
+            call = graph.call_module(body.target, tuple(operands))
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)

@@ -1,0 +1,322 @@
+"""What collectives of a compiled graph run: the same eager collectives, recorded if asked.
+
+``lower`` replaces functional collectives by these at the very end, after all passes. An issue
+returns a tensor that must not be read before its wait. Under aot_eager the nodes call these
+functions directly; under Inductor they are operators of the library ``fsdp_dynamo``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_dynamo import events
+from fsdp_dynamo.agreement.comparison import require_agreement
+from fsdp_dynamo.comm import collectives
+from graph_passes.text.boundary_labels import Label
+
+_in_flight: dict[int, collectives.InFlight] = {}
+
+
+class GraphRecording:
+    """Events of compiled graphs, seen from their collectives.
+
+    Compute is what runs between two collectives; the label of each says whose it is. The
+    unsharded flat parameter's end is noticed at the next collective.
+    """
+
+    def __init__(self, log: events.EventLog) -> None:
+        self.log = log
+        self.compute: list[events.Event] = []
+        self.alive: list[tuple[StorageWeakRef, Label, int]] = []
+        self.uses: dict[int, int] = {}  # references to outputs before they were issued
+
+    def boundary(self, label: Label) -> None:
+        """A collective begins: what computed until now has stopped."""
+        now = time.perf_counter_ns()
+        for unit in label.before:
+            began = max((e.waited_ns or e.issued_ns for e in self.log), default=now)
+            event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            event.issued_ns = began
+            event.waited_ns = now
+        self.close()
+        self.expire()
+
+    def begin(self, label: Label, output: torch.Tensor, sent: torch.Tensor) -> events.Event:
+        """A collective is about to be issued."""
+        self.boundary(label)
+        num_bytes = max(t.numel() * t.element_size() for t in (output, sent))
+        if label.kind == "all_gather":
+            self.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
+            reference = StorageWeakRef(output.untyped_storage())
+            self.alive.append((reference, label, num_bytes))
+        self.uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
+        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
+
+    def close(self) -> None:
+        """What computed until now has stopped: a collective begins, or the graph ends."""
+        now = time.perf_counter_ns()
+        for event in self.compute:
+            event.waited_ns = now
+        self.compute = []
+
+    def settle(self, output: torch.Tensor) -> None:
+        """Give a backend's thread the time to let go of a tensor, so that its end is seen.
+
+        A gloo thread holds its tensors for some microseconds after the wait; on a busy machine
+        a freed one would be counted as alive. Bounded, and done in recordings only.
+        """
+        uses = self.uses.pop(output.data_ptr(), 0)
+        until = time.perf_counter() + 0.02
+        while output._use_count() > uses + 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
+            time.sleep(0.0001)
+
+    def follow(self, label: Label) -> None:
+        """A collective has been issued or waited for: whose compute comes next."""
+        for unit in label.after:
+            event = self._same_compute(unit, label.phase)
+            if event is None:
+                event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            self.compute.append(event)
+
+    def _same_compute(self, unit: str, phase: events.Phase) -> events.Event | None:
+        """A unit's compute goes on where a collective of another unit fell into it."""
+        for event in reversed(self.log):
+            if event.kind == phase and event.source == "graph":
+                return event if event.unit == unit and event.phase == phase else None
+        return None
+
+    def expire(self) -> None:
+        """Note unsharded flat parameters whose storage has been freed."""
+        still = []
+        for reference, label, num_bytes in self.alive:
+            if reference.expired():
+                self.log.instant(label.unit, "reshard", label.phase, num_bytes, "graph")
+            else:
+                still.append((reference, label, num_bytes))
+        self.alive = still
+
+
+_recording: GraphRecording | None = None
+
+
+def end_of_graph() -> None:
+    """A compiled graph has returned: what it computed last has stopped."""
+    recording = _recording_of_now()
+    if recording is not None:
+        recording.close()
+
+
+def _recording_of_now() -> GraphRecording | None:
+    global _recording
+    log = events.recorder
+    if log is None:
+        _recording = None
+    elif _recording is None or _recording.log is not log:
+        _recording = GraphRecording(log)
+        log.at_end = _recording.expire
+    return _recording
+
+
+def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
+    """The group of a collective; the first one of a graph makes sure that all ranks agree on it."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    if fingerprint:
+        require_agreement(group, fingerprint)
+    return group
+
+
+_Issue = Callable[
+    [
+        Sequence[torch.Tensor],
+        Sequence[torch.Tensor],
+        dist.ProcessGroup,
+        collectives.Events,
+        Sequence[str],
+    ],
+    list[collectives.InFlight],
+]
+_label_of = lru_cache(maxsize=4096)(Label.decode)
+
+
+def _launch(
+    issue: _Issue,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    texts: Sequence[str],
+) -> None:
+    """Issue collectives at once; each is recorded by itself, in their order."""
+    recording = _recording_of_now()
+    noted: list[events.Event | None] = [None] * len(outputs)
+    labels = [_label_of(text) for text in texts]
+    units = [label.unit for label in labels]
+    if recording is not None:
+        triples = zip(labels, outputs, inputs, strict=True)
+        noted = [recording.begin(label, output, sent) for label, output, sent in triples]
+    issued = issue(outputs, inputs, group, noted, units)
+    for output, in_flight in zip(outputs, issued, strict=True):
+        _in_flight[output.data_ptr()] = in_flight
+    if recording is not None:
+        for label in labels:
+            recording.follow(label)
+
+
+def all_gather_together(
+    shards: Sequence[torch.Tensor],
+    world_size: int,
+    group: str,
+    texts: Sequence[str],
+    fingerprint: str = "",
+) -> list[torch.Tensor]:
+    """Start all-gathers as one launch; returns the unsharded tensors, each unread until its wait.
+
+    Args:
+        shards: of one dtype, ``(n_i,)`` each.
+        world_size: of the group.
+        group: its registered name.
+        texts: the label of each.
+        fingerprint: of the graph, where this launch is its first.
+    """
+    ranks = _group(group, fingerprint)
+    shards = [shard.contiguous() for shard in shards]
+    outputs = [shard.new_empty(shard.numel() * world_size) for shard in shards]
+    _launch(collectives.issue_all_gathers, outputs, shards, ranks, texts)
+    return outputs
+
+
+def all_gather(
+    shard: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+) -> torch.Tensor:
+    """Start an all-gather; returns the unsharded tensor, unread until its wait."""
+    return all_gather_together([shard], world_size, group, [text], fingerprint)[0]
+
+
+def reduce_scatter_together(
+    unsharded: Sequence[torch.Tensor],
+    world_size: int,
+    group: str,
+    texts: Sequence[str],
+    fingerprint: str = "",
+) -> list[torch.Tensor]:
+    """Start means over ranks as one launch; returns this rank's parts, each unread until its wait.
+
+    ``unsharded`` holds tensors ``(n_i * world_size,)`` of one dtype; else as
+    ``all_gather_together``.
+    """
+    ranks = _group(group, fingerprint)
+    unsharded = [whole.contiguous() for whole in unsharded]
+    outputs = [whole.new_empty(whole.numel() // world_size) for whole in unsharded]
+    if unsharded[0].dtype == torch.float16:  # divided in place before the sum
+        unsharded = [whole.clone() for whole in unsharded]
+    _launch(collectives.issue_reduce_means, outputs, unsharded, ranks, texts)
+    return outputs
+
+
+def reduce_scatter(
+    unsharded: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+) -> torch.Tensor:
+    """Start a mean over ranks; returns this rank's part, unread until its wait."""
+    return reduce_scatter_together([unsharded], world_size, group, [text], fingerprint)[0]
+
+
+def all_reduce_together(
+    tensors: Sequence[torch.Tensor], group: str, texts: Sequence[str], fingerprint: str = ""
+) -> list[torch.Tensor]:
+    """Start means over ranks of copies as one launch; returns them, each unread until its wait."""
+    ranks = _group(group, fingerprint)
+    outputs = [tensor.contiguous().clone() for tensor in tensors]
+    _launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts)
+    return outputs
+
+
+def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "") -> torch.Tensor:
+    """Start a mean over ranks of a copy; returns it, unread until its wait."""
+    return all_reduce_together([tensor], group, [text], fingerprint)[0]
+
+
+def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
+    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive."""
+    in_flight = _in_flight.pop(output.data_ptr())
+    recording = _recording_of_now()
+    if recording is not None:
+        label = _label_of(text)
+        recording.boundary(label)
+    try:
+        in_flight.wait()
+    except BaseException:
+        abandon()
+        raise
+    if recording is not None:
+        recording.settle(output)
+        recording.follow(label)
+    return output
+
+
+def abandon() -> None:
+    """Let go of what a graph that failed has left in flight."""
+    while _in_flight:
+        _in_flight.popitem()[1].abandon()
+
+
+# -- the same as operators, for Inductor ----------------------------------------------------------
+
+_library = torch.library.Library("fsdp_dynamo", "DEF")
+_TAIL = "str group, str text, str fingerprint) -> Tensor"
+_library.define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
+_library.define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
+_library.define(f"all_reduce(Tensor tensor, {_TAIL}")
+_TOGETHER = "str group, str[] texts, str fingerprint) -> Tensor[]"
+_library.define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
+_library.define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
+_library.define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
+_library.define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
+
+
+def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
+    wait(output, source, text)
+
+
+def _fake_wait(output: Any, source: Any, text: str) -> None:
+    return None
+
+
+def _fake_all_gather(shard: Any, world_size: int, *_: Any) -> Any:
+    return shard.new_empty(shard.numel() * world_size)
+
+
+def _fake_reduce_scatter(unsharded: Any, world_size: int, *_: Any) -> Any:
+    return unsharded.new_empty(unsharded.numel() // world_size)
+
+
+def _fake_all_reduce(tensor: Any, *_: Any) -> Any:
+    return tensor.new_empty(tensor.size())
+
+
+def _of_each(fake: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def run(tensors: Sequence[Any], *args: Any) -> list[Any]:
+        return [fake(tensor, *args) for tensor in tensors]
+
+    return run
+
+
+_IMPLEMENTATIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (all_gather, _fake_all_gather),
+    (reduce_scatter, _fake_reduce_scatter),
+    (all_reduce, _fake_all_reduce),
+    (all_gather_together, _of_each(_fake_all_gather)),
+    (reduce_scatter_together, _of_each(_fake_reduce_scatter)),
+    (all_reduce_together, _of_each(_fake_all_reduce)),
+    (_wait_, _fake_wait),
+]
+for _function, _fake in _IMPLEMENTATIONS:
+    _name = "wait_" if _function is _wait_ else _function.__name__
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    _library.impl(_name, _fake, "Meta")

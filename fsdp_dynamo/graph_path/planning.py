@@ -1,0 +1,182 @@
+"""From a traced graph and the user's options to what the planner decides from.
+
+All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
+what is decided follows from those and the graph alone. Where a compiled graph comes from a cache,
+nothing is decided at all; that all ranks run the same graph is checked before its first run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_dynamo.agreement.comparison import require_same, share_from_first
+from fsdp_dynamo.graph_options import GraphOptions
+from fsdp_dynamo.graph_path import calibration
+from graph_passes.cost_model import CostModel, Device, Link
+from graph_passes.graph_utils import collectives, group_of
+from graph_passes.memory.inductor_liveness import as_generated
+from graph_passes.memory.liveness import live_bytes, profile_of, receive_buffer_bytes, storages
+from graph_passes.plan import Plan
+from graph_passes.planner import Planned, Planner
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_Rates = dict[str, dict[str, Any]]
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
+"""Of a group and those that a graph has besides it: by the ranks of all of them."""
+
+
+class PlanLog(list[Planned]):
+    """What was decided for every graph that was compiled while the log was open, as ``Planned``.
+
+    Attributes:
+        kept: units that stay unsharded between forward and backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+
+    def plan(self) -> Plan:
+        """All decisions as one plan, to be saved and given back in ``options``."""
+        inputs = {"options": sorted({repr(planned.options) for planned in self})}
+        return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
+
+
+_log: PlanLog | None = None
+
+
+@contextmanager
+def record_plans() -> Iterator[PlanLog]:
+    """Keep what is decided for graphs that are compiled in the context; compile caches are off.
+
+    Yields:
+        The log, which grows as graphs are compiled. It can be read after the context has closed.
+    """
+    global _log
+    before, _log = _log, PlanLog()
+    try:
+        yield _log
+    finally:
+        _log = before
+
+
+def is_recording() -> bool:
+    """Whether decisions are being kept, so that none may come from a cache."""
+    return _log is not None
+
+
+def note_kept(units: Sequence[str]) -> None:
+    """Units were decided to stay unsharded."""
+    if _log is not None:
+        _log.kept.extend(unit for unit in units if unit not in _log.kept)
+
+
+def _observe(planned: Planned) -> None:
+    if _log is not None:
+        _log.append(planned)
+
+
+def live_bytes_node_by_node(graph: fx.Graph) -> Sequence[int]:
+    """Bytes alive at every node of a graph that is run as it is."""
+    return live_bytes(graph, receive_buffer_bytes)
+
+
+def live_bytes_of_generated(graph: fx.Graph) -> Sequence[int]:
+    """Bytes alive at every node of a graph that Inductor makes code of."""
+    lifetimes = as_generated(storages(graph, receive_buffer_bytes), graph)
+    return profile_of(lifetimes, len(graph.nodes)).live_bytes
+
+
+def planner_for(
+    gm: fx.GraphModule,
+    options: GraphOptions,
+    live_bytes_of: Callable[[fx.Graph], Sequence[int]],
+) -> Planner:
+    """The planner of a graph that Dynamo has traced.
+
+    Every rank of the groups in the graph must call it for its first graph.
+
+    Raises:
+        DivergenceError: ranks were given different options, or one has not come.
+    """
+    cost = CostModel()
+    names = _group_names(gm)
+    if names:
+        group = _resolve(names[0])
+        text = options.text()
+        agreed = _agreed.setdefault(group, set())
+        if text not in agreed:
+            require_same(group, "options of torch.compile", text)
+            agreed.add(text)
+        cost = _cost_model(names, options, _device_of(gm))
+    observe = _observe if is_recording() else None
+    return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, observe)
+
+
+def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.device) -> CostModel:
+    """Rates as given, or as measured for each group; groups of the same ranks share a link."""
+    distinct: dict[tuple[int, ...], str] = {}
+    for name in names:
+        distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
+    firsts = list(distinct.values())
+    given = options.link is not None and options.device is not None
+    rates = None if given else _measured_for([_resolve(name) for name in firsts], device)
+    links: dict[str, Link] = {}
+    for name in names:
+        first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
+        link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
+        links[name] = replace(link, name=first)
+    computes = options.device or Device(**rates[0]["device"])  # type: ignore[index]
+    return CostModel(computes, links[names[0]], links)
+
+
+def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
+    """Rates of each group, the same on all ranks of all of them.
+
+    Each replica measures its own; what the first rank of the first one has goes to all: across
+    replicas, then inside each.
+    """
+    known = _measured.setdefault(groups[0], {})
+    key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    if key not in known:
+        rates = [calibration.measured(group, device) for group in groups]
+        text = json.dumps(rates)
+        for group in reversed(groups if len(groups) > 1 else ()):
+            text = share_from_first(group, "measured rates", partial(str, text))
+        known[key] = json.loads(text)
+    return known[key]
+
+
+def _group_names(gm: fx.GraphModule) -> list[str]:
+    """Names of all process groups in a graph and its subgraphs, in order."""
+    names: dict[str, None] = {}
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            names.update((group_of(node), None) for node in collectives(module.graph))
+    return list(names)
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device:
+    """Where the first collective's tensors are."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in collectives(module.graph):
+                value: Any = node.meta.get("val", node.meta.get("example_value"))
+                if isinstance(value, torch.Tensor):
+                    return value.device
+    return torch.device("cpu")
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group

@@ -1,0 +1,313 @@
+"""The graph path: a unit's forward as Dynamo traces it.
+
+The all-gather is the forward and the reduce-scatter the backward of one ``autograd.Function``
+of functional collectives, so both are nodes of the graph. Every collective is marked where it
+is made. Nothing here runs outside a trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import traceback
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.tensor_parallel import TensorParallel
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.unit_registry import lookup
+from fsdp_dynamo.eager.hooks import prepare_inputs
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
+
+
+class TracedFlat(NamedTuple):
+    """What the graph needs to know of one flat parameter: constants only, no guards.
+
+    Attributes:
+        group_name: the shard group's registered name (no rank number is baked in).
+        world_size: its size.
+        reductions: names of the groups over which gradients are averaged, in order.
+        is_sharded: whether there is anything to gather.
+        requires_grad: whether there is a gradient to reduce.
+        param_dtype: name of the unsharded flat parameter's dtype.
+        reduce_dtype: name of the reduction's dtype.
+        grad_dtype: name of the dtype of the gradient that leaves the graph.
+        gather_mark: mark of the all-gather.
+        reduce_marks: a mark for each of ``reductions``.
+        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
+            are in one place.
+        split_sizes: how the unsharded flat parameter is cut.
+        views: for each original parameter its piece, its shape, and where it is put: the names
+            that lead from the unit's module to the holder, and the parameter's name.
+    """
+
+    group_name: str
+    world_size: int
+    reductions: tuple[str, ...]
+    is_sharded: bool
+    requires_grad: bool
+    param_dtype: str
+    reduce_dtype: str
+    grad_dtype: str
+    gather_mark: str
+    reduce_marks: tuple[str, ...]
+    offloaded_from: str
+    split_sizes: tuple[int, ...]
+    views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
+
+
+class TracedUnit(NamedTuple):
+    """What the graph needs to know of one unit.
+
+    Attributes:
+        fqn: the unit's FQN.
+        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
+        device: where inputs are moved to; ``""``: they stay.
+        flats: its flat parameters.
+    """
+
+    fqn: str
+    input_dtype: str
+    device: str
+    flats: tuple[TracedFlat, ...]
+
+
+class TracedTensors(NamedTuple):
+    """What a unit gives to the graph, one a flat parameter.
+
+    Attributes:
+        shards: the sharded flat parameters.
+        parallels: for each one's originals, how tensor parallelism has split them.
+        sums: unsharded gradients of earlier steps, to be reduced with this step's.
+        carriers: in a step that reduces nothing, what takes the unsharded gradients.
+    """
+
+    shards: tuple[torch.Tensor, ...]
+    parallels: tuple[tuple[TensorParallel | None, ...], ...]
+    sums: tuple[torch.Tensor | None, ...]
+    carriers: tuple[torch.Tensor | None, ...]
+
+
+def describe(unit: Unit, input_dtype: torch.dtype | None, reshards: bool) -> TracedUnit:
+    """A unit's constants as they are now.
+
+    Args:
+        unit: the unit.
+        input_dtype: what its floating-point inputs are cast to.
+        reshards: whether it is resharded after its forward.
+    """
+    paths = _paths(unit.module)
+    flats = tuple(
+        _describe_flat(flat, unit.fqn, i, len(unit.flats), reshards, paths)
+        for i, flat in enumerate(unit.flats)
+    )
+    device = "" if unit.device is None else str(unit.device)
+    return TracedUnit(unit.fqn, _name(input_dtype), device, flats)
+
+
+def _describe_flat(
+    flat: FlatParameter,
+    fqn: str,
+    ordinal: int,
+    num_flats: int,
+    reshards: bool,
+    paths: dict[nn.Module, tuple[str, ...]],
+) -> TracedFlat:
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_reduce")
+    if flat.is_sharded:
+        kinds = ("reduce_scatter", "all_reduce")
+    reductions = tuple(group.group_name for group in flat.groups.reductions)
+    # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
+    second = ordinal if flat.is_sharded else ordinal + num_flats
+    layout = flat.layout
+    views = []
+    for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
+        places = {(paths[module], name) for module, name, _ in original.sites}
+        views.append((piece, slot.shape, tuple(sorted(places))))
+    return TracedFlat(
+        group_name=flat.group.group_name,
+        world_size=flat.group.size(),
+        reductions=reductions,
+        is_sharded=flat.is_sharded,
+        requires_grad=flat.requires_grad,
+        param_dtype=_name(flat.param_dtype),
+        reduce_dtype=_name(flat.reduce_dtype),
+        grad_dtype=_name(flat.dtype),
+        gather_mark=Mark(fqn, "all_gather", "forward", ordinal, reshards).encode(),
+        reduce_marks=tuple(
+            Mark(fqn, kind, "backward", ordinal if i == 0 else second).encode()
+            for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
+        ),
+        offloaded_from=str(flat.device) if flat.is_offloaded else "",
+        split_sizes=layout.split_sizes,
+        views=tuple(views),
+    )
+
+
+def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """For every module below, the names that lead to it, wrappers' names included."""
+    paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
+    pending = [module]
+    while pending:
+        parent = pending.pop()
+        for name, child in parent._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = (*paths[parent], name)
+                pending.append(child)
+    return paths
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def constants_of(name: str) -> tuple[Any, ...]:
+    """``describe`` of the wrapper of this name, at the time of the trace, as plain tuples."""
+    fqn, input_dtype, device, flats = lookup(name)._fsdp_describe()
+    return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
+
+
+def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    wanted = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.to(wanted)
+
+
+def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
+    if spec.offloaded_from:
+        shard = shard.to(spec.offloaded_from, non_blocking=True)
+    shard = _cast(shard, spec.param_dtype)
+    if not spec.is_sharded:
+        return shard.view_as(shard)
+    with traceback.annotate({COLLECTIVE: spec.gather_mark}):
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            shard, spec.world_size, spec.group_name
+        )
+        unsharded: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return unsharded
+
+
+def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
+    grad = _cast(grad, spec.reduce_dtype)
+    scatters = spec.is_sharded
+    for group, mark in zip(spec.reductions, spec.reduce_marks):  # noqa: B905  # traced by Dynamo
+        with traceback.annotate({COLLECTIVE: mark}):
+            if scatters:
+                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
+                    grad, "avg", spec.world_size, group
+                )
+            else:
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
+            grad = torch.ops._c10d_functional.wait_tensor(reduced)
+        scatters = False
+    grad = _cast(grad, spec.grad_dtype)
+    return grad.to("cpu") if spec.offloaded_from else grad
+
+
+class TracedUnshard(torch.autograd.Function):
+    """Shard ``(padded_numel / N,)`` to unsharded ``(padded_numel,)`` and back."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:  # type: ignore[override]
+        ctx.spec = spec
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _reduce(grad, ctx.spec), None
+
+
+class TracedUnshardWithSum(torch.autograd.Function):
+    """The same; what earlier steps have left is reduced with the gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, total: torch.Tensor, spec: TracedFlat
+    ) -> torch.Tensor:
+        ctx.spec = spec
+        ctx.save_for_backward(total)
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (total,) = ctx.saved_tensors
+        return _reduce(_cast(grad, ctx.spec.reduce_dtype) + total, ctx.spec), None, None
+
+
+class TracedUnshardNoReduce(torch.autograd.Function):
+    """The same without a reduction: the gradient goes to the carrier, ``(padded_numel,)``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, carrier: torch.Tensor, spec: TracedFlat
+    ) -> torch.Tensor:
+        ctx.spec = spec
+        return _unshard(shard, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        return None, _cast(grad, ctx.spec.reduce_dtype), None
+
+
+def traced_forward(
+    name: str,
+    tensors: TracedTensors,
+    module: Any,
+    body: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A unit's forward with its all-gathers in the graph.
+
+    Views of the unsharded flat parameters stand in ``module._parameters`` while the module is
+    called, and the original parameters after it. Holders are reached by their path, as the
+    user's own code reaches them, so that Dynamo guards each module once.
+
+    Args:
+        name: the wrapper's registered name.
+        tensors: inputs of the graph.
+        module: the unit's module.
+        body: calls it.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+    fqn, input_dtype, device, flats = constants_of(name)
+    if input_dtype or device:
+        dtype = getattr(torch, input_dtype) if input_dtype else None
+        target = torch.device(device) if device else None
+        args, kwargs = prepare_inputs(target, dtype, args, kwargs)
+    kept = []
+    unsharded = []
+    with traceback.annotate({UNIT: fqn, BODY: "0"}):
+        for shard, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
+            tensors.shards, tensors.sums, tensors.carriers, flats
+        ):
+            spec = TracedFlat(*fields)
+            if not spec.requires_grad:
+                unsharded.append(_unshard(shard, spec))
+            elif carrier is not None:
+                unsharded.append(TracedUnshardNoReduce.apply(shard, carrier, spec))  # type: ignore[no-untyped-call]
+            elif total is not None:
+                unsharded.append(TracedUnshardWithSum.apply(shard, total, spec))  # type: ignore[no-untyped-call]
+            else:
+                unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
+    with traceback.annotate({UNIT: fqn, BODY: "1"}):
+        for flat, fields, splits in zip(unsharded, flats, tensors.parallels):  # noqa: B905  # traced
+            spec = TracedFlat(*fields)
+            with traceback.annotate({VIEWS: fqn}):
+                pieces = torch.split(flat, spec.split_sizes)  # type: ignore[arg-type]
+                views = [pieces[index].view(shape) for index, shape, _ in spec.views]
+            for view, (_, _, places), split in zip(views, spec.views, splits):  # noqa: B905
+                if split is not None:
+                    view = split.as_dtensor(view)
+                for path, parameter in places:
+                    holder = module
+                    for part in path:
+                        holder = holder._modules[part]
+                    kept.append((holder, parameter, holder._parameters[parameter]))
+                    holder._parameters[parameter] = view
+        output = body(*args, **kwargs)
+        for holder, parameter, original in kept:
+            holder._parameters[parameter] = original
+    return output

@@ -1,0 +1,4 @@
+"""Hooks mode: compiled bodies between hooks that run eagerly.
+
+Imports: ``eager``, ``dynamo``.
+"""

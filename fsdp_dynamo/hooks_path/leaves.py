@@ -1,0 +1,264 @@
+"""The hooks path: every unit's body compiled by itself, hooks eager in between.
+
+A unit without nested units is compiled as it is; identical units share the code object and so
+the compiled code. A unit that holds nested units (the root, mostly) is another matter: a graph
+break at each nested call would fall into the loop over the blocks, and Dynamo leaves a frame
+that breaks inside a loop uncompiled. So there Dynamo records each nested unit's call as one
+opaque *leaf* of the graph, and ``SegmentBackend`` cuts the graph at the leaves::
+
+    embed -> [leaf: blocks.0] -> [leaf: blocks.1] -> norm, head
+    \\_____/                                         \\________/
+    segment 0, compiled                              segment 1, compiled
+
+At run time the segments are called in turn, and each leaf runs its unit's hooks and body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.private_api import (
+    LEAF_WAY,
+    NO_BACKEND,
+    Backend,
+    backend_of,
+    cannot_capture,
+    compile_with,
+    declare_way,
+    entry_of,
+    key_of,
+)
+from fsdp_dynamo.dynamo.unit_registry import lookup
+from fsdp_dynamo.eager import hooks
+from fsdp_dynamo.hooks_path.segments import split_at_leaves
+from fsdp_dynamo.pytree import tensors_of
+
+_classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
+_active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
+_faking: ContextVar[bool] = ContextVar("faking", default=False)
+
+
+@contextmanager
+def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
+    """The unit's body: its module, or that compiled with the backend in force.
+
+    Args:
+        wrapper: the unit's wrapper.
+        key: the backend of the frame around; where there is none, that of the unit around.
+    """
+    if key == NO_BACKEND:
+        key = _active_key.get()
+    if key == NO_BACKEND:
+        yield wrapper._fsdp_body()
+        return
+    backend = backend_of(key)
+    if isinstance(backend, SegmentBackend):
+        key = key_of(backend.inner)
+    token = _active_key.set(key)
+    unit = artifacts.unit_now.set(wrapper._fsdp_unit.fqn)
+    try:
+        yield _compiled_body(wrapper, key)
+    finally:
+        artifacts.unit_now.reset(unit)
+        _active_key.reset(token)
+
+
+def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
+    body: Callable[..., Any] | None = wrapper._fsdp_bodies.get(key)
+    if body is None:
+        nested = wrapper._fsdp_has_nested
+        backend = _segment_backend(key) if nested else backend_of(key)
+        body = compile_with(backend, entry_of(wrapper._fsdp_body(), own_code=nested))
+        wrapper._fsdp_bodies[key] = body
+    return body
+
+
+# -- nested units as leaves -------------------------------------------------------------------
+
+
+def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Traced by Dynamo in place of a nested wrapper's forward."""
+    outputs = leaf(leaf_id, args, kwargs)
+    return _rebuild(_template_of(leaf_id), outputs)
+
+
+def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """One node of the graph: a nested unit's forward. Returns the tensors of its output.
+
+    Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
+    ``run_leaf`` in its place.
+    """
+    wrapper = lookup(leaf_id)
+    mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
+    if mode is None:
+        return run_leaf(leaf_id, args, kwargs)
+    token = _faking.set(True)
+    try:
+        with mode:
+            output = fake_forward(wrapper, args, kwargs)
+    finally:
+        _faking.reset(token)
+    tensors: list[torch.Tensor] = []
+    wrapper._fsdp_leaf_template = _take_apart(output, tensors)
+    return tuple(tensors)
+
+
+torch._dynamo.allow_in_graph(leaf)
+
+
+def run_leaf(
+    leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The leaf at run time: the nested unit with its hooks."""
+    tensors: list[torch.Tensor] = []
+    _take_apart(lookup(leaf_id)(*args, **kwargs), tensors)
+    return tuple(tensors)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _template_of(leaf_id: str) -> Any:
+    return lookup(leaf_id)._fsdp_leaf_template
+
+
+def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Tensors of a nested output in order, and a template of constants to rebuild it."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("tensor", len(tensors) - 1)
+    if type(value) in (tuple, list):
+        return (type(value).__name__, tuple([_take_apart(item, tensors) for item in value]))
+    if type(value) is dict:
+        items = tuple([_take_apart(item, tensors) for item in value.values()])
+        return ("dict", tuple(value), items)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ("constant", value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple([field.name for field in dataclasses.fields(value) if field.init])
+        items = tuple([_take_apart(getattr(value, name), tensors) for name in names])
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        _classes[name] = type(value)
+        return ("dataclass", names, items, name)
+    return cannot_capture(
+        f"a unit that returns {type(value).__name__}",
+        "return tensors in tuples, lists, dicts or dataclasses",
+    )
+
+
+def _rebuild(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    kind = template[0]
+    if kind == "tensor":
+        return tensors[template[1]]
+    if kind == "constant":
+        return template[1]
+    if kind == "tuple":
+        return tuple([_rebuild(item, tensors) for item in template[1]])
+    if kind == "list":
+        return [_rebuild(item, tensors) for item in template[1]]
+    items = {
+        key: _rebuild(item, tensors)
+        for key, item in zip(template[1], template[2])  # noqa: B905  # traced by Dynamo
+    }
+    return items if kind == "dict" else _classes[template[3]](**items)
+
+
+# -- what a leaf's output looks like -----------------------------------------------------------
+
+
+def is_faking() -> bool:
+    """Whether a leaf's output is being worked out on fake tensors."""
+    return _faking.get()
+
+
+def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
+
+    What it sets on modules (a counter, the last output) is forgotten: it will run once more.
+    """
+    unit = wrapper._fsdp_unit
+    args, kwargs = hooks.prepare_inputs(unit.device, wrapper._fsdp_input_dtype, args, kwargs)
+    kept = [
+        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()
+    ]
+    for module, *_ in kept:
+        _make_fake(module._parameters)
+        _make_fake(module._buffers)
+    for flat in unit.flats:
+        flat.set_views(
+            [
+                torch.empty(
+                    slot.shape,
+                    dtype=flat.param_dtype,
+                    device=flat.device,
+                    requires_grad=flat.requires_grad,
+                )
+                for slot in flat.layout.slots
+            ]
+        )
+    try:
+        return wrapper._fsdp_body()(*args, **kwargs)
+    finally:
+        for module, attributes, *_ in kept:
+            _put_back(module.__dict__, attributes)
+        unit.use_sharded_views()
+        for module, _, parameters, buffers in kept:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _put_back(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in namespace.keys() - before.keys():
+        del namespace[name]
+    for name, value in before.items():
+        if namespace.get(name, namespace) is not value:
+            namespace[name] = value
+
+
+def _make_fake(tensors: dict[str, Any]) -> None:
+    """Put fake tensors in the place of real ones."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, FakeTensor):
+            fake = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            tensors[name] = fake.requires_grad_(tensor.requires_grad)
+
+
+# -- cutting the graph at the leaves -------------------------------------------------------------
+
+
+class SegmentBackend:
+    """A Dynamo backend: cuts the graph at its leaves and compiles the segments in between.
+
+    Args:
+        inner: the backend that compiles the segments.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        declare_way(self, LEAF_WAY)
+        self._cache: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        cache = {} if artifacts.is_recording() else self._cache
+        return split_at_leaves(gm, example_inputs, leaf, run_leaf, self.inner, cache)
+
+
+_segment_backends: WeakValueDictionary[int, SegmentBackend] = WeakValueDictionary()
+
+
+def _segment_backend(key: int) -> SegmentBackend:
+    """That of the backend with this number; what it compiles keeps it alive."""
+    backend = _segment_backends.get(key)
+    if backend is None:
+        backend = _segment_backends[key] = SegmentBackend(backend_of(key))
+    return backend

@@ -1,0 +1,55 @@
+"""Names of modules and parameters in the plain model, and walks over a tree with wrappers in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def join_fqn(*parts: str) -> str:
+    """Join FQN parts, leaving empty ones out."""
+    return ".".join(part for part in parts if part)
+
+
+WRAPPED = "_fsdp_wrapped_module"
+
+
+WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def is_inside_wrapper(prefix: str) -> bool:
+    """Whether what has this prefix was reached through a wrapper right around it."""
+    names = reversed(prefix.rstrip(".").split("."))
+    return WRAPPED in itertools.takewhile(WRAPPER_NAMES.__contains__, names)
+
+
+def plain_fqn(name: str) -> str:
+    """An FQN without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
+
+
+def raw_named_modules(
+    module: nn.Module, enters: Callable[[nn.Module], bool] = lambda _: True
+) -> Iterator[tuple[str, Any]]:
+    """``named_modules`` with the wrappers' own names left in, below modules that ``enters`` takes;
+    the first one is always taken."""
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    seen: set[nn.Module] = set()
+    while stack:
+        name, current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield name, current
+        children = [(n, c) for n, c in current._modules.items() if c is not None and enters(c)]
+        stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
+
+
+def without_wrapper_names(text: str) -> str:
+    """A sentence about FQNs without the parts that wrappers put into them."""
+    for name in WRAPPER_NAMES:
+        text = text.replace(f"{name}.", "")
+    return text

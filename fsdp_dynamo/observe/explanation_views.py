@@ -1,0 +1,162 @@
+"""An explanation as a picture and as a trace: simulated and measured on lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_dynamo.errors import FSDPError, explain
+from fsdp_dynamo.observe.explanation import Findings
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that took time on a lane; milliseconds from the start of the step."""
+
+    lane: str
+    unit: str
+    name: str
+    begin_ms: float
+    end_ms: float
+    exposed_ms: float = 0.0
+    num_bytes: int = 0
+
+
+def simulated_bars(findings: Findings) -> list[Bar]:
+    """All graphs, one after the other: compute, and one lane a link."""
+    bars = []
+    start = 0.0
+    for graph in findings.graphs:
+        for span in graph.spans:
+            name = f"{graph.phase} {span.unit}"
+            bars.append(Bar(COMPUTE, span.unit, name, start + span.begin_ms, start + span.end_ms))
+        for one in graph.transfers:
+            name = f"{one.kind} {one.unit}"
+            begin, end = start + one.begin_ms, start + one.end_ms
+            lane = f"link {one.link}"
+            bars.append(Bar(lane, one.unit, name, begin, end, one.exposed_ms, one.wire_bytes))
+        start += graph.simulated_ms
+    return bars
+
+
+def measured_bars(findings: Findings) -> list[Bar]:
+    """The recorded step; collectives that were under way together are on lanes of their own."""
+    bars = []
+    free: dict[str, list[float]] = {COMPUTE: [], "collectives": []}
+    for event in sorted(findings.measured, key=lambda e: e.issued_ms):
+        kind = "collectives" if event.is_collective else COMPUTE
+        ends = free[kind]
+        lane = next((i for i, end in enumerate(ends) if end <= event.issued_ms), len(ends))
+        ends[lane : lane + 1] = [event.done_ms]
+        verb = event.kind if event.is_collective else event.phase
+        bars.append(
+            Bar(
+                f"{kind} {lane + 1}" if lane else kind,
+                event.unit,
+                f"{verb} {event.unit}",
+                event.issued_ms,
+                event.done_ms,
+                event.exposed_ms,
+                event.num_bytes,
+            )
+        )
+    return bars
+
+
+def lanes_of(bars: list[Bar]) -> list[str]:
+    """Compute first, the others by name."""
+    names = {bar.lane for bar in bars}
+    return sorted(names, key=lambda name: (not name.startswith(COMPUTE), name))
+
+
+def trace_events(findings: Findings) -> list[dict[str, Any]]:
+    """Events in the trace-event format; times in microseconds.
+
+    Source: the Trace Event Format of Chrome, which Perfetto reads.
+    """
+    sides = ((1, "simulated", simulated_bars(findings)), (2, "measured", measured_bars(findings)))
+    events: list[dict[str, Any]] = []
+    for pid, title, bars in sides:
+        if not bars:
+            continue
+        lanes = lanes_of(bars)
+        events.append(_name("process_name", pid, 0, title))
+        events += [_name("thread_name", pid, tid, lane) for tid, lane in enumerate(lanes)]
+        events += list(_complete(pid, lanes, bars))
+    return events
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _complete(pid: int, lanes: list[str], bars: list[Bar]) -> Iterator[dict[str, Any]]:
+    for bar in bars:
+        yield {
+            "ph": "X",
+            "name": bar.name.strip(),
+            "cat": bar.lane,
+            "pid": pid,
+            "tid": lanes.index(bar.lane),
+            "ts": bar.begin_ms * 1e3,
+            "dur": max(0.0, bar.end_ms - bar.begin_ms) * 1e3,
+            "args": {"unit": bar.unit, "exposed_ms": bar.exposed_ms, "bytes": bar.num_bytes},
+        }
+
+
+def save_picture(findings: Findings, path: str | Path) -> None:
+    """Draw both sides; see ``Explanation.save_picture``."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FSDPError(
+            explain(
+                expected="matplotlib to be installed",
+                got=str(error),
+                where="save_picture",
+                fix="pip install matplotlib, or use save_trace, which needs nothing.",
+            )
+        ) from error
+    sides = [("simulated", simulated_bars(findings)), ("measured", measured_bars(findings))]
+    sides = [(title, bars) for title, bars in sides if bars]
+    heights = [len(lanes_of(bars)) + 1 for _, bars in sides] or [1]
+    figure = Figure(figsize=(12, 0.55 * sum(heights) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
+    axes = grid[:, 0]
+    colours = _colours([unit.unit for unit in findings.units])
+    for axis, (title, bars) in zip(axes, sides, strict=False):
+        _draw(axis, title, bars, colours)
+    axes[-1].set_xlabel("ms")
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> None:
+    """One side: a row a lane, a colour a unit, exposed collectives with a dark edge."""
+    lanes = lanes_of(bars)
+    longest = max(bar.end_ms for bar in bars)
+    for bar in bars:
+        width = bar.end_ms - bar.begin_ms
+        row = lanes.index(bar.lane)
+        colour = colours.get(bar.unit, "#d8dbdc")
+        edge = "#1c2321" if bar.exposed_ms > longest / 200 else "none"
+        axis.barh(row, width, left=bar.begin_ms, height=0.8, color=colour, edgecolor=edge)
+        if width > longest / 18:
+            middle = bar.begin_ms + width / 2
+            label = bar.unit.rpartition(".")[2] or "root"
+            axis.text(middle, row, label, ha="center", va="center", fontsize=7, clip_on=True)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.invert_yaxis()
+    axis.set_title(f"{title}: {longest:.2f} ms; dark edge: exposed", loc="left", fontsize=9)
+
+
+def _colours(units: list[str]) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    palette = colormaps["tab20"]
+    return {unit: palette(i % 20) for i, unit in enumerate(units)}

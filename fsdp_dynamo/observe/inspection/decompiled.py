@@ -1,0 +1,64 @@
+"""What Dynamo made of a frame's bytecode, as Python again, by depyf."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, ModuleType
+
+import torch
+
+from fsdp_dynamo.dynamo.artifacts import DECOMPILED, emit
+
+
+def find_depyf() -> ModuleType | None:
+    """The decompiler, if it is installed."""
+    try:
+        import depyf
+    except ImportError:
+        return None
+    return depyf  # type: ignore[no-any-return]
+
+
+def warn_without_depyf(stacklevel: int) -> None:
+    """Say what will be missing, and how to get it."""
+    warnings.warn(
+        "inspect_graphs(): depyf is not installed, so the decompiled code "
+        "(*.dynamo.decompiled.py) is left out; everything else is written. "
+        "For the decompiled code: pip install 'fsdp-dynamo[inspection]'",
+        stacklevel=stacklevel + 1,
+    )
+
+
+@contextmanager
+def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
+    """While open, every frame that Dynamo compiles is emitted as decompiled code.
+
+    What runs is Dynamo's bytecode all the same: a fault of the decompiler changes no result.
+
+    Args:
+        depyf: the decompiler; ``None``: nothing is emitted.
+    """
+    if depyf is None:
+        yield
+        return
+
+    def hook(code: CodeType, new_code: CodeType) -> None:
+        emit(DECOMPILED, lambda: _decompile(depyf, code, new_code))
+
+    # Not documented, and there is no other way to see what Dynamo made of a frame.
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
+    where = f"# {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, "
+    where += f"{code.co_filename}:{code.co_firstlineno}\n"
+    try:
+        return where + str(depyf.decompile(new_code))
+    except Exception as error:  # depyf raises many kinds; its failure must not be the user's
+        return f"{where}# depyf could not decompile it: {type(error).__name__}: {error}\n"

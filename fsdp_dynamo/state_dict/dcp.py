@@ -1,0 +1,167 @@
+"""``torch.distributed.checkpoint.state_dict`` for models of ours.
+
+Its ``get_state_dict``, ``set_state_dict`` and their kind look for torch's own wrappers, and take
+the states of any other optimizer for what a plain one would have: of ours they would save one
+rank's elements as the whole. Four internal functions, through which all of them go, are replaced;
+each asks first whether the model has units of ours, and is torch's own if it has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_dynamo.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.module_tree import plain_fqn
+from fsdp_dynamo.state_dict import optim_state
+from fsdp_dynamo.state_dict.broadcast import from_first
+from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled, units_in
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+@contextmanager
+def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
+    """State dicts as torch's ``StateDictOptions`` ask for."""
+    to_cpu = info.cpu_offload
+    form: Any = (
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=to_cpu, shares_memory=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=to_cpu, shares_memory=True),
+    )
+    if info.full_state_dict:
+        form = (
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
+            FullOptimStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
+        )
+    with StateDictMethods.state_dict_type(model, *form):
+        yield
+
+
+def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
+    if not info.handle_model:
+        return {}
+    with _as_asked(model, info):
+        state: dict[str, Any] = model.state_dict()
+    if info.full_state_dict and info.cpu_offload:  # of parameters that no unit holds, too
+        state = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return {}
+    if info.ignore_frozen_params:
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                state.pop(plain_fqn(name), None)
+    prefixes = tuple(info.submodule_prefixes)
+    if not prefixes:
+        return state
+    kept = {name: value for name, value in state.items() if name.startswith(prefixes)}
+    if info.keep_submodule_prefixes:
+        return kept
+    longest = {name: max((p for p in prefixes if name.startswith(p)), key=len) for name in kept}
+    return {name[len(longest[name]) :]: value for name, value in kept.items()}
+
+
+def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+    # Ranks that receive were given nothing, which torch takes for "the optimizer only".
+    given = _given(state_dict if info.handle_model else {}, info)
+    if not given:
+        return _IncompatibleKeys([], [])
+    with _as_asked(model, info):
+        return model.load_state_dict(given, strict=info.strict)
+
+
+def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
+    if not info.handle_optim:
+        return {}
+    for optimizer in optimizers:
+        torchs._init_optim_state(optimizer)
+    with _as_asked(model, info):
+        settings = StateDictMethods.get_state_dict_type(model)
+    named = optim_state.named_places(model, units_in(model))
+    merged = optim_state.save_several(named, optimizers, settings)
+    if not merged["param_groups"]:  # rank 0 alone has them
+        return {}
+    if info.flatten_optimizer_state_dict:
+        return torchs._flatten_optim_state_dict(merged)  # type: ignore[arg-type]
+    return merged
+
+
+def _load_optim_state(
+    model: nn.Module, optimizers: Optimizers, state_dict: dict[str, Any], info: Any
+) -> None:
+    if not info.handle_optim:
+        return
+    given = _given(state_dict, info)
+    named = optim_state.named_places(model, units_in(model))
+    for optimizer in optimizers:
+        torchs._init_optim_state(optimizer)
+        one: Any = given
+        if "state" not in given:
+            one = torchs._unflatten_optim_state_dict(optimizer, given, info)
+        fqns = {place.fqn for _, _, place in named.of(optimizer)}
+        if info.strict:
+            _require_states(optimizer, one["state"], named)
+        own: dict[str, Any] = {
+            "state": {fqn: state for fqn, state in one["state"].items() if fqn in fqns},
+            "param_groups": one["param_groups"],
+        }
+        with _as_asked(model, info):
+            loaded = StateDictMethods.optim_state_dict_to_load(model, optimizer, own)
+        optimizer.load_state_dict(loaded)
+
+
+def _require_states(
+    optimizer: torch.optim.Optimizer, states: dict[str, Any], named: optim_state.Named
+) -> None:
+    """As torch does: a trained parameter without a state in the checkpoint is an error."""
+    for _, _, place in named.of(optimizer):
+        if optimizer.state.get(place.param) and place.fqn not in states:
+            raise FSDPValueError(
+                explain(
+                    expected="a state of every parameter that the optimizer has one of",
+                    got="none in the checkpoint",
+                    where=f"parameter '{place.fqn}'",
+                    fix="Use StateDictOptions(strict=False) to let it begin anew.",
+                )
+            )
+
+
+def _given(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+    """What rank 0 was given, if the others were given nothing."""
+    received: dict[str, Any] = from_first(state_dict) if info.broadcast_from_rank0 else state_dict
+    return received
+
+
+def _replace(name: str, ours: Callable[..., Any]) -> None:
+    original = getattr(torchs, name)
+
+    @functools.wraps(original)
+    def either(model: nn.Module, *arguments: Any, **named: Any) -> Any:
+        inner = uncompiled(model)
+        if units_in(inner):
+            return ours(inner, *arguments, **named)
+        return original(model, *arguments, **named)
+
+    setattr(torchs, name, either)
+
+
+_replace("_get_model_state_dict", _model_state)
+_replace("_load_model_state_dict", _load_model_state)
+_replace("_get_optim_state_dict", _optim_state)
+_replace("_load_optim_state_dict", _load_optim_state)

@@ -1,0 +1,172 @@
+"""State dicts of the model's units and of optimizers, by upstream's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from fsdp_dynamo import module_tree
+from fsdp_dynamo.config import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    settings_of,
+)
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.state_dict import optim_state
+
+
+class StateDictMethods(nn.Module):
+    """What users call about state dicts; ``UnitModule`` adds the rest."""
+
+    @property
+    def _fsdp_unit(self) -> Unit:
+        """The module's unit."""
+        raise NotImplementedError
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form in which all units in ``module`` write their state dicts.
+
+        Args:
+            module: units, or a module that has them.
+            state_dict_type: the form.
+            state_dict_config: its options, of the class of that form; ``None``: their defaults.
+            optim_state_dict_config: the same, for optimizers.
+
+        Returns:
+            What was chosen before.
+
+        Raises:
+            FSDPTypeError: a configuration of another form.
+            FSDPStateError: units in ``module`` have different settings, or it has none.
+        """
+        before = StateDictMethods.get_state_dict_type(module)
+        chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        for unit in units_in(module):
+            unit.state_dict_settings = chosen
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form in which the units in ``module`` write their state dicts.
+
+        Raises:
+            FSDPStateError: units in ``module`` have different settings, or it has none.
+        """
+        found = {unit.state_dict_settings for unit in units_in(module)}
+        if len(found) == 1:
+            return found.pop()
+        raise FSDPStateError(
+            explain(
+                expected="units that all have the same settings",
+                got=f"{len(found)} different ones" if found else "no unit",
+                where="state_dict_type",
+                fix="Set the type on the whole model.",
+            )
+        )
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` while open, with the same arguments and errors.
+
+        Args:
+            module: units, or a module that has them.
+            state_dict_type: the form.
+            state_dict_config: its options.
+            optim_state_dict_config: its options for optimizers.
+        """
+        before = StateDictMethods.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for unit in units_in(module):
+                unit.state_dict_settings = before
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The state of an optimizer of ``model`` with plain FQNs for keys; all ranks must call it.
+
+        Its form is that of the model's ``state_dict_type``.
+
+        Args:
+            model: units, or a module that has them.
+            optim: an optimizer of parameters of ``model``.
+            optim_state_dict: in place of ``optim.state_dict()``.
+
+        Returns:
+            ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``.
+
+        Raises:
+            DivergenceError: ranks have states of different parameters, or one that is not as
+                large as its parameter and not the same on all ranks.
+            FSDPValueError: the optimizer has a parameter that the model has not, or ``model`` is a
+                part of a unit.
+        """
+        settings = StateDictMethods.get_state_dict_type(model)
+        named = optim_state.named_places(model, units_in(model))
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return optim_state.save(named, optim, given, settings)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """From ``optim_state_dict`` of any sharding (full), or of this one, to what
+        ``optim.load_state_dict`` takes; no communication.
+
+        Args:
+            model: units, or a module that has them.
+            optim: an optimizer of parameters of ``model``.
+            optim_state_dict: in the form of the model's ``state_dict_type``.
+
+        Returns:
+            ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
+
+        Raises:
+            FSDPValueError: an FQN that the model does not have, a tensor of another shape, or
+                parameter groups that cannot be told apart.
+        """
+        named = optim_state.named_places(model, units_in(model))
+        settings = StateDictMethods.get_state_dict_type(model)
+        return optim_state.load(named, optim, optim_state_dict, settings)
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
+    modules = [m for _, m in module_tree.raw_named_modules(module)]
+    reference = module.__dict__.get("_fsdp_wrapper")
+    wrapper = None if reference is None else reference()
+    if wrapper is not None and wrapper._fsdp_inner() is module:
+        modules.insert(0, wrapper)
+    return [m._fsdp_unit for m in modules if isinstance(m, StateDictMethods)]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given: its prefix is in no key."""
+    inner: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
+    return inner

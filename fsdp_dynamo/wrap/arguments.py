@@ -1,0 +1,217 @@
+"""Arguments of the wrapper: checked before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.config import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    coerce_enum,
+    coerce_mixed_precision,
+)
+from fsdp_dynamo.core.unit import Unit, UnitConfig
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    explain,
+)
+
+
+def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
+    """Raise unless ``module`` is a module that is not wrapped yet."""
+    if is_unit(module):
+        raise FSDPStateError(
+            explain(
+                expected="a module that is no unit yet",
+                got=f"a unit ({type(module).__name__})",
+                where="argument 'module'",
+                fix="Wrap or shard each module once; do so with its parent to make one more unit.",
+                see="wrapped-twice",
+            )
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        raise FSDPTypeError(
+            explain(
+                expected="a module with a forward",
+                got=type(module).__name__,
+                where="argument 'module'",
+                fix="Wrap or shard the modules in it, one by one.",
+            )
+        )
+    if not isinstance(module, nn.Module):
+        raise FSDPTypeError(
+            explain(
+                expected="a torch.nn.Module",
+                got=repr(type(module)),
+                where="argument 'module'",
+                fix="Pass the model itself.",
+            )
+        )
+
+
+def strategy_of(strategy: object | None) -> ShardingStrategy:
+    """The strategy that was asked for; FULL_SHARD by default."""
+    if strategy is None:
+        return ShardingStrategy.FULL_SHARD
+    return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
+
+
+def strategy_for(
+    strategy: ShardingStrategy | None, reshard_after_forward: bool | None, mesh: DeviceMesh | None
+) -> object | None:
+    """The strategy that ``fully_shard`` was asked for by any of its arguments."""
+    if reshard_after_forward is None:
+        if strategy is None and mesh is not None and mesh.ndim == 2:
+            return ShardingStrategy.HYBRID_SHARD
+        return strategy
+    if strategy is not None or not isinstance(reshard_after_forward, bool):
+        raise FSDPValueError(
+            explain(
+                expected="True, False or None, and no strategy beside it",
+                got=f"{reshard_after_forward!r} with strategy {strategy}",
+                where="argument 'reshard_after_forward'",
+                fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not; resharding to "
+                "fewer ranks is not supported.",
+            )
+        )
+    if mesh is not None and mesh.ndim == 2:
+        hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
+        return hybrid[reshard_after_forward]
+    return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
+
+
+def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
+    """The precision that ``fully_shard`` was asked for, in our words or in upstream's.
+
+    ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
+    precision, and all units treat their inputs alike.
+    """
+    if mp_policy is None:
+        return mixed_precision
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
+        raise FSDPTypeError(
+            explain(
+                expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
+                got=repr(mp_policy),
+                where="argument 'mp_policy'",
+                fix="Pass one of the two.",
+            )
+        )
+    param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
+    if output_dtype is not None:
+        raise UnsupportedError(
+            explain(
+                expected="output_dtype=None",
+                got=str(output_dtype),
+                where="argument 'mp_policy'",
+                fix="Cast the output in the module's forward.",
+            )
+        )
+    return MixedPrecision(
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=casts,
+        cast_root_forward_inputs=casts,
+        _module_classes_to_ignore=(),
+    )
+
+
+def clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
+    """The strategy in force: NO_SHARD where a rank has nobody to shard with."""
+    return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
+
+
+def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
+    """A strategy that a policy gives one module; replicas are a matter of the whole model."""
+    strategy = strategy_of(value)
+    if strategy.is_hybrid is not config.strategy.is_hybrid and (
+        strategy is not ShardingStrategy.NO_SHARD
+    ):
+        raise FSDPValueError(
+            explain(
+                expected=f"a strategy that goes with the root's {config.strategy.name}",
+                got=strategy.name,
+                where="a policy's dict of constructor arguments",
+                fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
+            )
+        )
+    return clamped(strategy, config.groups)
+
+
+def offloads(cpu_offload: object | None, device: torch.device) -> bool:
+    """Whether shards and gradients are to be in host memory, and the device computes elsewhere."""
+    if cpu_offload is None:
+        return False
+    wanted = getattr(cpu_offload, "offload_params", None)
+    if not isinstance(wanted, bool):
+        raise FSDPTypeError(
+            explain(
+                expected="a CPUOffload or None",
+                got=repr(cpu_offload),
+                where="argument 'cpu_offload'",
+                fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
+            )
+        )
+    return wanted and device.type != "cpu"
+
+
+def warn_of_cpu_start(
+    module: nn.Module, group: dist.ProcessGroup, device_id: int | torch.device | None
+) -> None:
+    """Warn where a module is on the CPU, the group is not, and nothing says to move it."""
+    first = next(module.parameters(), None)
+    if device_id is not None or first is None or first.device.type != "cpu":
+        return
+    if not any(device.type == "cpu" for device in group._device_types):
+        warnings.warn(
+            "the module is on the CPU and the process group serves no CPU: pass device_id, or "
+            "move the module before its first forward",
+            stacklevel=3,
+        )
+
+
+def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
+    """A target's configuration: the root's, with what a policy's dict changes."""
+    known: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
+        "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
+        "backward_prefetch": lambda v: {
+            "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")
+        },
+        "forward_prefetch": lambda v: {"forward_prefetch": v},
+    }
+    values = dict(vars(config))
+    for name, value in overrides.items():
+        if name not in known:
+            raise UnsupportedError(
+                explain(
+                    expected=f"one of {', '.join(known)}",
+                    got=f"'{name}'",
+                    where="a policy's dict of constructor arguments",
+                    fix="Wrap that module by hand to give it other arguments.",
+                )
+            )
+        values.update(known[name](value))
+    return UnitConfig(**values)
+
+
+def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
+    """What a unit casts its floating-point inputs to; ``None``: nothing."""
+    precision = unit.config.precision
+    if precision is None or precision.param_dtype is None:
+        return None
+    wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+    return precision.param_dtype if wanted else None

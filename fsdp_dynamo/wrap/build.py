@@ -1,0 +1,350 @@
+"""From a module tree to units: who owns which parameter, in which order, in which group."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry  # no public way to ask
+
+from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
+from fsdp_dynamo.core.tensor_parallel import check_parallel
+from fsdp_dynamo.core.unit import Unit, UnitConfig
+from fsdp_dynamo.eager.hooks import keep_module_precision
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.module_tree import WRAPPER_NAMES, join_fqn, plain_fqn, raw_named_modules
+from fsdp_dynamo.wrap.initial_values import Values
+
+_SPLIT_BYTES = 1 << 20
+
+
+@dataclass
+class Ignored:
+    """What a wrapper leaves alone: whole modules, and single parameters."""
+
+    modules: set[nn.Module] = field(default_factory=set)
+    parameters: set[nn.Parameter] = field(default_factory=set)
+
+
+@dataclass
+class _Occurrence:
+    """One place of a parameter, and the chain of units above it, outermost first."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    chain: tuple[nn.Module, ...]
+
+
+def collect_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[object] | None,
+    ignored_states: Iterable[object] | None,
+    is_unit: Callable[[object], bool],
+) -> Ignored:
+    """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
+
+    What units that are nested already have ignored stays ignored; so does what torch's own
+    ``replicate`` takes care of.
+    """
+    result = Ignored()
+    for item in [*(ignored_modules or ()), *(ignored_states or ())]:
+        if isinstance(item, nn.Parameter):
+            result.parameters.add(item)
+        elif is_unit(item) or not isinstance(item, nn.Module):
+            raise FSDPTypeError(
+                explain(
+                    expected="modules that are no units (or parameters in ignored_states)",
+                    got=repr(type(item)),
+                    where="argument 'ignored_modules' or 'ignored_states'",
+                    fix="Ignore the module before it is wrapped, or do not wrap it.",
+                )
+            )
+        else:
+            if item is root:
+                warnings.warn(
+                    "ignored_modules names the wrapped module itself: nothing will be sharded",
+                    stacklevel=3,
+                )
+            result.modules.update(item.modules())
+    for module in root.modules():
+        if module is not root and _is_replicated_by_torch(module):
+            result.modules.update(module.modules())
+    for module in result.modules:
+        result.parameters.update(p for p in module._parameters.values() if p is not None)
+    for module in root.modules():
+        nested: Ignored | None = module.__dict__.get("_fsdp_ignored")
+        if nested is not None:
+            result.modules |= nested.modules
+            result.parameters |= nested.parameters
+    return result
+
+
+def _is_replicated_by_torch(module: nn.Module) -> bool:
+    """Whether torch's own composable ``replicate`` averages the gradients of a subtree."""
+    return "replicate" in (_get_registry(module) or ())
+
+
+def build_units(
+    root: nn.Module,
+    targets: Sequence[nn.Module],
+    ignored: Ignored,
+    config_of: Callable[[nn.Module], UnitConfig],
+    is_unit: Callable[[object], bool],
+    values: Values,
+) -> dict[nn.Module, Unit]:
+    """Make one unit for ``root`` and one for each target, with all parameters below them.
+
+    A parameter that several modules hold belongs to the innermost unit above all of them, so
+    that it is unsharded before the first of its users runs. Nothing is changed before every
+    check has passed.
+
+    Args:
+        root: the module that the outermost of these units wraps.
+        targets: modules below it that become units of their own.
+        ignored: what stays as it is.
+        config_of: the configuration of each unit.
+        is_unit: whether a module is a wrapper already.
+        values: where parameters get their values from, before they are sharded.
+    """
+    owners = set(targets)
+    places: dict[nn.Parameter, list[_Occurrence]] = {}
+    paths: dict[nn.Module, str] = {root: ""}
+    walk = _Walk(owners, ignored, is_unit, paths)
+    for occurrence, param in walk.below(root, "", (root,)):
+        places.setdefault(param, []).append(occurrence)
+    owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
+    late: set[int] = set()
+    for param, occurrences in places.items():
+        owner = _innermost_common([o.chain for o in occurrences])
+        prefix = paths[owner]
+        sites = [(o.module, o.name, o.fqn[len(prefix) + 1 if prefix else 0 :]) for o in occurrences]
+        original = OriginalParameter(param, sites[0][2], sites)
+        owned[owner].append(original)
+        if occurrences[0].fqn in walk.late:
+            late.add(id(original))
+    for owner, originals in owned.items():
+        _check_devices(paths[owner], originals)
+        for original in originals:
+            fqn = join_fqn(paths[owner], original.fqn)
+            _check_parameter(original.param, fqn)
+            check_parallel(original.param, fqn, config_of(owner).groups.all)
+    every = [original for originals in owned.values() for original in originals]
+    values.check(every)
+    for original in every:
+        original.take_local()
+    built = {
+        owner: _build_unit(owner, owned[owner], config_of(owner), late)
+        for owner in values.in_order_of_completion(owned)
+    }
+    for owner, originals in owned.items():
+        for original in originals:
+            mark_managed(original.param, join_fqn(paths[owner], original.fqn))
+        _keep_own_precision(originals, config_of(owner).precision)
+    return {owner: built[owner] for owner in owned}
+
+
+class _Walk:
+    """All places of parameters, left to right, depth first; units that exist are not entered.
+
+    Attributes:
+        late: FQNs of parameters that stand behind a unit nested in their own.
+    """
+
+    def __init__(
+        self,
+        owners: set[nn.Module],
+        ignored: Ignored,
+        is_unit: Callable[[object], bool],
+        paths: dict[nn.Module, str],
+    ) -> None:
+        self._owners = owners
+        self._ignored = ignored
+        self._is_unit = is_unit
+        self._paths = paths
+        self._seen: set[tuple[nn.Module, str]] = set()
+        self._have_nested: set[nn.Module] = set()
+        self.late: set[str] = set()
+
+    def below(
+        self, module: nn.Module, path: str, chain: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
+        if module in self._owners:
+            self._have_nested.add(chain[-1])
+            chain = (*chain, module)
+            self._paths.setdefault(module, path)
+        for name, param in module._parameters.items():
+            if param is not None and param not in self._ignored.parameters:
+                fqn = join_fqn(path, name)
+                if chain[-1] in self._have_nested:
+                    self.late.add(fqn)
+                yield _Occurrence(module, name, fqn, chain), param
+        for name, child in module._modules.items():
+            if child is None or child in self._ignored.modules:
+                continue
+            if self._is_unit(child):
+                self._have_nested.add(chain[-1])
+                continue
+            child_path = path if name in WRAPPER_NAMES else join_fqn(path, name)
+            if (child, child_path) in self._seen:
+                continue
+            self._seen.add((child, child_path))
+            yield from self.below(child, child_path, chain)
+
+
+def _innermost_common(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
+    common = chains[0]
+    for chain in chains[1:]:
+        length = 0
+        while length < min(len(common), len(chain)) and common[length] is chain[length]:
+            length += 1
+        common = common[:length]
+    return common[-1]
+
+
+def _check_parameter(param: nn.Parameter, fqn: str) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        raise FSDPValueError(
+            explain(
+                expected="a parameter that no unit holds yet",
+                got=f"one that is tied to '{owner}' of a unit that was wrapped before",
+                where=f"parameter '{fqn}'",
+                fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
+                "the parameter), or wrap only the module that holds both.",
+                see="tied-to-a-unit-wrapped-before",
+            )
+        )
+
+
+def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:
+    devices: dict[torch.device, str] = {}
+    for original in originals:
+        if not original.param.is_meta:
+            devices.setdefault(original.param.device, original.fqn)
+    if len(devices) > 1:
+        listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
+        raise FSDPValueError(
+            explain(
+                expected="all parameters of a unit on one device",
+                got=listed,
+                where=f"unit '{unit_fqn}'",
+                fix="Move the module to one device first, or pass device_id.",
+            )
+        )
+
+
+def _build_unit(
+    module: nn.Module,
+    originals: Sequence[OriginalParameter],
+    config: UnitConfig,
+    late: set[int],
+) -> Unit:
+    precision = config.precision
+    kept = _modules_in_own_precision(originals, precision)
+    late = late if _is_worth_splitting(originals, late) else set()
+    groups: dict[tuple[torch.dtype, bool, bool, bool], list[OriginalParameter]] = {}
+    for original in originals:
+        own_precision = original.sites[0][0] in kept
+        param = original.param
+        key = (param.dtype, param.requires_grad, own_precision, id(original) in late)
+        groups.setdefault(key, []).append(original)
+    flats = [
+        FlatParameter(
+            members,
+            config.groups,
+            sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
+            precision=None if own_precision else precision,
+            offload=config.offload,
+        )
+        for (_, _, own_precision, _), members in groups.items()
+    ]
+    return Unit(module, flats, config)
+
+
+def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:
+    """Whether parameters before and behind nested units get flat parameters of their own.
+
+    Then the embedding's all-gather alone precedes the forward, and the head's gradient is reduced
+    while the blocks' backward runs. Small ones are not worth a second launch.
+    """
+    numbers = [0, 0]
+    for original in originals:
+        param = original.param
+        numbers[id(original) in late] += param.numel() * param.element_size()
+    return min(numbers) >= _SPLIT_BYTES
+
+
+def _modules_in_own_precision(
+    originals: Sequence[OriginalParameter], precision: MixedPrecision | None
+) -> dict[nn.Module, torch.dtype]:
+    """Modules that mixed precision leaves alone, and the dtype that they compute in."""
+    if precision is None or precision.param_dtype is None:
+        return {}
+    kept: dict[nn.Module, torch.dtype] = {}
+    for original in originals:
+        holder = original.sites[0][0]
+        if isinstance(holder, tuple(precision._module_classes_to_ignore)):
+            kept.setdefault(holder, original.param.dtype)
+    return kept
+
+
+def _keep_own_precision(
+    originals: Sequence[OriginalParameter], precision: MixedPrecision | None
+) -> None:
+    """Let modules that mixed precision leaves alone cast their inputs and outputs."""
+    for module, dtype in _modules_in_own_precision(originals, precision).items():
+        assert precision is not None
+        assert precision.param_dtype is not None
+        keep_module_precision(module, dtype, precision.param_dtype)
+
+
+def cast_buffers(
+    modules: Iterable[tuple[str, nn.Module]], precision: MixedPrecision | None
+) -> dict[str, torch.dtype]:
+    """Cast the floating-point buffers of a unit's modules, but of those in their own precision.
+
+    Returns:
+        By FQN the dtypes that they had.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    if precision is None or precision.buffer_dtype is None:
+        return dtypes
+    for name, module in modules:
+        if isinstance(module, tuple(precision._module_classes_to_ignore)):
+            continue
+        for buffer_name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if buffer.dtype != precision.buffer_dtype:
+                dtypes[join_fqn(name, buffer_name)] = buffer.dtype
+                module._buffers[buffer_name] = buffer.to(precision.buffer_dtype)
+    return dtypes
+
+
+def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
+    """Mark modules as managed: Dynamo then reads their parameters afresh at each call.
+
+    See DESIGN, section 5; ``torch._dynamo.variables.builder`` looks for these two attributes.
+    """
+    for module in modules:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+
+
+def managed_modules(
+    root: nn.Module, ignored: Ignored, is_unit: Callable[[object], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """``root`` and all modules below it that are neither ignored nor in a nested unit, each once,
+    with plain FQNs, in the order of ``modules()``."""
+
+    def enters(module: nn.Module) -> bool:
+        return module not in ignored.modules and not is_unit(module)
+
+    for name, module in raw_named_modules(root, enters):
+        yield plain_fqn(name), module

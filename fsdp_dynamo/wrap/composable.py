@@ -1,0 +1,219 @@
+"""fully_shard: units without a wrapper, on the same core.
+
+The module stays the user's object and keeps its attributes, FQNs and hooks; its class becomes a
+subclass made of ``FSDPModule`` and its own. The unit's hooks run around the whole call, the user's
+forward hooks inside, as with the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.wrap.arguments import check_module, precision_for, strategy_for
+from fsdp_dynamo.wrap.construct import Arguments, construct
+from fsdp_dynamo.wrap.unit_module import UnitModule, is_unit
+
+
+class FSDPModule(UnitModule):
+    """What ``fully_shard`` adds to a module's class.
+
+    Source: the methods' names are those of ``torch.distributed.fsdp.FSDPModule``.
+    """
+
+    _fsdp_entry = "_call_impl"
+    _call_impl = UnitModule._fsdp_run
+
+    def _fsdp_inner(self) -> nn.Module:
+        return self
+
+    def _fsdp_body(self) -> Callable[..., Any]:
+        body: Callable[..., Any] = super()._call_impl
+        return body
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters ahead of its next forward (eager and hooks path).
+
+        They are gathered once: change no parameter before that forward. To read or change whole
+        parameters use ``summon_full_params``.
+
+        Args:
+            async_op: return at once, with something to wait for.
+
+        Raises:
+            FSDPStateError: a parameter was removed, frozen or given another shape after the module
+                became a unit, or ``summon_full_params`` is open.
+        """
+        unit = self._fsdp_unit
+        unit.check_originals()
+        unit.unshard_ahead()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters; its next forward or backward gathers them again.
+
+        Raises:
+            FSDPStateError: the unit is in its forward or backward.
+        """
+        self._fsdp_unit.require_idle("reshard()")
+        self._fsdp_unit.reshard("forward")
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the next steps reduce gradients, or sum them unsharded as in ``no_sync()``.
+
+        Args:
+            requires_gradient_sync: reduce them.
+
+        Raises:
+            FSDPStateError: not on the outermost module, or within a step.
+        """
+        self._fsdp_require_outermost("set_requires_gradient_sync()")
+        self._fsdp_root.set_sync_gradients(requires_gradient_sync)
+
+
+class UnshardHandle:
+    """An unshard that may still be under way; what ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are unsharded."""
+        self._unit.wait_unshard()
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    policy: object | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: object | None = None,
+    strategy: ShardingStrategy | None = None,
+    reshard_after_forward: bool | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    mp_policy: object | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    device_id: int | torch.device | None = None,
+    sync_module_states: bool = False,
+    reduction_group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Make a module a unit in place; with a policy, submodules of it too.
+
+    Without a policy call it innermost first: on every block, then on the model. The outermost
+    module is the root. Its parameters, its state dict and the order of its collectives are those
+    of ``FullyShardedDataParallel``. As there, clip with ``module.clip_grad_norm_()``: parameters
+    are this rank's parts.
+
+    Args:
+        module: what to shard; a compiled module is sharded below its ``torch.compile``.
+        policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
+        mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
+        process_group: its argument of this name.
+        strategy: its ``sharding_strategy``.
+        reshard_after_forward: in place of ``strategy``: ``False`` keeps parameters unsharded until
+            the backward.
+        mixed_precision: its argument of this name.
+        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, in place of ``mixed_precision``.
+        cpu_offload: its argument of this name.
+        backward_prefetch: its argument of this name.
+        forward_prefetch: its argument of this name.
+        ignored_modules: its argument of this name.
+        ignored_states: its argument of this name.
+        ignored_params: parameters that stay as they are.
+        param_init_fn: its argument of this name.
+        device_id: its argument of this name.
+        sync_module_states: its argument of this name.
+        reduction_group: its argument of this name.
+
+    Returns:
+        The same object; its class is now a subclass of ``FSDPModule`` and of its own.
+
+    Raises:
+        FSDPError: one of its subclasses, before anything is changed.
+
+    Source: ``torch.distributed.fsdp.fully_shard``, whose ``mesh``, ``reshard_after_forward``,
+    ``mp_policy`` and ``ignored_params`` these are; FSDP (arXiv:2304.11277).
+    """
+    target = module
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        target = module._orig_mod
+    check_module(target, is_unit)
+    made = construct(
+        target,
+        Arguments(
+            process_group=process_group,
+            sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=precision_for(mixed_precision, mp_policy),
+            ignored_modules=ignored_modules,
+            ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            device_mesh=mesh,
+            reduction_group=reduction_group,
+        ),
+        is_unit,
+    )
+    for owner, unit in made.units.items():
+        owner.__class__ = _class_for(type(owner))
+        assert isinstance(owner, FSDPModule)
+        owner._fsdp_setup(unit, made.ignored, may_compile=True)
+    assert isinstance(target, FSDPModule)
+    target._fsdp_become_root()
+    return module
+
+
+def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
+    """Make a module a unit whose parameters stay whole and whose gradients are averaged.
+
+    Below a module of ``fully_shard`` it is a unit like any other: its subtree is left out of those
+    above it. Call it first.
+
+    Args:
+        module: the module.
+        arguments: those of ``fully_shard`` but ``strategy`` and ``reshard_after_forward``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        FSDPError: see ``fully_shard``.
+    """
+    return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a module's class that is a unit; one for all its modules, which Dynamo
+    tells apart by class."""
+    if cls not in _classes:
+
+        def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+            return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
+
+        members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+    return _classes[cls]

@@ -1,0 +1,122 @@
+"""From a module and the user's arguments to units: the same for both ways to shard a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.agreement.comparison import tell_each_other, tell_of_failure
+from fsdp_dynamo.agreement.exchange import name_this_start
+from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
+from fsdp_dynamo.comm.exit_callbacks import on_failure
+from fsdp_dynamo.comm.process_groups import groups_of
+from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
+from fsdp_dynamo.core.unit import Unit, UnitConfig
+from fsdp_dynamo.wrap import arguments, build
+from fsdp_dynamo.wrap.arguments import (
+    clamped,
+    override,
+    strategy_of,
+    warn_of_cpu_start,
+)
+from fsdp_dynamo.wrap.initial_values import Values, device_for
+from fsdp_dynamo.wrap_policy import run_policy
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the user gave, as given: see ``FullyShardedDataParallel`` for each."""
+
+    process_group: object | None
+    sharding_strategy: object | None
+    cpu_offload: object | None
+    auto_wrap_policy: object | None
+    backward_prefetch: object | None
+    mixed_precision: object | None
+    ignored_modules: Iterable[object] | None
+    ignored_states: Iterable[object] | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool | None
+    device_mesh: DeviceMesh | None
+    reduction_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Constructed:
+    """What came of it: sharded already, but no module is changed in any other way.
+
+    Attributes:
+        units: by their outermost module, the root's first.
+        ignored: what was left alone.
+    """
+
+    units: dict[nn.Module, Unit]
+    ignored: build.Ignored
+
+
+def construct(
+    module: nn.Module, given: Arguments, is_unit: Callable[[object], bool]
+) -> Constructed:
+    """Check all arguments, then shard the parameters of ``module`` and of what a policy finds.
+
+    Args:
+        module: the root of the new units.
+        given: the user's arguments.
+        is_unit: whether a module is a unit already.
+
+    Raises:
+        FSDPError: one of its subclasses, before anything is changed.
+    """
+    strategy = strategy_of(given.sharding_strategy)
+    groups = groups_of(
+        given.process_group,
+        given.device_mesh,
+        given.reduction_group,
+        is_hybrid=strategy.is_hybrid,
+    )
+    device = device_for(module, groups.shard, given.device_id)
+    offload = arguments.offloads(given.cpu_offload, device)
+    warn_of_cpu_start(module, groups.shard, given.device_id)
+    for group in groups.all:
+        name_this_start(group, device)
+    tell_each_other((*groups.all, groups.reduce))
+    on_failure(tell_of_failure)
+    record_flight_by_default()
+    prefetch = given.backward_prefetch
+    config = UnitConfig(
+        groups=groups,
+        strategy=clamped(strategy, groups),
+        precision=coerce_mixed_precision(given.mixed_precision),
+        backward_prefetch=None
+        if prefetch is None
+        else coerce_enum(BackwardPrefetch, prefetch, "backward_prefetch"),
+        forward_prefetch=given.forward_prefetch,
+        offload=offload,
+    )
+    ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states, is_unit)
+    targets: dict[nn.Module, dict[str, Any]] = {}
+    if given.auto_wrap_policy is not None:
+        found = run_policy(given.auto_wrap_policy, module, ignored.modules)
+        free = {m for _, m in build.managed_modules(module, ignored, is_unit)}
+        targets = {m: kw for m, kw in found.items() if m in free}  # none in a unit that is there
+    configs = {m: override(config, overrides) for m, overrides in targets.items()}
+    if given.device_id is not None:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    values = Values(
+        build.managed_modules(module, ignored, is_unit),
+        given.param_init_fn,
+        device,
+        groups if given.sync_module_states else None,
+    )
+    units = build.build_units(
+        module, list(targets), ignored, lambda m: configs.get(m, config), is_unit, values
+    )
+    return Constructed(units, ignored)

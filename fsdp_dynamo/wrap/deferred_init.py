@@ -1,0 +1,226 @@
+"""Deferred initialisation: modules built on the meta device get their values unit by unit.
+
+Modules are initialised in the order of ``modules()``, each by ``param_init_fn`` or by its
+``reset_parameters()``. Constructors run in the same order, so that one seed gives the same values
+as a model that was never on the meta device. As soon as all modules of a unit have their values,
+the unit is sharded: no rank ever holds more than the units that are not complete.
+
+New floating-point tensors are filled with NaN, others are watched by their version: what nobody
+wrote is found, and listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.module_tree import join_fqn
+
+InitFn = Callable[[nn.Module], None]
+
+
+@dataclass
+class _Slot:
+    """One tensor of a module: where it is registered, and which object it was."""
+
+    tensors: dict[str, torch.Tensor | None]
+    name: str
+    fqn: str
+    owned: torch.Tensor
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self.tensors.get(self.name)
+
+
+class DeferredInit:
+    """The modules of a tree that hold tensors on the meta device.
+
+    Args:
+        modules: all managed modules with their FQNs, in the order of ``modules()``.
+        init: ``param_init_fn``, or ``None`` for ``reset_parameters()``.
+        device: where values are made.
+        values_follow: whether this rank's values are overwritten by another rank's; then nothing
+            has to be written here.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        init: InitFn | None,
+        device: torch.device,
+        values_follow: bool,
+    ) -> None:
+        self._device = device
+        self._values_follow = values_follow
+        self._init = init
+        self._slots: dict[nn.Module, list[_Slot]] = {}
+        for fqn, module in modules:
+            slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
+            if slots:
+                self._slots[module] = slots
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unwritten: dict[str, None] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that hold meta tensors themselves, in order."""
+        return list(self._slots)
+
+    def check(self) -> None:
+        """Raise if there is nothing to initialise a module with; changes nothing."""
+        if self._init is not None:
+            return
+        helpless = [
+            slot.fqn
+            for module, slots in self._slots.items()
+            if not callable(getattr(module, "reset_parameters", None))
+            for slot in slots
+        ]
+        if helpless:
+            raise FSDPValueError(
+                explain(
+                    expected="modules on the meta device with a reset_parameters() method",
+                    got=f"none for {', '.join(map(repr, helpless))}",
+                    where="deferred initialisation",
+                    fix="Add the method to the modules that hold these tensors, or pass "
+                    "param_init_fn.",
+                    see="no-values-on-the-meta-device",
+                )
+            )
+
+    def run(self) -> Iterator[nn.Module]:
+        """Give all modules their values, one after the other; yields each when it has them.
+
+        Parameters and buffers stay the objects that they were: an optimizer that holds them fits.
+
+        Raises:
+            FSDPValueError: at the end, listing every tensor that nobody wrote; a tensor that
+                something holds weakly, or that the initialisation ties; or what the
+                initialisation raises. The model has its meta tensors again.
+        """
+        try:
+            for module, slots in self._slots.items():
+                self._initialise(module, slots)
+                yield module
+            if self._unwritten:
+                raise FSDPValueError(
+                    explain(
+                        expected="every parameter and buffer on the meta device to be initialised",
+                        got=f"no values for {', '.join(map(repr, self._unwritten))}",
+                        where="deferred initialisation",
+                        fix="Let reset_parameters() or param_init_fn write them.",
+                        see="no-values-on-the-meta-device",
+                    )
+                )
+        except BaseException:
+            self._undo()
+            raise
+
+    @torch.no_grad()
+    def _initialise(self, module: nn.Module, slots: list[_Slot]) -> None:
+        new = [slot for slot in slots if slot.owned.is_meta]
+        tied = [slot.owned for slot in slots if slot not in new]
+        kept = [(tensor, tensor.clone()) for tensor in tied]
+        for slot in new:
+            if slot.owned.is_meta:  # one module may hold it twice
+                self._take(slot, _without_values(slot.owned, self._device))
+        before = {slot.name: _Trace(slot.owned) for slot in new}
+        if self._init is not None:
+            self._init(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+        for slot in slots:
+            self._adopt(slot)
+        for tensor, value in kept:  # of a tied parameter, the values of its first holder count
+            tensor.copy_(value)
+        for slot in new:
+            if not self._values_follow and before[slot.name].is_unwritten(slot.tensor):
+                self._unwritten[slot.fqn] = None
+
+    def _adopt(self, slot: _Slot) -> None:
+        """An initialisation may register another tensor instead of writing the one it finds."""
+        given = slot.tensor
+        if given is None or given is slot.owned:
+            return
+        for other in self._all_slots():
+            if given is other.owned:
+                raise FSDPValueError(
+                    explain(
+                        expected="an initialisation that writes or replaces tensors",
+                        got=f"one that ties it to '{other.fqn}'",
+                        where=f"deferred initialisation of '{slot.fqn}'",
+                        fix="Tie parameters before the model is wrapped.",
+                    )
+                )
+        self._take(slot, given)
+        slot.tensors[slot.name] = slot.owned
+
+    def _take(self, slot: _Slot, given: torch.Tensor) -> None:
+        """Let a tensor of the module be what ``given`` is, and stay the object that it was.
+
+        Optimizers and other modules may hold it.
+        """
+        try:
+            torch.utils.swap_tensors(slot.owned, given)
+        except RuntimeError as error:
+            raise FSDPValueError(
+                explain(
+                    expected="a tensor that only modules and optimizers hold",
+                    got=str(error),
+                    where=f"deferred initialisation of '{slot.fqn}'",
+                    fix="Build the model anew on the meta device, and wrap it before it is used.",
+                )
+            ) from error
+        self._taken.append((slot.owned, given))
+
+    def _undo(self) -> None:
+        for owned, given in reversed(self._taken):
+            torch.utils.swap_tensors(owned, given)
+        for slot in self._all_slots():
+            slot.tensors[slot.name] = slot.owned
+
+    def _all_slots(self) -> Iterator[_Slot]:
+        return (slot for slots in self._slots.values() for slot in slots)
+
+
+def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Floating-point elements are NaN until they are written."""
+    new = torch.empty_like(like, device=device)
+    if new.is_floating_point():
+        new.fill_(torch.nan)
+    if isinstance(like, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=like.requires_grad)
+    new.__dict__.update(like.__dict__)
+    return new
+
+
+class _Trace:
+    """What tells whether somebody has written a tensor since."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self._tensor = tensor
+        self._version = 0 if tensor is None else tensor._version
+        self._place = 0 if tensor is None else tensor.data_ptr()
+
+    def is_unwritten(self, now: torch.Tensor | None) -> bool:
+        if now is None or now.numel() == 0:
+            return False
+        if now.is_meta:
+            return True
+        if now.is_floating_point():
+            return bool(now.isnan().any())
+        is_same = now is self._tensor and now.data_ptr() == self._place
+        return is_same and now._version == self._version
+
+
+def _slots_of(fqn: str, module: nn.Module) -> Iterator[_Slot]:
+    tables: tuple[dict[str, torch.Tensor | None], ...] = (module._parameters, module._buffers)  # type: ignore[assignment]
+    for tensors in tables:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield _Slot(tensors, name, join_fqn(fqn, name), tensor)

@@ -1,0 +1,322 @@
+"""A module that is a unit, whichever way it became one: its state, and the ways it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo import module_tree
+from fsdp_dynamo.core.membership import Membership
+from fsdp_dynamo.core.original_parameter import mark_managed
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.private_api import (
+    GRAPH_WAY,
+    LEAF_WAY,
+    NO_BACKEND,
+    CompileRefusedError,
+    active_backend_key,
+    refuse_without_orig_params,
+    which_way,
+    with_own_code,
+)
+from fsdp_dynamo.dynamo.unit_registry import register
+from fsdp_dynamo.eager import hooks
+from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.graph_path.entry import carrier_of, mark_shard
+from fsdp_dynamo.graph_path.trace import TracedTensors, TracedUnit, describe, traced_forward
+from fsdp_dynamo.hooks_path import leaves
+from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.state_dict import model
+from fsdp_dynamo.state_dict.methods import StateDictMethods
+from fsdp_dynamo.state_dict.optim_variants import OptimStateVariants
+from fsdp_dynamo.wrap import build
+from fsdp_dynamo.wrap.arguments import input_dtype_of
+from fsdp_dynamo.wrap.deep_copy import deep_copy
+from fsdp_dynamo.wrap.user_methods import UserMethods
+
+
+class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
+    """What the wrapper and a module of ``fully_shard`` share.
+
+    All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is
+    the user's own.
+    """
+
+    _fsdp_entry: str
+    """Name of the method that is ``_fsdp_run``."""
+
+    def _fsdp_body(self) -> Callable[..., Any]:
+        """What runs between the unit's hooks."""
+        raise NotImplementedError
+
+    # -- becoming a unit -------------------------------------------------------------------------
+
+    def _fsdp_setup(self, unit: Unit, ignored: build.Ignored, may_compile: bool) -> None:
+        """Take a unit over; ``_fsdp_become_root`` of the outermost one must follow."""
+        self._fsdp_own_unit = unit
+        self._fsdp_ignored = ignored
+        self._fsdp_may_compile = may_compile
+        self._fsdp_own_root = Root([("", unit)])
+        self._fsdp_input_dtype: torch.dtype | None = None
+        self._fsdp_has_nested = False
+        self._fsdp_runs_method = False  # set while a registered method runs
+        self._fsdp_bodies: dict[int, Callable[..., Any]] = {}
+        self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
+        self._fsdp_leaf_template: Any = None  # of what it returned when it was traced as a leaf
+        self._fsdp_name = register(self)
+        self._fsdp_share_shards()
+        managed = list(build.managed_modules(unit.module, ignored, is_unit))
+        self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
+        build.tag_for_dynamo((m for _, m in managed), may_compile)
+        self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        inner = self._fsdp_inner()
+        inner.register_load_state_dict_post_hook(_loaded_hook)  # type: ignore[no-untyped-call]
+        if inner is not self:
+            inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
+            inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
+        self._fsdp_tell_inner()
+
+    def _fsdp_tell_inner(self) -> None:
+        """Let the wrapped module's own state dicts be those of this unit."""
+        inner = self._fsdp_inner()
+        if inner is not self:
+            inner.__dict__["_fsdp_wrapper"] = weakref.ref(self)
+
+    def _fsdp_become_root(self) -> None:
+        """Take over the units of all unit modules below; the outermost one is built last."""
+        named = [
+            (module_tree.plain_fqn(n), m)
+            for n, m in module_tree.raw_named_modules(self)
+            if is_unit(m)
+        ]
+        root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
+        for _, module in named:
+            module._fsdp_own_root = root
+            module._fsdp_input_dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
+            module.__dict__.pop(module._fsdp_entry, None)
+            below = [m for _, m in module_tree.raw_named_modules(module) if is_unit(m)]
+            module._fsdp_has_nested = len(below) > 1
+            unit, ignored = module._fsdp_unit, module._fsdp_ignored
+            walk = partial(build.managed_modules, unit.module, ignored, is_unit)
+            unit.membership = Membership(walk, ignored.parameters)
+        self._fsdp_give_own_code()
+
+    def _fsdp_give_own_code(self) -> None:
+        run = getattr(type(self), self._fsdp_entry)
+        self.__dict__[self._fsdp_entry] = MethodType(with_own_code(run), self)
+
+    def _fsdp_share_shards(self) -> None:
+        """Hand the shards to the graph path, whose inputs they are."""
+        flats = self._fsdp_own_unit.flats
+        self._fsdp_shards = tuple(flat.sharded for flat in flats)
+        self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
+        self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
+        for flat in flats:
+            mark_shard(flat)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's module with its parameters unsharded."""
+        if torch.compiler.is_dynamo_compiling():
+            if not self._fsdp_may_compile:
+                refuse_without_orig_params()
+            way, key = which_way()
+            if way == GRAPH_WAY:
+                inner, body = self._fsdp_inner(), self._fsdp_body()
+                return traced_forward(
+                    self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
+                )
+            if way == LEAF_WAY:
+                return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
+            return self._fsdp_run_hooked(args, kwargs, key)
+        if leaves.is_faking():
+            return leaves.fake_forward(self, args, kwargs)
+        key = active_backend_key()
+        if key != NO_BACKEND and not self._fsdp_may_compile:
+            refuse_without_orig_params()
+        return self._fsdp_run_hooked(args, kwargs, key)
+
+    def _fsdp_tensors(self) -> TracedTensors:
+        """What a graph takes of this unit in a step that reduces gradients, or not (traced)."""
+        accumulation = self._fsdp_own_root.accumulation
+        sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
+        carriers = sums
+        if not accumulation.sync:
+            carriers = self._fsdp_carriers
+        elif accumulation.has_sums:
+            sums = tuple([flat.unsharded_grad_sum for flat in self._fsdp_own_unit.flats])
+        return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a unit's hooks run eagerly, between compiled regions"
+    )
+    def _fsdp_run_hooked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
+    ) -> Any:
+        if self._fsdp_runs_method:  # the method calls its own module: that is unsharded already
+            return self._fsdp_body()(*args, **kwargs)
+        root, unit = self._fsdp_own_root, self._fsdp_own_unit
+        with leaves.body_of(self, backend_key) as body:
+            return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
+
+    def _fsdp_describe(self) -> TracedUnit:
+        """What the graph path's trace needs to know of this unit, as it is now."""
+        unit = self._fsdp_unit
+        try:
+            unit.check_membership()
+        except FSDPStateError as error:
+            raise CompileRefusedError(*error.args) from None
+        reshards = unit.config.strategy.reshards_after_forward and not self._fsdp_is_outermost()
+        return describe(unit, self._fsdp_input_dtype, reshards)
+
+    # -- conversions and copies ------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert (``.to()``, ``.half()``, ...): flat parameters first-class, views refreshed."""
+        unit = self._fsdp_unit
+        unit.write_back()
+        unit.reshard("forward")
+        sums = [flat.take_sum() for flat in unit.flats]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for flat, total in zip(unit.flats, sums, strict=True):
+            converted = fn(flat.sharded.detach())
+            flat.convert(converted)
+            if total is not None:
+                flat.put_sum(fn(total).to(flat.reduce_dtype))
+        self._fsdp_root.accumulation.refresh()
+        self._fsdp_share_shards()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own in the same process groups; compiled code is not copied."""
+        for unit in self._fsdp_root.units:
+            unit.write_back()
+        new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
+        for flat in new._fsdp_own_unit.flats:
+            flat.point_originals_to_shard()
+        for original in new._fsdp_own_unit.originals():
+            mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
+        new._fsdp_tell_inner()
+        new._fsdp_bodies = {}
+        new._fsdp_name = register(new)
+        new._fsdp_share_shards()
+        if self._fsdp_is_outermost():
+            new._fsdp_give_own_code()
+        return new
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``, with plain FQNs; a wrapper and its module share one.
+
+        Args:
+            memo: as in ``nn.Module``.
+            prefix: as in ``nn.Module``.
+            remove_duplicate: as in ``nn.Module``.
+        """
+        self._fsdp_own_root.recover()
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield module_tree.plain_fqn(name), module
+
+
+def is_unit(module: object) -> bool:
+    """Whether a module is a unit's outermost one: a wrapper, or a module of ``fully_shard``."""
+    return isinstance(module, UnitModule)
+
+
+def _save_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    assert isinstance(module, UnitModule)
+    unit, dtypes = module._fsdp_unit, module._fsdp_buffer_dtypes
+    model.save_unit(unit, destination, prefix, module._fsdp_is_outermost(), dtypes)
+    if module._fsdp_is_outermost():
+        model.finish_save(module._fsdp_root.units, destination, prefix)
+
+
+def _load_hook(
+    module: nn.Module,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *reports: Any,
+) -> None:
+    assert isinstance(module, UnitModule)
+    _cut_out(module, source, prefix, local_metadata, *reports)
+    if module._fsdp_inner() is not module:
+        model.plain_names_before_load(source, prefix, module_tree.WRAPPED)
+
+
+def _cut_out(
+    module: UnitModule,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    messages: list[str],
+) -> None:
+    module._fsdp_unit.write_back()
+    module._fsdp_loading = (prefix, messages)
+    module._fsdp_unit.reshard("forward")
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    model.load_unit(module._fsdp_unit, source, prefix, assign)
+
+
+def _loaded_hook(module: nn.Module, report: Any) -> None:
+    """Runs when a unit's inner module has been loaded, through its wrapper or by itself."""
+    own = module if isinstance(module, UnitModule) else module._fsdp_wrapper()  # type: ignore[operator]
+    if own is None or own._fsdp_loading is None:  # loaded without the unit
+        return
+    (prefix, messages), own._fsdp_loading = own._fsdp_loading, None
+    keys = (report.missing_keys, report.unexpected_keys)
+    model.plain_names_after_load(prefix, keys, messages)
+
+
+# A wrapped module whose own state_dict() or load_state_dict() is called (``model.module``, or a
+# method of it like transformers' ``save_pretrained``) has hooks of its own: without them it would
+# write this rank's parts as if they were the parameters. Called by its wrapper they do nothing.
+
+
+def _called_on(inner: nn.Module, prefix: str) -> UnitModule | None:
+    """The wrapper of a module whose own method was called."""
+    wrapper: UnitModule | None = inner._fsdp_wrapper()  # type: ignore[operator]
+    if (
+        wrapper is None
+        or wrapper._fsdp_inner() is not inner
+        or module_tree.is_inside_wrapper(prefix)
+    ):
+        return None  # the wrapper's work; or a copy of the inner module alone
+    return wrapper
+
+
+def _inner_save_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    wrapper = _called_on(module, prefix)
+    if wrapper is not None:
+        _save_hook(wrapper, destination, prefix, metadata)
+
+
+def _inner_load_hook(
+    module: nn.Module,
+    source: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *reports: Any,
+) -> None:
+    wrapper = _called_on(module, prefix)
+    if wrapper is not None:
+        _cut_out(wrapper, source, prefix, local_metadata, *reports)

@@ -1,0 +1,309 @@
+"""What users call on a wrapper besides its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo import module_tree
+from fsdp_dynamo.comm_hooks import CommHook, HookState
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.grad_clip import clip_grad_norm
+from fsdp_dynamo.core.parameter_shards import ParameterShard, WholeUpdate, shards_of, update_whole
+from fsdp_dynamo.core.summon import Summon, summoned
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.eager import hooks
+from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.errors import (
+    FSDPStateError,
+    FSDPTypeError,
+    FSDPValueError,
+    UnsupportedError,
+    explain,
+    unit_name,
+)
+from fsdp_dynamo.module_tree import join_fqn
+
+
+class UserMethods(nn.Module):
+    """Methods that work on units; ``UnitModule`` adds the rest."""
+
+    _fsdp_own_root: Root
+    _fsdp_own_unit: Unit
+    _fsdp_input_dtype: torch.dtype | None
+    _fsdp_runs_method: bool
+
+    # After a backward that raised, views of freed storage stand in the modules: the engine tells
+    # nobody. So whoever asks for the root or the unit finds them usable again. Traced code reads
+    # the attributes.
+
+    @property
+    def _fsdp_root(self) -> Root:
+        """The schedule of all units, recovered from a backward that raised."""
+        self._fsdp_own_root.recover()
+        return self._fsdp_own_root
+
+    @property
+    def _fsdp_unit(self) -> Unit:
+        """The module's unit, recovered from a backward that raised."""
+        self._fsdp_own_root.recover()
+        return self._fsdp_own_unit
+
+    def _fsdp_inner(self) -> nn.Module:
+        """The user's module."""
+        raise NotImplementedError
+
+    def _fsdp_is_outermost(self) -> bool:
+        return self._fsdp_root.units[0] is self._fsdp_unit
+
+    def _fsdp_require_outermost(self, what: str) -> None:
+        """Refuse on a part of the model what concerns all units."""
+        if not self._fsdp_is_outermost():
+            raise FSDPStateError(
+                explain(
+                    expected=f"the outermost unit of the model for {what}",
+                    got="a nested unit",
+                    where=unit_name(self._fsdp_unit.fqn),
+                    fix="Call it on the whole model.",
+                )
+            )
+
+    # -- training ------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate unsharded gradients without communication while open.
+
+        Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
+        sharded form at the cost of one reduction a backward.
+
+        Raises:
+            FSDPStateError: entered within a step, or not on the outermost unit.
+        """
+        self._fsdp_require_outermost("no_sync()")
+        with self._fsdp_root.no_sync():
+            yield
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next steps reduce gradients. DDP's name; setting it is as ``no_sync()``.
+
+        Raises:
+            FSDPStateError: set within a step, or not on the outermost unit.
+        """
+        return self._fsdp_root.accumulation.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._fsdp_require_outermost("require_backward_grad_sync")
+        self._fsdp_root.set_sync_gradients(bool(wanted))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip all gradients by their global norm; every rank must call it.
+
+        Args:
+            max_norm: the bound.
+            norm_type: p of the p-norm; ``inf``: the largest absolute value.
+
+        Returns:
+            The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all
+            ranks.
+
+        Raises:
+            FSDPStateError: not on the outermost unit.
+            UnsupportedError: a unit is on fewer ranks than the root, and the others hold different
+                values of it.
+        """
+        self._fsdp_require_outermost("clip_grad_norm_()")
+        for unit in self._fsdp_root.units:
+            unit.write_back()
+        self._fsdp_root.reduce_sums()
+        managed = {id(o.param) for unit in self._fsdp_root.units for o in unit.originals()}
+        others = [p for p in self.parameters() if id(p) not in managed]
+        flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
+        groups = self._fsdp_unit.config.groups.all
+        return clip_grad_norm(flats, others, groups, float(max_norm), norm_type)
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Reduce gradients with a hook of the user's in eager and on the hooks path.
+
+        Args:
+            state: the hook's first argument; ``None``: a ``comm_hooks.HookState``.
+            hook: see ``fsdp_dynamo.comm_hooks``, which has hooks in low precision.
+
+        Raises:
+            FSDPStateError: on a wrapper that is not the outermost one, or the second time.
+            FSDPTypeError: not callable.
+            UnsupportedError: with a hybrid strategy.
+        """
+        where = "register_comm_hook()"
+        if not callable(hook):
+            raise FSDPTypeError(
+                explain(expected="a callable", got=repr(hook), where=where, fix="Pass a function.")
+            )
+        self._fsdp_require_outermost(where)
+        flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
+        if any(flat.comm_hook for flat in flats):
+            raise FSDPStateError(
+                explain(
+                    expected="one call for the whole model",
+                    got="the second one",
+                    where=where,
+                    fix="Call it once.",
+                )
+            )
+        if self._fsdp_unit.config.strategy.is_hybrid:
+            raise UnsupportedError(
+                explain(
+                    expected="a strategy without replicas",
+                    got=self._fsdp_unit.config.strategy.name,
+                    where=where,
+                    fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
+                )
+            )
+        for flat in flats:
+            flat.comm_hook = partial(hook, HookState(flat.groups) if state is None else state)
+
+    def register_forward_method(self, name: str) -> None:
+        """Let a method of the module run with this unit's parameters unsharded, like its forward.
+
+        For methods that call the module's own ``forward``, such as ``generate()``. Nested units
+        are unsharded when they are called. The method runs eagerly. (Upstream's
+        ``register_fsdp_forward_method``.)
+
+        Raises:
+            FSDPValueError: the module has no such method.
+        """
+        inner = self._fsdp_inner()
+        if not callable(getattr(inner, name, None)):
+            raise FSDPValueError(
+                explain(
+                    expected=f"the name of a method of {type(inner).__name__}",
+                    got=repr(name),
+                    where="register_forward_method()",
+                    fix="Register what the module has.",
+                )
+            )
+        self.__dict__[name] = partial(self._fsdp_run_method, getattr(inner, name))
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a unit's hooks run eagerly"
+    )
+    def _fsdp_run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        root, unit = self._fsdp_root, self._fsdp_unit
+        self._fsdp_runs_method = True
+        try:
+            with root.execution_order.paused():
+                return hooks.run_unit(root, unit, method, args, kwargs, self._fsdp_input_dtype)
+        finally:
+            self._fsdp_runs_method = False
+
+    # -- original parameters ---------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Original parameters with their whole values and shapes while open; between steps only.
+
+        Parameters stay the same objects. Every rank must open and leave the context. Units that
+        are summoned already (nested calls) stay as they are until the outer context ends. The
+        model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
+        communication, so rank 0 alone may call it.
+
+        Args:
+            module: a wrapper, or a module with wrappers below.
+            recurse: all units in ``module``; else only its own, if it is a wrapper.
+            writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
+            rank0_only: whole values on rank 0 only, parts on the others; with ``writeback`` rank
+                0's changes go to all.
+            offload_to_cpu: whole values in host memory.
+            with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
+                ``None`` inside.
+
+        Raises:
+            FSDPStateError: a unit is in its forward or backward.
+            UnsupportedError: tensor parallelism has split a parameter too.
+        """
+        wrappers = [
+            m for _, m in module_tree.raw_named_modules(module) if isinstance(m, UserMethods)
+        ]
+        chosen = [w for w in wrappers if recurse or w is module]
+        for wrapper in chosen:
+            wrapper._fsdp_root.reduce_sums()
+        how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summoned([wrapper._fsdp_unit for wrapper in chosen], how):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As in ``nn.Module``, on whole parameters: for initialisation. Ranks must do the same."""
+        with UserMethods.summon_full_params(self):
+            return super().apply(fn)
+
+    # -- shards ----------------------------------------------------------------------------------
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """By plain FQN, the global shape of each original parameter and the range of it, flattened,
+        that this rank holds; tied parameters once.
+
+        Raises:
+            UnsupportedError: tensor parallelism has split a parameter too.
+        """
+        return shards_of(self._fsdp_root.units)
+
+    def update_whole(
+        self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
+    ) -> dict[str, torch.Tensor]:
+        """Let one rank each update whole tensors of which every rank has its part.
+
+        What optimizers on matrices need: each matrix is gathered on one rank, updated there, and
+        every rank gets its part of the result. All ranks must call it with the same names.
+
+        Args:
+            parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
+                a momentum, or the parameter itself.
+            update: called as ``update(fqn, whole)``, ``whole`` in the parameter's shape, on one
+                rank (on all where the parameter is not sharded); returns a tensor of that shape.
+
+        Returns:
+            By FQN, this rank's part of what ``update`` returned, in the shape of ``parts``.
+
+        Raises:
+            FSDPValueError: an unknown name, a part or a result of another size.
+            UnsupportedError: tensor parallelism has split one of these parameters too.
+        """
+        return update_whole(self._fsdp_root.units, parts, update)
+
+    def flat_parameter_of(self, fqn: str) -> FlatParameter:
+        """The flat parameter that holds the parameter with this plain FQN.
+
+        Of its tensors ``sharded``, this rank's ``(padded_numel / N,)``, is always there.
+
+        Raises:
+            FSDPValueError: if no unit holds a parameter of that name.
+        """
+        for unit in self._fsdp_root.units:
+            for flat in unit.flats:
+                for _, _, _, site in flat.sites():
+                    if join_fqn(unit.fqn, site) == fqn:
+                        flat.write_back()
+                        return flat
+        raise FSDPValueError(
+            explain(
+                expected="the FQN of a parameter that a unit manages",
+                got=f"'{fqn}'",
+                where="flat_parameter_of",
+                fix="See named_parameters() for the names.",
+            )
+        )

@@ -1,0 +1,184 @@
+"""FullyShardedDataParallel: the module wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo import module_tree
+from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.wrap import build
+from fsdp_dynamo.wrap.arguments import check_module
+from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
+from fsdp_dynamo.wrap.unit_module import UnitModule, is_unit
+
+
+class FullyShardedDataParallel(UnitModule):
+    """Shards a module's parameters, gradients and optimizer state over the ranks.
+
+    ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
+    submodules by wrappers in place and returns the outermost one. Each wrapper is one unit.
+    It runs eagerly, under ``torch.compile(model)`` (hooks path) and under
+    ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
+
+    Args:
+        module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
+            view of this rank's part (``NO_SHARD``: a view in its original shape).
+        process_group: ranks to shard over; the default group if not given. With a hybrid
+            strategy a pair (shard group, replicate group); not given, each node is a replica.
+        sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
+        cpu_offload: keep shards, gradients and so the optimizer's state in host memory; each
+            unshard copies this rank's part to the device. On CPU it changes nothing.
+        auto_wrap_policy: which submodules become units of their own.
+        backward_prefetch: see ``BackwardPrefetch``; ``None`` prefetches nothing.
+        mixed_precision: see ``MixedPrecision``.
+        ignored_modules: modules that stay as they are.
+        ignored_states: modules or parameters that stay as they are.
+        param_init_fn: initialises modules that are on the meta device; called with each module
+            that holds such tensors itself, in the order of ``modules()``, when they have storage.
+            By default the modules' own ``reset_parameters()``.
+        device_id: the device to move the module to before it is sharded.
+        sync_module_states: broadcast rank 0's parameters and buffers first.
+        forward_prefetch: issue the next unit's all-gather before the current unit's forward.
+            ``None`` (default): on CPU only, whose host does not run ahead of the device.
+        limit_all_gathers: accepted; at most one unit is gathered ahead in any case (on the graph
+            path: ``max_in_flight`` of ``GraphOptions``).
+        use_orig_params: ``False`` is accepted in eager and refused under compile.
+        device_mesh: a mesh in place of ``process_group``: 1-D, or with a hybrid strategy 2-D
+            (replicas, shards).
+        reduction_group: another process group of the ranks that shard, for the gradients: its
+            reduce-scatters do not queue behind all-gathers in one communicator. By default the
+            two share a group.
+
+    Raises:
+        FSDPError: one of its subclasses, before anything is changed. The message says what was
+            expected, what came, where, and what to do.
+
+    Source: FSDP (arXiv:2304.11277) and ZeRO (arXiv:1910.02054); names and arguments are those of
+    ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: object | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        reduction_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_module(module, is_unit)
+        compile_context = None
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            compile_context, module = module.dynamo_ctx, module._orig_mod
+            check_module(module, is_unit)
+        made = construct(
+            module,
+            Arguments(
+                process_group=process_group,
+                sharding_strategy=sharding_strategy,
+                cpu_offload=cpu_offload,
+                auto_wrap_policy=auto_wrap_policy,
+                backward_prefetch=backward_prefetch,
+                mixed_precision=mixed_precision,
+                ignored_modules=ignored_modules,
+                ignored_states=ignored_states,
+                param_init_fn=param_init_fn,
+                device_id=device_id,
+                sync_module_states=sync_module_states,
+                forward_prefetch=forward_prefetch,
+                device_mesh=device_mesh,
+                reduction_group=reduction_group,
+            ),
+            is_unit,
+        )
+        _wrap_children(module, made, use_orig_params)
+        self._setup(module, made, use_orig_params)
+        self._fsdp_become_root()
+        if compile_context is not None:
+            self._compiled_call_impl = compile_context(self._call_impl)
+
+    def _setup(self, module: nn.Module, made: Constructed, use_orig_params: bool) -> None:
+        nn.Module.__init__(self)
+        self.training = module.training
+        self._modules[module_tree.WRAPPED] = module
+        self._fsdp_setup(made.units[module], made.ignored, use_orig_params)
+        build.tag_for_dynamo([self], True)  # its forward is traced up to the refusal
+
+    _fsdp_entry = "forward"
+
+    forward = UnitModule._fsdp_run
+
+    def _fsdp_inner(self) -> nn.Module:
+        return self._modules["_fsdp_wrapped_module"]  # type: ignore[return-value]
+
+    def _fsdp_body(self) -> Callable[..., Any]:
+        return self._modules["_fsdp_wrapped_module"]  # type: ignore[return-value]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        inner = self._modules[module_tree.WRAPPED]
+        assert inner is not None
+        return inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the wrapped module are reachable through the wrapper."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == module_tree.WRAPPED or module_tree.WRAPPED not in self.__dict__.get(
+                "_modules", {}
+            ):
+                raise
+            return getattr(self._modules[module_tree.WRAPPED], name)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells ``torch.distributed.checkpoint.state_dict`` whose name is in no key."""
+        return {"": module_tree.WRAPPED}
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All wrappers in ``module``, or only the outermost ones."""
+        modules = [m for _, m in module_tree.raw_named_modules(module)]
+        found = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m._fsdp_is_outermost()] if root_only else found
+
+
+def _wrap_children(root: nn.Module, made: Constructed, use_orig_params: bool) -> None:
+    """Put a wrapper in the place of every unit's module below ``root``, innermost first."""
+    wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module._modules.items()):
+            if child is None or is_unit(child):
+                continue
+            if child not in wrappers:
+                visit(child)
+                if child in made.units:
+                    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                    wrapper._setup(child, made, use_orig_params)
+                    wrappers[child] = wrapper
+            if child in wrappers:
+                module._modules[name] = wrappers[child]
+
+    visit(root)

@@ -1,0 +1,376 @@
+"""Ranks that diverge get an error on every rank, never a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import Builder
+from pool import RankPool
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch.distributed.device_mesh import init_device_mesh
+from ways import in_way
+
+from fsdp_dynamo import (
+    FSDP,
+    DivergenceError,
+    FSDPValueError,
+    MixedPrecision,
+    ShardingStrategy,
+    set_agreement_timeout,
+)
+from fsdp_dynamo.agreement import exchange
+from fsdp_dynamo.agreement.comparison import require_agreement, require_same, share_from_first
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
+
+NUM_STEPS = 4
+SHORT_S = 3.0
+TIMEOUTS_S = {"busy": 4.0, "slow": 4.0, "absent": 2.0}  # of a rank that is at least so late
+LONGER_S = 6.0
+BOUND_S = 45.0  # on a busy machine; a hang would last as long as the group's timeout, 60 s
+
+
+class Branching(nn.Module):
+    """Three blocks; a rank may call others than the rest, or have others."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        sizes = [(16, width), (width, 16), (16, 16)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in sizes)
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str, float]:
+    """Some steps in which the last rank differs.
+
+    Returns:
+        The error's message, or how many steps went; and the seconds from this rank's last
+        compilation, or the begin of the last step, to the end.
+    """
+    ends: list[float] = []
+    callback_handler.register_end_callback(lambda _: ends.append(time.monotonic()))
+    differs = rank == world_size - 1
+    torch.manual_seed(5)
+    plain = Branching(24 if differs and how == "other shape" else 16)
+    replicas: dict[str, Any] = {}
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        replicas = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    wrapped = FSDP(
+        plain,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        mixed_precision=low if differs and how == "other dtype" else None,
+        **replicas,
+    )
+    if differs and how == "other branch":
+        plain.order = [1, 0, 2]
+    if differs and how == "a unit skipped":
+        plain.order = [0, 1]
+    model = in_way(wrapped, way, bucket=False)
+    set_agreement_timeout(SHORT_S)
+    exchange.announce_compilations()
+    dist.barrier()
+    try:
+        for step in range(NUM_STEPS):
+            began = time.monotonic()
+            if differs and step == 2 and how == "an extra recompile":
+                plain.order = [0, 2, 1]
+            if differs and step == 0 and how == "late":
+                time.sleep(SHORT_S / 2)
+            longer = differs and step == 2 and how == "a recompile for a shape"
+            model(torch.randn(4 if longer else 2, 16)).square().mean().backward()
+    except DivergenceError as error:
+        return str(error), time.monotonic() - max([began, *ends])
+    finally:
+        set_agreement_timeout(10.0)
+    return f"{step + 1} steps", time.monotonic() - max([began, *ends])
+
+
+DIVERGENCES = {
+    "other shape": ["collective 0", "unit 'blocks.0'", "136 float32", "204 float32"],
+    "other branch": ["collective 0", "unit 'blocks.0'", "unit 'blocks.1'"],
+    "other dtype": ["collective 0", "136 float32", "136 bfloat16"],
+    "a unit skipped": ["collective 2", "unit 'blocks.2'", "got no further collective"],
+    "an extra recompile": ["nothing from rank(s) 0 within 3 s", "set_agreement_timeout"],
+}
+
+
+def check_divergence(ranks: RankPool, how: str, way: str) -> None:
+    (message, first_s), (other, other_s) = ranks.run(run_differently, 2, how, way)
+    assert message == other
+    for words in DIVERGENCES[how]:
+        assert words in message
+    if how != "an extra recompile":
+        assert "expected rank 1 to issue what rank 0 does" in message
+        assert "ranks 0,1" in message
+    assert max(first_s, other_s) < BOUND_S
+
+
+@pytest.mark.parametrize("how", DIVERGENCES)
+def test_every_rank_gets_the_error(ranks: RankPool, how: str) -> None:
+    check_divergence(ranks, how, "graph")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["other branch", "an extra recompile"])
+def test_every_rank_gets_the_error_under_inductor(ranks: RankPool, how: str) -> None:
+    """The fingerprint is an argument of generated code, so compile caches keep it."""
+    check_divergence(ranks, how, "graph-inductor")
+
+
+def test_three_ranks_name_the_one_that_differs(ranks: RankPool) -> None:
+    messages = {message for message, _ in ranks.run(run_differently, 3, "a unit skipped", "graph")}
+    assert len(messages) == 1
+    assert "expected rank 2 to issue what rank 0 does" in messages.pop()
+
+
+@pytest.mark.parametrize(
+    "how", ["other branch", pytest.param("an extra recompile", marks=pytest.mark.slow)]
+)
+def test_every_rank_of_every_replica_gets_the_error(ranks: RankPool, how: str) -> None:
+    """Rank 3 differs; ranks 0 and 3 have no group in common."""
+    answers = ranks.run(run_differently, 4, how, "graph")
+    messages = [message for message, _ in answers]
+    wanted = ["rank 3"] if how == "other branch" else ["nothing from rank(s) 2 within 3 s"]
+    assert all(words in messages[0] for words in wanted)
+    assert messages == messages[:1] * 4
+    assert max(seconds for _, seconds in answers) < BOUND_S
+
+
+@pytest.mark.parametrize("how", ["late", "a recompile for a shape", "nothing"])
+def test_ranks_that_agree_go_on(ranks: RankPool, how: str) -> None:
+    """A rank may be late, or compile again as long as its collectives stay the same."""
+    answers = ranks.run(run_differently, 2, how, "graph")
+    assert [text for text, _ in answers] == [f"{NUM_STEPS} steps"] * 2
+
+
+def count_store_writes(rank: int, world_size: int) -> list[int]:
+    """How often a rank has asked the store, after each step."""
+    written: list[int] = []
+    model = in_way(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
+    store = exchange.shared_store(world())
+    for _ in range(3):
+        model(torch.randn(2, 16)).sum().backward()
+        written.append(sum(store.check([_key(number, rank)]) for number in range(1, 9)))
+    return written
+
+
+def _key(number: int, rank: int) -> str:
+    return f"graph/{number}/{rank}"
+
+
+def test_a_graph_is_compared_once(ranks: RankPool) -> None:
+    assert ranks.run(count_store_writes, 2) == [[2, 2, 2]] * 2  # a forward and a backward
+
+
+def outcome(action: Callable[[], object]) -> str:
+    """What an action returns, or the message of its divergence error."""
+    try:
+        return str(action())
+    except DivergenceError as error:
+        return str(error)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
+    """Three exchanges between ranks of which one differs, is late, or does not come."""
+    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
+    odd = rank == 1
+    if how == "busy" and odd:
+        with exchange.busy():  # as while a frame is compiled
+            with exchange.busy():
+                time.sleep(0.1)
+            time.sleep(LONGER_S)
+    text = "aaaa" * 100 + ("x" if odd and how == "differs" else "b")
+    try:
+        if how == "absent" and odd:
+            return ["absent"]
+        return [outcome(lambda: require_same(world(), "plan", text)) for _ in range(2)]
+    finally:
+        dist.barrier()  # who is absent stays until the others have noticed
+        set_agreement_timeout(10.0)
+
+
+@pytest.mark.parametrize("how", ["equal", pytest.param("busy", marks=pytest.mark.slow)])
+def test_equal_texts_agree(ranks: RankPool, how: str) -> None:
+    assert ranks.run(compare_texts, 3, how) == [["None", "None"]] * 3
+
+
+def test_texts_are_compared(ranks: RankPool) -> None:
+    differing = ranks.run(compare_texts, 3, "differs")
+    assert len({answer[0] for answer in differing}) == 1
+    assert "the same plan on all ranks" in differing[0][0]
+    assert "on rank(s) 1" in differing[0][0]
+    assert "aaax' on" in differing[0][0]
+    absent = ranks.run(compare_texts, 3, "absent")
+    assert absent[1] == ["absent"]
+    for answer in (absent[0], absent[2]):
+        assert "the plan of rank(s) 1" in answer[0]
+        assert "nothing within 2 s" in answer[0]
+
+
+def wait_for_each_other(rank: int, world_size: int) -> str:
+    """While both compile, each wants to compare what the other never will."""
+    set_agreement_timeout(1.0)
+    try:
+        with exchange.busy():
+            return outcome(lambda: require_same(world(), f"plan {rank}", ""))
+    finally:
+        set_agreement_timeout(10.0)
+
+
+def test_ranks_that_wait_are_not_busy(ranks: RankPool) -> None:
+    began = time.monotonic()
+    for message in ranks.run(wait_for_each_other, 2):
+        assert "nothing within 1 s" in message
+    assert time.monotonic() - began < BOUND_S
+
+
+def count_announcements(rank: int, world_size: int) -> list[str]:
+    """What the store says of this rank before, during and after a compilation."""
+    store = dist.distributed_c10d._get_default_store()
+    seen: list[str] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        exchange.announce_this_compilation()
+        seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
+        return gm.forward
+
+    for size in (2, 3):  # the second is announced from its begin on
+        compiled = torch.compile(torch.neg if size == 2 else torch.abs, backend=backend)
+        compiled(torch.ones(size))
+        seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
+    return seen
+
+
+def test_compilations_are_announced(ranks: RankPool) -> None:
+    assert ranks.run(count_announcements, 2) == [["1", "0", "1", "0"]] * 2
+
+
+def share(rank: int, world_size: int, how: str) -> list[str]:
+    """What the first rank makes, twice; it may be slow, fail or not come."""
+    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
+
+    def make() -> str:
+        if how == "fails":
+            raise ValueError("no such budget")
+        if how == "slow":
+            time.sleep(LONGER_S)
+        return f"made by {rank}"
+
+    try:
+        if how == "absent" and rank == 0:
+            return []
+        return [outcome(lambda: share_from_first(world(), "plan", make)) for _ in range(2)]
+    except ValueError as error:
+        return [str(error)]
+    finally:
+        dist.barrier()
+        set_agreement_timeout(10.0)
+
+
+@pytest.mark.parametrize("how", ["at once", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_first_rank_decides(ranks: RankPool, how: str) -> None:
+    assert ranks.run(share, 3, how) == [["made by 0"] * 2] * 3
+
+
+def test_the_first_rank_fails(ranks: RankPool) -> None:
+    failed = ranks.run(share, 2, "fails")
+    assert failed == [["no such budget"], ["plan: rank 0 failed: ValueError: no such budget"] * 2]
+    _, second = ranks.run(share, 2, "absent")
+    assert "the plan of rank(s) 0" in second[0]
+
+
+def test_without_a_shared_store(tmp_path: Path) -> None:
+    """A group of one rank asks nobody."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert share_from_first(world(), "plan", lambda: "own") == "own"
+        require_same(world(), "plan", "own")
+        require_agreement(world(), "a fingerprint of no format at all")
+    finally:
+        dist.destroy_process_group()
+
+
+def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
+    """Rank 1 comes after some seconds, or leaves a notice instead; the others are blocked."""
+    group = world()
+    store = exchange.shared_store(group)
+    entry = f"all_gather x#0 float32 1 - - {group.group_name}"
+    require_agreement(group, entry)
+    output = torch.zeros(world_size)
+    if rank == 1:
+        time.sleep(2.5)
+        if how == "never":
+            exchange.leave_notice(store, DivergenceError("rank 1 does not come"))
+            time.sleep(4)
+            return "rank 1 does not come"
+    if how == "reduce":  # on a thread of gloo's, not by sends and receives
+        output.fill_(1.0)
+        reduce = collectives.issue_reduce_mean(output, output, group)
+        return outcome(lambda: reduce.wait() or output.tolist())
+    gather = collectives.issue_all_gather(output, torch.ones(1), group)
+    return outcome(lambda: gather.wait() or output.tolist())
+
+
+@pytest.mark.parametrize("how", ["gather", "reduce", "never"])
+def test_long_waits(ranks: RankPool, how: str) -> None:
+    """A long wait is not torn apart, and one that would never end does end."""
+    expected = "rank 1 does not come" if how == "never" else "[1.0, 1.0, 1.0]"
+    assert ranks.run(wait_for_the_late, 3, how) == [expected] * 3
+
+
+def in_two_groups(rank: int, world_size: int) -> list[str]:
+    """Groups of the same ranks share a store; their exchanges are kept apart."""
+    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
+    return [
+        outcome(lambda g=group, n=number: require_same(g, "plan", f"text {n}"))
+        for number in range(3)
+        for group in groups
+    ]
+
+
+def test_two_groups_of_the_same_ranks(ranks: RankPool) -> None:
+    assert ranks.run(in_two_groups, 2) == [["None"] * 6] * 2
+
+
+def test_fingerprint() -> None:
+    builder = Builder()
+    shard = builder.input("shard")
+    shard.meta["val"] = torch.empty(10, dtype=torch.bfloat16)
+    unsharded = builder.gather("blocks.0", shard)
+    unsharded.meta["val"] = torch.empty(20)
+    builder.graph.output(builder.reduce("", unsharded))
+    gather, reduce = fingerprint(builder.graph).split(SEPARATOR)
+    assert gather == "all_gather_into_tensor blocks.0#0 bfloat16 10 - - g"
+    assert reduce == "reduce_scatter_tensor (root)#0 float32 20 avg - g"
+    assert describe_entry(reduce) == (
+        "reduce_scatter_tensor (avg) of unit '(root)', flat parameter 0, 20 float32, ranks g"
+    )
+    assert describe_entry("") == "no further collective"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_bad_timeout(seconds: float) -> None:
+    with pytest.raises(FSDPValueError, match="a number of seconds above 0"):
+        set_agreement_timeout(seconds)

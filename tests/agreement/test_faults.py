@@ -1,0 +1,341 @@
+"""One rank fails: the others learn it in time, and say which one it was and what happened."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from census import Census
+from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from namespaces import needs_link
+from pool import RankPool
+from ways import in_way
+
+from benchmarks import link
+from fsdp_dynamo import FSDP, RankFailedError
+from fsdp_dynamo.comm.collective_log import current_step
+from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+LIMIT_S = 10.0
+
+# -- a rank that raises ----------------------------------------------------------------------------
+
+_armed = ""
+
+
+def _fail_if(*faults: str) -> None:
+    if _armed in faults:
+        if _armed == "memory":
+            torch.empty(1 << 46)  # more than any machine has: the allocator raises
+        raise ValueError(f"as asked in {_armed}")
+
+
+@torch.library.custom_op("faults::point", mutates_args=())
+def _point(x: torch.Tensor) -> torch.Tensor:
+    """A place in the forward, and one in the backward, that fail at run time, also compiled."""
+    _fail_if("forward", "memory")
+    return x.clone()
+
+
+@torch.library.custom_op("faults::point_in_backward", mutates_args=())
+def _point_in_backward(grad: torch.Tensor) -> torch.Tensor:
+    _fail_if("backward")
+    return grad.clone()
+
+
+_point.register_fake(torch.empty_like)
+_point_in_backward.register_fake(torch.empty_like)
+_point.register_autograd(lambda ctx, grad: _point_in_backward(grad))
+
+
+class _Faulty(Transformer):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = _point(block(x))
+        return self.head(self.norm(x)) * self.scale
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    loss = loss_of(model, tokens)
+    loss.register_hook(lambda grad: _fail_if("hook"))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _uncaught(error: Exception) -> None:
+    """What the interpreter does with an exception that nobody catches."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _train_until_failure(rank: int, way: str, fault: str) -> tuple[str, str, float, int]:
+    global _armed
+    _armed = ""
+    torch.manual_seed(7)
+    model = FSDP(_Faulty(num_blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    run = in_way(model, way)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: _fail_if("optimizer"))
+    _step(run, optimizer, batch(rank, 0))
+    _armed = fault if rank == 1 else ""
+    began = time.monotonic()
+    try:
+        for step in range(1, 4):
+            _step(run, optimizer, batch(rank, step))
+    except Exception as error:
+        seconds = time.monotonic() - began
+        if rank == 1:
+            _uncaught(error)
+            time.sleep(3)  # its process does not end: the others learn it all the same
+        return type(error).__name__, str(error), seconds, current_step()
+    return "", "", 0.0, 0
+
+
+def _fail(rank: int, world_size: int, way: str, fault: str) -> tuple[str, str, float, int, int]:
+    """What the rank saw, and how many tensors more are left than after a run without a failure."""
+    left = []
+    for what in ("", fault):
+        census = Census()
+        found = _train_until_failure(rank, way, what)
+        torch._dynamo.reset()
+        gc.collect()
+        left.append(census.count())
+    return *found, left[1] - left[0]
+
+
+FAULTS = ("forward", "memory", "hook", "backward", "optimizer")
+_QUICK = {
+    ("eager", "backward"),
+    ("hooks", "backward"),
+    ("graph", "memory"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        pytest.param(way, fault, marks=() if (way, fault) in _QUICK else pytest.mark.slow)
+        for way in ("eager", "hooks", "graph")
+        for fault in FAULTS
+    ],
+)
+def test_a_rank_that_raises(ranks: RankPool, way: str, fault: str) -> None:
+    answers = ranks.run(_fail, 2, way, fault)
+    (kind, message, seconds, _, kept), (raised, cause, _, step, kept_there) = answers
+    assert ("allocate" if fault == "memory" else f"as asked in {fault}") in cause
+    assert kind == RankFailedError.__name__, message
+    after = re.match(
+        rf"rank 1 after the (all-gather|reduce-scatter) of (unit '[\w.]+'|the root unit) \(\d+ "
+        rf"elements, \w+, step {step}\): expected all ranks to go on, got {raised}",
+        message,
+    )
+    assert after is not None, message
+    assert cause[:100] in message
+    assert seconds < LIMIT_S
+    assert kept <= 0
+    assert kept_there <= 0
+
+
+# -- a rank that is killed or stopped --------------------------------------------------------------
+
+TIMEOUT_S = 3.0
+
+
+def _lose(
+    rank: int, world_size: int, way: str, number: int, told: Path
+) -> tuple[str, str, float, int]:
+    """Rank 1 gets a signal in the third step."""
+    return _lose_rank(rank, 1, way, number, told)
+
+
+def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -> Any:
+    """Rank 0, which serves the store, is stopped: nobody can ask the store then."""
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    return _lose_rank(rank, 0, "eager", signal.SIGSTOP, told)
+
+
+def _lose_rank(
+    rank: int, victim: int, way: str, number: int, told: Path
+) -> tuple[str, str, float, int]:
+    timeout_s = TIMEOUT_S if number == signal.SIGSTOP else 600.0  # nobody waits for it to run out
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    model = in_way(wrap(make_transformer(num_blocks=2), process_group=group), way)
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+    if rank == victim:
+        os.kill(os.getpid(), number)
+    began = time.monotonic()
+    try:
+        loss_of(model, batch(rank, 2)).backward()
+    except Exception as error:
+        found = type(error).__name__, str(error), time.monotonic() - began, current_step()
+        (told / str(rank)).touch()
+        return found
+    return "", "", 0.0, 0
+
+
+def _all_exist(paths: Sequence[Path]) -> Callable[[], None]:
+    def wait() -> None:
+        until = time.monotonic() + 30
+        while not all(path.exists() for path in paths) and time.monotonic() < until:
+            time.sleep(0.05)
+
+    return wait
+
+
+_CLOSED = "got a closed connection. It has ended or was killed"
+_LATE = f"got nothing within {TIMEOUT_S:g} s. It is stopped"
+
+
+@pytest.mark.parametrize(
+    ("way", "number", "got"),
+    [
+        ("eager", signal.SIGKILL, _CLOSED),
+        ("graph", signal.SIGKILL, _CLOSED),
+        ("eager", signal.SIGSTOP, _LATE),
+        pytest.param("hooks", signal.SIGKILL, _CLOSED, marks=pytest.mark.slow),
+        pytest.param("hooks", signal.SIGSTOP, _LATE, marks=pytest.mark.slow),
+        pytest.param("graph", signal.SIGSTOP, _LATE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_gone(
+    ranks: RankPool, tmp_path: Path, way: str, number: signal.Signals, got: str
+) -> None:
+    others = [tmp_path / "0", tmp_path / "2"]
+    found = ranks.run_and_kill(
+        _lose, 3, way, number, tmp_path, victims=[1], when=_all_exist(others)
+    )
+    steps = set()
+    for is_answer, answer in found.values():
+        assert is_answer, answer
+        kind, message, seconds, step = answer
+        assert kind == RankFailedError.__name__, message
+        assert message.startswith("rank 1: expected its part of the all-gather of ")
+        steps.add(step)
+        assert got in message
+        assert seconds < LIMIT_S
+    step = re.search(r"step (\d+)\)", message)
+    assert step is not None
+    assert int(step[1]) in steps  # processes that have run other tests count from another number
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+def test_the_rank_of_the_store_is_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    others = [tmp_path / "1", tmp_path / "2"]
+    found = ranks.run_and_kill(
+        _lose_rank_of_the_store, 3, _free_port(), tmp_path, victims=[0], when=_all_exist(others)
+    )
+    for is_answer, answer in found.values():
+        assert is_answer, answer
+        kind, message, seconds, _ = answer
+        assert kind == RankFailedError.__name__, message
+        assert re.match("rank [012]: expected its part of the ", message)
+        assert seconds < TIMEOUT_S + 3 * STORE_TIMEOUT_S
+
+
+# -- a link that is cut ----------------------------------------------------------------------------
+
+_CLONE_NEWNET = 0x40000000
+_STEPS = 40
+
+
+def _join_host(rank: int, world_size: int, host: link.Host, store: Path, timeout_s: float) -> None:
+    """Move this rank to one end of the link."""
+    dist.destroy_process_group()
+    namespace = os.open(f"/var/run/netns/{host.namespace}", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.setns(namespace, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.environ["GLOO_SOCKET_IFNAME"] = host.interface
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _train_over_link(
+    rank: int, world_size: int, hosts: Sequence[link.Host], folder: Path, timeout_s: float
+) -> tuple[list[float], str, str]:
+    """Losses, and how it ended; says when it has gone a quarter of the way."""
+    _join_host(rank, world_size, hosts[rank], folder / "store", timeout_s)
+    model = wrap(make_transformer(num_blocks=2))
+    losses: list[float] = []
+    try:
+        for step in range(_STEPS):
+            loss = loss_of(model, batch(rank, step))
+            loss.backward()
+            losses.append(loss.item())
+            if step == _STEPS // 4:
+                (folder / str(rank)).touch()
+            time.sleep(0.01)  # so that the link is cut within the run
+    except Exception as error:
+        return losses, type(error).__name__, str(error)
+    return losses, "", ""
+
+
+def _set_link(host: link.Host, state: str) -> None:
+    command = ["ip", "-n", host.namespace, "link", "set", host.interface, state]
+    subprocess.run(command, check=True)
+
+
+def _run_and_cut(
+    ranks: RankPool, folder: Path, cut_s: float | None, timeout_s: float
+) -> list[tuple[list[float], str, str]]:
+    """Two ranks over a link that is cut, and restored after ``cut_s``."""
+    with link.two_hosts(link.Shape()) as hosts:
+
+        def cut() -> None:
+            _all_exist([folder / "0", folder / "1"])()
+            _set_link(hosts[0], "down")
+            if cut_s is not None:
+                time.sleep(cut_s)
+                _set_link(hosts[0], "up")
+
+        found = ranks.run_and_kill(
+            _train_over_link, 2, hosts, folder, timeout_s, victims=[], when=cut
+        )
+    assert all(is_answer for is_answer, _ in found.values()), found
+    return [found[rank][1] for rank in range(2)]
+
+
+@needs_link
+def test_a_link_that_is_cut_for_a_while(ranks: RankPool, tmp_path: Path) -> None:
+    for losses, kind, message in _run_and_cut(ranks, tmp_path, cut_s=2.0, timeout_s=30.0):
+        assert kind == "", message
+        assert len(losses) == _STEPS
+
+
+@needs_link
+def test_a_link_that_stays_cut(ranks: RankPool, tmp_path: Path) -> None:
+    answers = _run_and_cut(ranks, tmp_path, cut_s=None, timeout_s=3.0)
+    assert {kind for _, kind, _ in answers} == {RankFailedError.__name__}, answers
+    for losses, _, message in answers:  # of the other, or what that one has told of this one
+        assert len(losses) < _STEPS
+        assert re.match("rank [01]: expected its part of the ", message)

@@ -1,0 +1,138 @@
+"""Flight records: written when a rank fails, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_dynamo import FSDPStateError, flight, record_flight
+from fsdp_dynamo.agreement import flight_recorder
+from fsdp_dynamo.agreement.flight_report import explained
+from fsdp_dynamo.comm.collective_log import Entry
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from fsdp_dynamo import FSDP, record_flight
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+dist.init_process_group("gloo")
+if len(sys.argv) > 2:
+    record_flight(sys.argv[2])
+plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+for step in range(3):
+    if step == 2 and dist.get_rank() == 1:
+        if sys.argv[1] == "raises":
+            raise ValueError("no more data")
+        os.kill(os.getpid(), 9)
+    model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def _processes_of(script: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            found.append(path.read_text())
+    return [command for command in found if str(script) in command]
+
+
+def _run(tmp_path: Path, what: str, by_default: bool = False) -> str:
+    """Two ranks of which the second one fails in the third step; what the records say."""
+    (tmp_path / "run.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = dict(os.environ, PYTHONPATH=str(REPOSITORY), CUDA_VISIBLE_DEVICES="")
+    folder = str(tmp_path / "flight")
+    where = [] if by_default else [folder]
+    environment["FSDP_DYNAMO_FLIGHT"] = folder if by_default else ""
+    run = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(tmp_path / "run.py"), what, *where],
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert f"flight record in {folder}" in run.stderr.decode()
+    assert _processes_of(tmp_path / "run.py") == []
+    explain = [sys.executable, "-m", "fsdp_dynamo.flight", folder]
+    said = subprocess.run(explain, env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr == ""
+    return said.stdout
+
+
+def test_a_rank_that_raises(tmp_path: Path) -> None:
+    said = _run(tmp_path, "raises")
+    assert "2 of 2 ranks have left a record." in said
+    assert "rank 1: ValueError: no more data" in said
+    missed = "the all-gather of unit '0' (20 elements, forward, step 3)"
+    assert f"rank 1 did not come to {missed}" in said
+    assert "Look first at rank 1:" in said
+    assert 'raise ValueError("no more data")' in said
+
+
+@pytest.mark.slow
+def test_records_by_default(tmp_path: Path) -> None:
+    """Of ranks that an exception ends; torchrun may be quicker to end the others."""
+    assert "rank 1: ValueError: no more data" in _run(tmp_path, "raises", by_default=True)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    said = _run(tmp_path, "is killed")
+    assert "1 of 2 ranks have left a record." in said
+    assert "rank 1 left none: killed" in said
+
+
+def _record(rank: int, reason: str, *what: tuple[str, str]) -> dict[str, Any]:
+    entries = [Entry(i, 1, kind, label, 8) for i, (kind, label) in enumerate(what)]
+    group = {"ranks": [0, 1], "count": len(entries), "entries": entries}
+    record = {"rank": rank, "world_size": 2, "reason": reason, "stack": [], "groups": [group]}
+    return json.loads(json.dumps(record))
+
+
+def test_ranks_that_part() -> None:
+    begin = [("all_gather", "a"), ("all_gather", "b")]
+    said = explained(
+        [
+            _record(0, "SIGTERM", *begin, ("all_gather", "c")),
+            _record(1, "SIGTERM", *begin, ("reduce_scatter", "b")),
+        ]
+    )
+    assert (
+        "Among ranks 0, 1, collective 2: rank 0 issued the all-gather of unit 'c' (8 elements, "
+        "step 1), rank 1 the reduce-scatter of unit 'b' (8 elements, step 1)." in said
+    )
+    same = explained([_record(r, "SIGTERM", *begin) for r in range(2)])
+    assert "all have issued the same 2 collectives" in same
+
+
+def test_nothing_to_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flight.main([str(tmp_path)]) == 2
+    assert "call fsdp_dynamo.record_flight(folder) in every rank" in capsys.readouterr().err
+    with pytest.raises(FSDPStateError, match="expected a process group"):
+        record_flight(tmp_path)
+
+
+def test_said_while_standard_error_is_being_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Busy:
+        def write(self, text: str) -> None:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(sys, "stderr", Busy())
+    flight_recorder._say("rank 0: flight record in here")
+    monkeypatch.undo()
+    assert capfd.readouterr().err == "rank 0: flight record in here\n"

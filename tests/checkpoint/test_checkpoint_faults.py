@@ -1,0 +1,373 @@
+"""What can happen to checkpoints, and what is said then: nothing is changed, nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import subprocess
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+
+from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
+from fsdp_dynamo.checkpoint import manifest, storage_reader, storage_writer
+
+NEWEST = "000002-step-2"
+
+
+def _model(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = {
+        "first": nn.Linear(3, width),
+        "norm": nn.LayerNorm(width),
+        "last": nn.Linear(width, 2),
+    }
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints, the newer one of two steps."""
+    model, optimizer = _model()
+    for step in (1, 2):
+        _step(model, optimizer)
+        checkpoint.save(tmp_path, model, optimizer, step=step)
+    return tmp_path
+
+
+def _flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 16]))
+
+
+def _position_of(path: Path, tensor: torch.Tensor) -> int:
+    """Where a tensor's first byte is in a file."""
+    return path.read_bytes().index(tensor.detach().numpy().tobytes())
+
+
+def _flip_in(name: str, fraction: float) -> Callable[[Path], None]:
+    return lambda path: _flip(path / name, int((path / name).stat().st_size * fraction))
+
+
+def _flip_weight(path: Path) -> None:
+    model, _ = _model()
+    checkpoint.load(path.parent, model)
+    _flip(path / "__0_0.distcp", _position_of(path / "__0_0.distcp", model.last.weight))
+
+
+def _cut_off(name: str) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, (path / name).stat().st_size - 100)
+
+
+def _of_newer_format(path: Path) -> None:
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    content["format"] = 99
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    whole = {"crc32": zlib.crc32(canonical.encode()), "content": content}
+    (path / "manifest.json").write_text(json.dumps(whole))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped byte of a weight": (
+        _flip_weight,
+        r"__0_0.distcp', in it 'model.last.weight': expected checksum \w{8}, got checksum \w{8}",
+    ),
+    "flipped byte of an index": (
+        _flip_in(".metadata", 0.5),
+        r".metadata', the index of all tensors: expected checksum",
+    ),
+    "flipped byte of shared states": (
+        _flip_in("shared.pt", 0.5),
+        r"shared.pt', states that all ranks have in common: expected checksum",
+    ),
+    "flipped byte of a rank's states": (
+        _flip_in("rank-0.pt", 0.9),
+        r"rank-0.pt', states of one rank: expected checksum",
+    ),
+    "flipped byte of the manifest": (
+        _flip_in("manifest.json", 0.9),
+        r"manifest.json': expected (content that fits its checksum|a manifest), got",
+    ),
+    "truncated tensors": (
+        _cut_off("__0_0.distcp"),
+        r"__0_0.distcp', in it '[\w.]+': expected a file of \d+ bytes, got \d+ bytes",
+    ),
+    "truncated index": (_cut_off(".metadata"), r".metadata', the index of all tensors: expected a"),
+    "missing tensors": (
+        lambda path: (path / "__0_0.distcp").unlink(),
+        r"__0_0.distcp', in it '[\w.]+', .* and \d+ more: expected a file of .* no such file",
+    ),
+    "missing index": (
+        lambda path: (path / ".metadata").unlink(),
+        r".metadata', .*got no such file",
+    ),
+    "missing states": (lambda path: (path / "rank-0.pt").unlink(), r"rank-0.pt', .*no such file"),
+    "missing manifest": (
+        lambda path: (path / "manifest.json").unlink(),
+        r"manifest.json': expected a manifest, got no such file",
+    ),
+    "newer format": (
+        _of_newer_format,
+        r"manifest.json': expected format 1 or older, got format 99. It was .* upgrade",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage_is_named_and_nothing_changed(folder: Path, fault: str) -> None:
+    damage, message = FAULTS[fault]
+    damage(folder / NEWEST)
+    model, optimizer = _model()
+    before = [p.detach().clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+    assert torch.equal(random, torch.get_rng_state())
+    loaded = checkpoint.load(folder, model, optimizer, step=1)
+    assert loaded is not None
+    _step(model, optimizer)
+    again = checkpoint.save(folder, model, optimizer, step=2)
+    assert checkpoint.complete(folder)[-1] == (2, again)
+    checkpoint.load(folder, model, optimizer)
+
+
+def _renamed() -> nn.Module:
+    model, _ = _model()
+    model.add_module("head", model.last)
+    del model.last
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: _model(width=5)[0], r"'model.first.\w+': expected shape \(5.*, got \(4.* in the"),
+        (
+            _renamed,
+            r"2 that it lacks \('last.bias', 'last.weight'\) and 2 that are not saved "
+            r"\('head.bias', 'head.weight'\)",
+        ),
+    ],
+)
+def test_another_models_checkpoint(
+    folder: Path, make: Callable[[], nn.Module], message: str
+) -> None:
+    model = make()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder, model)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_was_not_saved(tmp_path: Path) -> None:
+    model, optimizer = _model()
+    assert checkpoint.load(tmp_path / "nowhere", model) is None
+    with pytest.raises(CheckpointError, match=r"expected one of the steps \(there is none\), got"):
+        checkpoint.load(tmp_path, model, step=3)
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(CheckpointError, match="expected states of optimizers, got none in the"):
+        checkpoint.load(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="expected one of the steps 1, got step 3"):
+        checkpoint.load(tmp_path, model, step=3)
+    generator = torch.Generator()
+    with pytest.raises(CheckpointError, match="a checkpoint without 'noise'"):
+        checkpoint.load(tmp_path, model, per_rank={"noise": generator})
+    with torch.no_grad():
+        model.first.weight.fill_(1.0)
+    part, _ = _model()
+    checkpoint.save(tmp_path, model, torch.optim.AdamW(model.first.parameters()), step=2)
+    checkpoint.load(tmp_path, part, torch.optim.AdamW(part.first.parameters()))
+    part, _ = _model()
+    with pytest.raises(FSDPValueError, match="expected one saved group"):
+        checkpoint.load(tmp_path, part, torch.optim.AdamW(part.parameters()))
+    assert not torch.equal(part.first.weight, model.first.weight)
+
+
+def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _model()
+    close = storage_writer._SummingFiles.__dict__["create_stream"].__wrapped__
+
+    def lying(self: Any, path: Path, mode: str) -> Iterator[Any]:
+        yield from close(self, path, mode)
+        if path.suffix == ".distcp":
+            _flip(path, 1000)
+
+    from contextlib import contextmanager
+
+    monkeypatch.setattr(storage_writer._SummingFiles, "create_stream", contextmanager(lying))
+    message = r"__0_0.distcp': expected \d+ bytes with checksum \w{8}, as written, got"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.save(folder, model, optimizer, step=3)
+    monkeypatch.undo()
+    assert {path.name for path in folder.iterdir()} == {"000001-step-1", NEWEST}
+    checkpoint.load(folder, model, optimizer)
+
+
+# -- files that want to run code -----------------------------------------------------------------
+
+
+class _Evil:
+    """Unpickled by somebody careless, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def _replace(path: Path, name: str, content: bytes) -> None:
+    """Put other content into a file, and make the manifest agree."""
+    (path / name).write_bytes(content)
+    found = manifest.read(path)
+    files = {**found.files, name: manifest.sum_of(path / name)}
+    manifest.write(dataclasses.replace(found, files=files), path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "rank-0.pt", "shared.pt"])
+def test_no_code_is_run(folder: Path, tmp_path: Path, name: str) -> None:
+    mark = tmp_path / "was here"
+    buffer = io.BytesIO()
+    torch.save(_Evil(mark), buffer)
+    evil = pickle.dumps(_Evil(mark)) if name == ".metadata" else buffer.getvalue()
+    _replace(folder / NEWEST, name, evil)
+    model, _ = _model()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"asks for 'posix.mkdir'|weights_only|Weights only"):
+        checkpoint.load(folder, model)
+    assert not mark.exists()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _model()
+    optimizer.param_groups[0]["evil"] = _Evil(Path("was here"))
+    monkeypatch.chdir(tmp_path)
+    entry = r"'optim.param_groups.0.evil': expected"
+    with pytest.raises(CheckpointError, match=f"{entry} a state of tensors, numbers"):
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert checkpoint.complete(tmp_path) == []
+    monkeypatch.setattr(storage_reader, "require_readable", lambda *_: None)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match=f"{entry} tensors, numbers"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert not (tmp_path / "was here").exists()
+
+
+# -- with ranks ----------------------------------------------------------------------------------
+
+
+def _error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _run(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrap(make_transformer(num_blocks=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, batch(rank, 0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _full_disk(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    model, optimizer = _run(rank)
+    checkpoint.save(folder, model, optimizer, step=1)
+    rest = Path(folder) / "ballast"
+    if rank == 0:
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        rest.write_bytes(bytes(max(0, free - 100_000)))
+    torch.distributed.barrier()
+    in_place = _error_of(lambda: checkpoint.save(folder, model, optimizer, step=2))
+    saving = checkpoint.async_save(folder, model, optimizer, step=2)
+    behind = _error_of(saving.wait)
+    names = sorted(path.name for path in Path(folder).iterdir())
+    torch.distributed.barrier()
+    checkpoint.load(folder, model, optimizer)
+    if rank == 0:
+        rest.unlink()
+    torch.distributed.barrier()
+    checkpoint.save(folder, model, optimizer, step=2)
+    return {"errors": [in_place, behind], "names": names}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        done = False
+    if not done:
+        pytest.skip("cannot mount a small file system here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_full_disk(ranks: RankPool, small_disk: Path) -> None:
+    """All ranks learn it; what had been saved is as it was; with room again, saving works."""
+    for found in ranks.run(_full_disk, 2, str(small_disk)):
+        for kind, message in found["errors"]:
+            assert kind == "CheckpointError"
+            assert ".distcp', while it got 'optim." in message or "'model." in message
+            assert "expected to write all of it, got" in message
+        assert found["names"] == ["000001-step-1", "ballast"]
+    assert [step for step, _ in checkpoint.complete(small_disk)] == [1, 2]
+
+
+def _a_rank_differs(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
+    model, optimizer = _run(rank)
+    errors = []
+    path = checkpoint.save(folder, model, optimizer, step=1)
+    torch.distributed.barrier()
+    if rank == 1:  # each rank compares some of the files
+        _flip(path / "__0_0.distcp", 3000)
+    torch.distributed.barrier()
+    errors.append(_error_of(lambda: checkpoint.load(folder, model, optimizer)))
+    torch.distributed.barrier()
+    if rank == 0:
+        (path / "__1_0.distcp").unlink()
+    torch.distributed.barrier()
+    errors.append(_error_of(lambda: checkpoint.load(folder, model, optimizer)))
+    torch.distributed.barrier()
+    errors.append(_error_of(lambda: checkpoint.save(folder, model, optimizer, step=rank)))
+    return errors
+
+
+def test_all_ranks_learn_it(ranks: RankPool, tmp_path: Path) -> None:
+    for flipped, missing, step in ranks.run(_a_rank_differs, 2, str(tmp_path)):
+        assert step[0] == DivergenceError.__name__
+        assert "step 0" in step[1]
+        assert "step 1" in step[1]
+        assert flipped[0] == missing[0] == CheckpointError.__name__
+        assert "__0_0.distcp', in it 'model." in flipped[1]
+        assert "__1_0.distcp', in it '" in missing[1]
+        assert "no such file" in missing[1]

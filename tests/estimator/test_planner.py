@@ -1,0 +1,355 @@
+"""The planner's command: inventories against real models, memory and time by hand, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import planner_error
+from benchmarks.peers import Setting
+from benchmarks.workloads.catalogue import decoder
+from fsdp_dynamo import FSDPValueError, ShardingStrategy
+from fsdp_dynamo.estimator import Cluster, Inventory, Setup, best_of, predict, take_inventory
+from fsdp_dynamo.estimator.__main__ import main
+from fsdp_dynamo.estimator.hardware import bytes_of, bytes_per_second_of
+from fsdp_dynamo.estimator.inventory import UnitInventory, Work
+
+# -- inventory ------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Net(nn.Module):
+    """A block that is called twice, a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def _net() -> tuple[nn.Module, Mapping[str, Any]]:
+    return _Net(), {"tokens": torch.zeros(4, 8, dtype=torch.int64)}
+
+
+def _inventory(**kwargs: Any) -> Inventory:
+    return take_inventory(_net, [], torch.float32, **kwargs)
+
+
+def test_parameters_by_unit() -> None:
+    found = _inventory()
+    block = 16 * 64 + 64 + 64 * 16 + 16
+    assert {u.fqn: u.numel for u in found.units.values()} == {
+        "": 32 * 16,
+        "blocks.0": block,
+        "blocks.1": block,
+    }
+    order = ["", "blocks.0", "blocks.1", "blocks.0", ""]
+    assert [unit for unit, _ in found.segments] == order
+
+
+def test_operations_equal_those_of_a_real_step() -> None:
+    model, kwargs = _net()
+    with FlopCounterMode(display=False) as counter:
+        loss = model(**kwargs).sum()
+        forward = counter.get_total_flops()
+        loss.backward()
+    found = _inventory()
+    assert found.forward_flops == forward
+    assert found.backward.flops == counter.get_total_flops() - forward
+
+
+def test_saved_activations_equal_those_of_a_real_step() -> None:
+    model, kwargs = _net()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**kwargs)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    found = _inventory()
+    assert sum(unit.saved_bytes for unit in found.units.values()) == real
+    assert found.units["blocks.1"].input_bytes == 4 * 8 * 16 * 4
+    assert found.units["blocks.0"].input_bytes == 2 * 4 * 8 * 16 * 4  # it is called twice
+
+
+def test_nothing_is_allocated_and_dtypes_are_those_asked_for() -> None:
+    halves = take_inventory(_net, [], torch.bfloat16)
+    whole = _inventory()
+    saved = [sum(u.saved_bytes for u in i.units.values()) for i in (halves, whole)]
+    tokens = 4 * 8 * 8
+    assert (saved[0] - tokens) * 2 == saved[1] - tokens
+
+
+def test_fused_kernels_move_fewer_bytes() -> None:
+    fused, eager = (sum(w.traffic_bytes for _, w in _inventory(fused=f).segments) for f in (1, 0))
+    assert fused < eager
+
+
+@pytest.mark.parametrize(("classes", "build"), [(["Nowhere"], _net), ([], lambda: (nn.ReLU(), {}))])
+def test_no_unit(classes: list[str], build: Any) -> None:
+    with pytest.raises(FSDPValueError, match="--wrap"):
+        take_inventory(build, classes, torch.float32)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    def build() -> tuple[nn.Module, Mapping[str, Any]]:
+        model, kwargs = _net()
+        model.blocks.requires_grad_(False)
+        return model, kwargs
+
+    frozen, whole = take_inventory(build, [], torch.float32), _inventory()
+    assert (frozen.numel, frozen.trained) == (whole.numel, 32 * 16)
+    full = ShardingStrategy.FULL_SHARD
+    few, all_ = (predict(i, _cluster(2), full, SETUP) for i in (frozen, whole))
+    assert few.memory["optimizer"] == 32 * 16 * SETUP.optimizer_bytes // 2
+    assert few.memory["shards"] == all_.memory["shards"]
+    assert few.wire_bytes < all_.wire_bytes
+
+
+def test_gradients_of_the_root_are_kept_to_the_end() -> None:
+    found = predict(_blocks(4), _cluster(1), ShardingStrategy.NO_SHARD, SETUP)
+    assert found.memory["gradients"] >= 4500 * SETUP.param_bytes
+
+
+class _Reads(_Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * tokens.sum().item()
+
+
+def test_a_model_that_reads_values() -> None:
+    with pytest.raises(FSDPValueError, match="without data"):
+        take_inventory(lambda: (_Reads(), _net()[1]), [], torch.float32)
+
+
+def test_nothing_to_differentiate() -> None:
+    def build() -> tuple[nn.Module, Mapping[str, Any]]:
+        model = _Net().requires_grad_(False)
+        return model, {"tokens": torch.zeros(1, 2, dtype=torch.int64)}
+
+    with pytest.raises(FSDPValueError, match="depends on the parameters"):
+        take_inventory(build, [], torch.float32)
+
+
+# -- predictions by hand --------------------------------------------------------------------------
+
+
+def _work(flops: int) -> Work:
+    work = Work()
+    work.add(flops, 0)
+    return work
+
+
+def _blocks(num: int, numel: int = 1000, flops: int = 100) -> Inventory:
+    units = {"": UnitInventory("", 500, 40)}
+    units |= {f"b{i}": UnitInventory(f"b{i}", numel, 400, 50) for i in range(num)}
+    segments = [(name, _work(flops if name else 0)) for name in units]
+    return Inventory(units, segments, _work(2 * num * flops))
+
+
+def _cluster(world: int, per_node: int = 1, rate: float = 100.0) -> Cluster:
+    return Cluster(world, per_node, 1.0, math.inf, rate, 10 * rate, 0.0, 10**6)
+
+
+SETUP = Setup(param_bytes=2, reduce_bytes=2, master_bytes=4, optimizer_bytes=8)
+
+
+def test_one_rank_only_computes() -> None:
+    found = predict(_blocks(3), _cluster(1), ShardingStrategy.FULL_SHARD, SETUP)
+    assert (found.step_ms, found.exposed_ms, found.wire_bytes) == (900.0, 0.0, 0)
+    assert found.memory["shards"] == 3500 * 4
+
+
+def test_bytes_of_a_step() -> None:
+    """Halves are sent on two ranks: gathers of all, again of the blocks, gradients of all."""
+    sent = {
+        strategy: predict(_blocks(3), _cluster(2), strategy, SETUP).wire_bytes
+        for strategy in (
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.SHARD_GRAD_OP,
+            ShardingStrategy.NO_SHARD,
+        )
+    }
+    assert list(sent.values()) == [3500 + 3000 + 3500, 3500 + 3500, 2 * 3500]
+
+
+def test_hidden_but_for_the_ends() -> None:
+    """A block computes for 100 ms and takes 10 to gather, the root 5. Nothing hides the root's and
+    the first block's gather, the last block's in the backward, and the last two reductions."""
+    found = predict(_blocks(4), _cluster(2), ShardingStrategy.FULL_SHARD, SETUP)
+    assert found.compute_ms == pytest.approx(4 * 100 + 8 * 100)
+    assert found.exposed_ms == pytest.approx((5 + 10) + 10 + (10 + 5))
+    assert found.bound_ms < found.step_ms
+    slow = predict(_blocks(4), _cluster(2, rate=1.0), ShardingStrategy.FULL_SHARD, SETUP)
+    assert slow.exposed_ms > 0.8 * slow.step_ms  # everything waits for the link
+
+
+def test_hybrid_sends_less_between_nodes() -> None:
+    """Two nodes of two: gathers stay inside a node, where the link is ten times as fast."""
+    full, hybrid = (
+        predict(_blocks(2, flops=1), _cluster(4, 2), strategy, SETUP)
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    )
+    assert hybrid.step_ms < full.step_ms
+    assert hybrid.memory["shards"] == 2 * full.memory["shards"]
+
+
+def test_checkpointing_trades_time_for_memory() -> None:
+    plain, again = (
+        predict(_blocks(4, numel=1), _cluster(2), ShardingStrategy.FULL_SHARD, SETUP, checkpoint)
+        for checkpoint in (False, True)
+    )
+    assert again.compute_ms - plain.compute_ms == pytest.approx(400)
+    assert plain.memory["activations"] == 40 + 4 * 400
+    assert again.memory["activations"] == 40 + 4 * 50 + 400
+
+
+def test_the_fastest_that_fits_is_recommended() -> None:
+    inventory, cluster = _blocks(4), _cluster(2)
+    found = [predict(inventory, cluster, s, SETUP) for s in ShardingStrategy]
+    best = best_of(found, 10**9)
+    assert best is not None
+    assert best.step_ms == min(one.step_ms for one in found)
+    least = min(one.total_bytes for one in found)
+    fits = best_of(found, least)
+    assert fits is not None
+    assert fits.total_bytes == least
+    assert best_of(found, least - 1) is None
+
+
+# -- against a step that was run ------------------------------------------------------------------
+
+
+def _error(rank: int, world_size: int) -> dict[str, Any]:
+    setting = Setting(decoder("small", 2, 16), torch.device("cpu"))
+    key = "ours_graph_aot_eager"
+    return planner_error.row_of(ShardingStrategy.FULL_SHARD, setting, 1, key)
+
+
+def test_bytes_are_those_of_a_real_step(ranks: RankPool) -> None:
+    row = ranks.run(_error, 2)[0]
+    expected, got = row["predicted"], row["measured"]
+    assert expected["sent"] == pytest.approx(got["sent"], rel=0.01)
+    assert expected["shards"] == pytest.approx(got["shards"], rel=0.01)
+    assert expected["optimizer"] == pytest.approx(got["optimizer"], rel=0.01)
+    assert 0.5 < expected["peak"] / got["peak"] < 2
+    assert "FULL_SHARD" in planner_error.report({"FULL_SHARD": row})
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GB", 80e9), ("24GiB", 24 * 2**30), ("1.5 TB", 1.5e12), ("7B", 7)]
+)
+def test_sizes(text: str, expected: float) -> None:
+    assert bytes_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("400Gb/s", 50e9), ("50GB/s", 50e9), ("1 gb/s", 1.25e8), ("8MiB/s", 2**23)],
+)
+def test_rates(text: str, expected: float) -> None:
+    assert bytes_per_second_of(text) == expected
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "80Gb", "-1GB", "0GB", "1.2.3GB"])
+def test_sizes_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(FSDPValueError, match="80GB"):
+        bytes_of(text)
+
+
+@pytest.mark.parametrize("text", ["400Gb", "fast", "400Gb/h", "/s"])
+def test_rates_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(FSDPValueError, match="400Gb/s"):
+        bytes_per_second_of(text)
+
+
+MODULE = """
+import torch
+from torch import nn
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+def stack():
+    return Stack(), {"x": torch.zeros(8, 256)}
+"""
+
+
+def test_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_to_plan.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--module", "mine_to_plan:stack", "--world-size", "16", "--json", "plan.json"]
+    assert main([*arguments, "--dtype", "fp32"]) == 0
+    said = capsys.readouterr().out
+    assert "263.2 k parameters in 5 units: the root of 0, 4 of 65.8 k\n" in said
+    assert "recommended:" in said
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["parameters"] == 4 * (256 * 256 + 256)
+    names = {row["strategy"] for row in data["predictions"]}
+    assert names == {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"}
+    assert main([*arguments, "--memory", "1kB"]) == 0
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama3-8b", "--world-size", "512", "--memory", "80GB"]
+    assert main([*arguments, "--link", "400Gb/s"]) == 0
+    said = capsys.readouterr().out
+    assert "8,030.3 M parameters in 33 units" in said
+    assert "recommended: FULL_SHARD" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "llama9"], "llama3-8b"),
+        (["--module", "json:nothing"], "--module PKG:FN"),
+        (["--model", "gpt2", "--memory", "80"], "80GB"),
+        (["--model", "gpt2", "--per-node", "3"], "multiple of --per-node"),
+        (["--model", "gpt2", "--efficiency", "2"], "--efficiency"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--world-size", "8"]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,312 @@
+"""Other lengths, graph breaks, recompilations, and warming up before them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from torch import nn
+from torch._dynamo.utils import counters
+from ways import in_way
+
+from fsdp_dynamo import (
+    FSDP,
+    FSDPValueError,
+    RankFailedError,
+    limit_recompiles,
+    record_events,
+    warmup,
+)
+from fsdp_dynamo.dynamo import private_api
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+COMPILED = ("hooks", "graph")
+
+
+def _num_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _losses(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
+    losses = []
+    for tokens in batches:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+# -- lengths ---------------------------------------------------------------------------------------
+
+
+def _sixteen_lengths(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], int]:
+    batches = [batch(rank, n, length=5 + 3 * n) for n in range(16)]
+    expected = _losses(wrap(make_transformer(num_blocks=3)), batches)
+    model = in_way(wrap(make_transformer(num_blocks=3)), way)
+    losses = _losses(model, batches[:2])
+    after_two = _num_graphs()
+    losses += _losses(model, batches[2:])
+    return expected, losses, _num_graphs() - after_two
+
+
+@pytest.mark.parametrize("way", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
+def test_many_lengths_need_few_graphs(ranks: RankPool, way: str) -> None:
+    """The first length is compiled as it is, the second one for all that follow."""
+    for expected, losses, more in ranks.run(_sixteen_lengths, 2, way):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert more == 0
+
+
+# -- graph breaks ----------------------------------------------------------------------------------
+
+
+class _BreakingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()  # the user's line
+        return x * 2
+
+
+class _Breaking(Transformer):
+    """Its second block breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.blocks[1] = _BreakingBlock(16)
+
+
+def _breaking() -> FSDP:
+    torch.manual_seed(7)
+    return FSDP(_Breaking(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def _break_in_a_whole_graph(rank: int, world_size: int) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # Dynamo's, whose class is private
+        loss_of(in_way(_breaking(), "graph"), batch(rank, 0))
+    return str(caught.value)
+
+
+def test_an_error_shows_the_users_line(ranks: RankPool) -> None:
+    lines, first = inspect.getsourcelines(_BreakingBlock.forward)
+    line = first + next(n for n, text in enumerate(lines) if "the user's line" in text)
+    for message in ranks.run(_break_in_a_whole_graph, 2):
+        assert f'test_compile_trouble.py", line {line}, in forward' in message
+        assert "torch._dynamo.graph_break()  # the user's line" in message
+
+
+def _break_and_go_on(rank: int, world_size: int) -> tuple[Any, Any, dict[str, int], list[str]]:
+    expected, _ = train(_breaking(), rank, steps=3)
+    model = torch.compile(_breaking(), backend="fsdp_dynamo_aot_eager")
+    private_api._has_warned = False  # by an earlier job of this process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got, _ = train(model, rank, steps=3)
+    said = [str(w.message) for w in caught if "graph" in str(w.message)]
+    with record_events() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    reduced = [event.unit for event in log if event.kind == "reduce_scatter"]
+    return expected, got, {unit: reduced.count(unit) for unit in reduced}, said
+
+
+class _BreakingInTheLoop(Transformer):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.head(self.norm(x)) * self.scale
+
+
+def _break_in_the_loop(rank: int, world_size: int) -> tuple[Any, Any, list[str]]:
+    def make() -> FSDP:
+        torch.manual_seed(7)
+        return FSDP(_BreakingInTheLoop(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+    private_api._has_warned = False  # by an earlier job of this process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got, _ = train(torch.compile(make(), backend="fsdp_dynamo_aot_eager"), rank, steps=3)
+    said = [str(w.message) for w in caught if "expected one graph" in str(w.message)]
+    return train(make(), rank, steps=3)[0], got, said
+
+
+@pytest.mark.slow
+def test_a_root_that_breaks_in_its_loop(ranks: RankPool) -> None:
+    for expected, got, said in ranks.run(_break_in_the_loop, 2):
+        assert got == pytest.approx(expected, rel=1e-5)
+        assert len(said) == 1
+        assert said[0].startswith("torch.compile: expected one graph")
+
+
+def test_a_unit_that_breaks_goes_on(ranks: RankPool) -> None:
+    for expected, got, reductions, said in ranks.run(_break_and_go_on, 2):
+        assert len(said) == 1
+        assert "expected one graph of the whole model" in said[0]
+        assert got == pytest.approx(expected, rel=1e-5)
+        assert reductions == {"": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
+
+
+# -- recompilations --------------------------------------------------------------------------------
+
+
+class _Changing(Transformer):
+    """A number that Dynamo takes as a constant changes from step to step."""
+
+    kind = "a0"
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (1 + int(self.kind[1:]) / 8)
+
+
+def _beyond_the_limit(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], str]:
+    def run(way: str) -> tuple[list[float], str]:
+        torch.manual_seed(7)
+        wrapped = FSDP(_Changing(num_blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        model = in_way(wrapped, way)
+        losses = []
+        for step in range(5):
+            wrapped.module.kind = f"a{step}"
+            try:
+                losses += _losses(model, [batch(rank, step)])
+            except Exception as error:
+                return losses, f"{type(error).__name__}: {error}"
+        return losses, ""
+
+    with torch._dynamo.config.patch(recompile_limit=3):
+        return run("eager")[0], *run(way)
+
+
+def test_beyond_the_recompile_limit(ranks: RankPool) -> None:
+    """Where graph breaks are allowed, what is not compiled runs eagerly, between the same hooks."""
+    for expected, losses, error in ranks.run(_beyond_the_limit, 2, "hooks"):
+        assert error == ""
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_beyond_the_recompile_limit_of_a_whole_graph(ranks: RankPool) -> None:
+    for expected, losses, error in ranks.run(_beyond_the_limit, 2, "graph"):
+        assert error.startswith("FailOnRecompileLimitHit: ")
+        assert losses == pytest.approx(expected[:3], rel=1e-5)
+
+
+# -- warming up ------------------------------------------------------------------------------------
+
+
+def _state_of(model: nn.Module) -> list[torch.Tensor]:
+    found = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def _loss_and_noise(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return loss_of(model, tokens) + torch.rand(())
+
+
+def _warmed_up(rank: int, world_size: int, way: str) -> tuple[bool, bool, list[float], list[float]]:
+    batches = [batch(rank, n, length=4 + n) for n in range(4)]
+    expected, _ = train(wrap(make_transformer(num_blocks=2)), rank, steps=3)
+    plain = make_transformer(num_blocks=2)
+    plain.blocks[0].register_buffer("seen", torch.zeros(1))
+
+    def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        module.seen.add_(1)
+
+    plain.blocks[0].register_forward_hook(count)
+    wrapped = wrap(plain)
+    model = in_way(wrapped, way)
+    before = _state_of(model)
+    warmup(model, batches, _loss_and_noise, max_recompiles=0)
+    same = all(torch.equal(a, b) for a, b in zip(before, _state_of(model), strict=True))
+    clean = all(p.grad is None for p in model.parameters())
+    with wrapped.no_sync():
+        warmup(wrapped, batches[:1], loss_of)  # its sums do not stay
+    try:
+        losses, _ = train(model, rank, steps=3)
+    finally:
+        limit_recompiles(None)
+    return same, clean, expected, losses
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_warming_up_changes_nothing(ranks: RankPool, way: str) -> None:
+    for same, clean, expected, losses in ranks.run(_warmed_up, 2, way):
+        assert same
+        assert clean
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _over_budget(rank: int, world_size: int, count: int) -> tuple[int, str]:
+    """How many other dtypes the compiled function took before it was an error."""
+    function = torch.compile(lambda x: (x * 2).sum(), backend="aot_eager")
+    function(torch.ones(2, requires_grad=True)).backward()
+    done = 0
+    limit_recompiles(count)
+    try:
+        for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+            function(torch.ones(2, dtype=dtype, requires_grad=True)).backward()
+            done += 1
+    except Exception as error:
+        return done, f"{type(error).__name__}: {error}"
+    finally:
+        limit_recompiles(None)
+    return done, ""
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_one_recompilation_too_many(ranks: RankPool, count: int) -> None:
+    ((done, message),) = ranks.run(_over_budget, 1, count)
+    assert done == count
+    assert "RecompileError: Recompiling function" in message
+    assert "dtype mismatch" in message
+
+
+def _wrong_calls(rank: int, world_size: int) -> list[str]:
+    messages = []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except FSDPValueError as error:
+            messages.append(str(error))
+
+    note(lambda: warmup(nn.Linear(2, 2), [torch.ones(2)]))
+    note(lambda: limit_recompiles(-1))
+    return messages
+
+
+def test_wrong_calls(ranks: RankPool) -> None:
+    for unwrapped, negative in ranks.run(_wrong_calls, 2):
+        assert unwrapped.startswith("warmup(): expected a model with units, got Linear.")
+        assert "0 or more" in negative
+
+
+def _other_batches(rank: int, world_size: int, how: str) -> tuple[str, str]:
+    try:
+        _warm_up_otherwise(rank, how)
+    except Exception as error:
+        if how == "raises" and rank:
+            sys.excepthook(type(error), error, error.__traceback__)  # nobody catches it
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _warm_up_otherwise(rank: int, how: str) -> None:
+    model = in_way(wrap(make_transformer(num_blocks=1)), "graph")
+    batches: list[Any] = [batch(rank, 0), batch(rank, 1)][: 1 if how == "fewer" and rank else 2]
+    if how == "raises" and rank:
+        batches[1] = "no tensor"
+    warmup(model, batches)
+
+
+def test_ranks_with_other_batches(ranks: RankPool) -> None:
+    for kind, message in ranks.run(_other_batches, 2, "fewer"):
+        assert kind == "DivergenceError"
+        assert "1 of 1" in message
+    (kind, message), _ = ranks.run(_other_batches, 2, "raises")
+    assert kind == RankFailedError.__name__
+    assert message.startswith("rank 1 after the ")

@@ -1,0 +1,118 @@
+"""The graph path: one graph, marks, what is saved for the backward, no recompiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, batch, loss_of, make_transformer, nothing_cached, train, wrap
+from pool import RankPool
+from torch._dynamo.utils import counters
+
+from fsdp_dynamo import ShardingStrategy
+from fsdp_dynamo.graph_path import backends as graph_compile
+from graph_passes.graph_utils import collectives, is_backward
+from graph_passes.markers import UNIT, mark_of
+from graph_passes.pipeline import Pipeline
+
+BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
+
+
+def _inspect(rank: int, world_size: int, backend: str, strategy: ShardingStrategy) -> Any:
+    """Marks of the final graphs, numels saved for the backward, graphs and recompiles."""
+    seen: list[tuple[bool, list[tuple[str, str]], int]] = []
+    run = Pipeline.run
+
+    def watch(self: Pipeline, graph: torch.fx.Graph) -> None:
+        run(self, graph)
+        marks = [mark_of(node) for node in collectives(graph)]
+        keys = [(m.kind, m.unit) if m else ("unmarked", "") for m in marks]
+        inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+        numels = [v.numel() for v in inputs if isinstance(v, torch.Tensor)]
+        seen.append((is_backward(graph), keys, max(numels)))
+
+    Pipeline.run = watch  # type: ignore[method-assign]
+    counters.clear()
+    try:
+        with nothing_cached():
+            wrapped = wrap(make_transformer(num_blocks=3, dim=32), sharding_strategy=strategy)
+            model = torch.compile(wrapped, fullgraph=True, backend=backend)
+            train(model, rank, steps=2)
+            first = counters["stats"]["unique_graphs"]
+            train(model, rank, steps=3)
+    finally:
+        Pipeline.run = run  # type: ignore[method-assign]
+    block = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0")
+    return seen, first, counters["stats"]["unique_graphs"], block.flats[0].layout.padded_numel
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs(ranks: RankPool, backend: str) -> None:
+    blocks = [f"blocks.{i}" for i in range(3)]
+    for seen, first, at_end, numel in ranks.run(_inspect, 2, backend, ShardingStrategy.FULL_SHARD):
+        assert first == at_end == 1
+        assert [backward for backward, _, _ in seen] == [False, True]
+        (_, forward, _), (_, backward, largest) = seen
+        assert forward == [("all_gather", unit) for unit in ["", *blocks]]
+        gathers = [unit for kind, unit in backward if kind == "all_gather"]
+        reduces = [unit for kind, unit in backward if kind == "reduce_scatter"]
+        assert gathers == blocks[::-1]
+        assert reduces == [*blocks[::-1], ""]
+        assert largest < numel  # no unsharded flat parameter of a block is saved
+
+
+def test_shard_grad_op_saves_instead(ranks: RankPool) -> None:
+    for seen, _, _, numel in ranks.run(_inspect, 2, BACKENDS[0], ShardingStrategy.SHARD_GRAD_OP):
+        (_, forward, _), (_, backward, largest) = seen
+        assert len(forward) == 4
+        assert [kind for kind, _ in backward] == ["reduce_scatter"] * 4
+        assert largest == numel
+
+
+def _gradients(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    """Gradients are views of one tensor, on the original parameters, and equal the eager ones."""
+    models = [wrap(make_transformer(num_blocks=2)) for _ in range(2)]
+    compiled = torch.compile(models[1], fullgraph=True, backend=BACKENDS[0])
+    loss_of(models[0], batch(rank, 0)).backward()
+    loss_of(compiled, batch(rank, 0)).backward()
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    close = all(torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7) for a, b in pairs)
+    unit = models[1]._fsdp_root.units[1]
+    storages = {
+        o.param.grad.untyped_storage().data_ptr()
+        for o in unit.originals()
+        if o.param.grad is not None and o.param.numel()
+    }
+    leaf_untouched = all(
+        f.sharded.grad is None for u in models[1]._fsdp_root.units for f in u.flats
+    )
+    return close, len(storages) == 1, leaf_untouched
+
+
+def test_gradients_land_in_the_original_parameters(ranks: RankPool) -> None:
+    assert ranks.run(_gradients, 2) == [(True, True, True)] * 2
+
+
+def test_backends_are_registered() -> None:
+    from torch._dynamo import list_backends
+
+    assert set(BACKENDS) <= set(list_backends())
+    assert graph_compile.fsdp_dynamo.__name__ == "fsdp_dynamo"
+    assert Block.__name__ == "Block"
+
+
+def _marked(units: list[str]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    for unit in units:
+        node = graph.call_function(torch.relu, (node,))
+        node.meta["custom"] = {UNIT: unit}
+    graph.output(node)
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_units_are_part_of_the_cache_key() -> None:
+    """Graphs that differ only in the order of equal blocks must not share generated code."""
+    digests = [graph_compile._digest_of_marks(_marked(list(units))) for units in ("ab", "ba", "ab")]
+    assert digests[0] == digests[2] != digests[1]

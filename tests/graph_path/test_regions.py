@@ -1,0 +1,306 @@
+"""Regions: equal unit bodies are compiled once, and what that must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_dynamo import FSDP, ShardingStrategy, events
+from fsdp_dynamo.graph_path import backends as graph_compile
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from graph_passes.graph_utils import is_backward, is_region, op_name
+from graph_passes.markers import BODY, UNIT
+from graph_passes.pipeline import Pipeline
+from graph_passes.regions.outlining import RegionReport, outline_regions
+
+BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
+NUM_BLOCKS = 3
+
+
+def _summary(graph: fx.Graph) -> tuple[bool, list[str], int, int]:
+    """Backward or not, bodies called, matrix products, numel of the largest input."""
+    bodies = [str(node.args[0].target) for node in graph.nodes if is_region(node)]
+    products = sum(op_name(node) in ("aten::mm", "aten::addmm") for node in graph.nodes)
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    return is_backward(graph), bodies, products, max(value.numel() for value in inputs)
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    backend: str,
+    options: dict[str, Any],
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Losses, collectives and peak of one step, summaries of all graphs, numel of a block."""
+    seen: list[Any] = []
+    run = Pipeline.run
+
+    def watch(self: Pipeline, graph: fx.Graph) -> None:
+        seen.append(_summary(graph))
+        run(self, graph)
+
+    plain = make_transformer(num_blocks=NUM_BLOCKS, dim=32)
+    for block in plain.blocks:
+        block.down = nn.Sequential(block.down, nn.Dropout(dropout))
+    wrapped = wrap(plain, **kwargs)
+    model = torch.compile(wrapped, fullgraph=True, backend=backend, options=options)
+    Pipeline.run = watch  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(rank)
+        losses, _ = train(model, rank, steps=3)
+        with events.record_events() as log:
+            loss_of(model, batch(rank, 9)).backward()
+    finally:
+        Pipeline.run = run  # type: ignore[method-assign]
+    numel = wrapped._fsdp_root.units[1].flats[0].layout.padded_numel
+    collectives = log.keys("all_gather", "reduce_scatter", "all_reduce")
+    return losses, collectives, log.peak_unsharded_bytes(), seen, numel
+
+
+def _both(
+    ranks: RankPool,
+    backend: str,
+    dropout: float = 0.0,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Rank 0's run without regions and with them."""
+    plain, regions = [
+        ranks.run(_run, 2, backend, {"regions": regions, **(options or {})}, dropout, kwargs)[0]
+        for regions in (False, True)
+    ]
+    return plain, regions
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dropout"),
+    [
+        (ShardingStrategy.FULL_SHARD, 0.0),
+        (ShardingStrategy.FULL_SHARD, 0.3),
+        pytest.param(ShardingStrategy.SHARD_GRAD_OP, 0.0, marks=pytest.mark.slow),
+        pytest.param(ShardingStrategy.NO_SHARD, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_same_numbers_and_collectives(
+    ranks: RankPool, strategy: ShardingStrategy, dropout: float
+) -> None:
+    plain, regions = _both(ranks, BACKENDS[0], dropout, sharding_strategy=strategy)
+    assert regions[:3] == plain[:3]
+
+
+def test_a_memory_budget_keeps_units_unsharded(ranks: RankPool) -> None:
+    """The graph is partitioned twice: once to see which units the budget lets stay unsharded."""
+    unlimited = {"memory_budget_bytes": 10**9}
+    plain, regions = _both(ranks, BACKENDS[0], 0.3, unlimited)
+    assert regions[:3] == plain[:3]
+    gathers = [entry for entry in regions[1] if "all_gather" in entry]
+    assert len(gathers) == NUM_BLOCKS + 1  # none in the backward
+
+
+def test_bodies_are_one_graph_and_reshard(ranks: RankPool) -> None:
+    *_, seen, numel = ranks.run(_run, 2, BACKENDS[0], {"regions": True}, 0.0, {})[0]
+    outer = [graph for graph in seen if graph[1]]
+    inner = [graph for graph in seen if not graph[1]]
+    assert len(inner) == 2  # a forward and a backward, whatever the number of blocks
+    assert [backward for backward, *_ in outer] == [False, True]
+    for _, bodies, products, largest in outer:
+        assert len(bodies) == NUM_BLOCKS
+        assert len(set(bodies)) == 1
+        assert products < 3  # the root's head alone
+        assert largest < numel  # no unsharded flat parameter of a block is saved
+
+
+@pytest.mark.slow
+def test_inductor(ranks: RankPool) -> None:
+    plain, regions = _both(ranks, BACKENDS[1])
+    assert regions[0] == pytest.approx(plain[0], rel=1e-6)
+    assert regions[1:3] == plain[1:3]
+    largest = max(graph[3] for graph in regions[3] if graph[1])
+    assert largest < regions[4]
+
+
+class _Reshaped(nn.Module):
+    """Its output is a view of what its backward needs: it must be copied."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.frozen = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(self.frozen(x.flatten(0, 1)))).view(x.shape)
+
+
+class _Normed(nn.Module):
+    """Writes to its buffers."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.flatten(0, 1)).view(x.shape)
+
+
+class _Checkpointed(nn.Module):
+    """Recomputes its inside."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._inside, x, use_reentrant=False)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x))
+
+
+def _losses_of(
+    rank: int, world_size: int, block: type[nn.Module], regions: bool
+) -> tuple[list[float], set[str]]:
+    """Losses, and why blocks were left."""
+    plain = make_transformer()
+    plain.blocks = nn.ModuleList(block(16) for _ in range(NUM_BLOCKS))
+    reports: list[RegionReport] = []
+    outline = graph_compile.outline_regions
+
+    def watch(gm: fx.GraphModule) -> RegionReport:
+        reports.append(outline(gm))
+        return reports[-1]
+
+    graph_compile.outline_regions = watch
+    try:
+        model = torch.compile(
+            FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({block})),
+            fullgraph=True,
+            backend=BACKENDS[0],
+            options={"regions": regions},
+        )
+        losses, _ = train(model, rank, steps=3)
+    finally:
+        graph_compile.outline_regions = outline
+    return losses, {why for report in reports for unit, why in report.left if unit}
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (_Reshaped, None),
+        (_Normed, "it writes to an input"),
+        (
+            _Checkpointed,
+            "it calls an operator with a body of its own (activation checkpointing)",
+        ),
+    ],
+)
+def test_blocks_of_all_kinds(ranks: RankPool, block: type[nn.Module], reason: str | None) -> None:
+    plain, _ = ranks.run(_losses_of, 2, block, False)[0]
+    regions, left = ranks.run(_losses_of, 2, block, True)[0]
+    assert regions == plain
+    assert left == ({reason} if reason else set())
+
+
+# -- hand-built graphs ----------------------------------------------------------------------------
+
+
+class _Builder:
+    """A graph of units that each compute from one input of their own and one in common."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+        self.common = self.input("x")
+
+    def input(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["example_value"] = torch.empty(4, 4)
+        return node
+
+    def call(self, unit: str, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["custom"] = {UNIT: unit, BODY: "1"}
+        values = [a.meta["example_value"] if isinstance(a, fx.Node) else a for a in args]
+        with self.mode:
+            node.meta["example_value"] = target(*values)
+        return node
+
+    def done(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        return fx.GraphModule(nn.Module(), self.graph)
+
+
+def _units(*scales: float, last: Any = torch.relu) -> tuple[list[str], fx.GraphModule]:
+    """One unit a scale, each ``last(matmul(w, x) * scale)``; the report's lines."""
+    builder = _Builder()
+    weights = [builder.input(f"w{i}") for i in range(len(scales))]
+    x = builder.common
+    for i, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        product = builder.call(f"u{i}", torch.matmul, weight, x)
+        x = builder.call(f"u{i}", last, builder.call(f"u{i}", torch.mul, product, scale))
+    gm = builder.done(x)
+    inputs = [torch.randn(4, 4) for _ in range(len(scales) + 1)]
+    before = gm(*[tensor.clone() for tensor in inputs])
+    report = outline_regions(gm)
+    after = gm(*[tensor.clone() for tensor in inputs])
+    assert torch.equal(before[0], after[0])
+    return report.text().splitlines(), gm
+
+
+def test_equal_bodies_share_a_region() -> None:
+    lines, gm = _units(2.0, 2.0, 3.0, 2.0)
+    assert lines == ["region of 3: u0, u1, u3", "no region: 'u2': no other unit is equal to it"]
+    assert sum(map(is_region, gm.graph.nodes)) == 3
+
+
+def test_regions_that_follow_one_another() -> None:
+    lines, gm = _units(2.0, 3.0, 2.0, 3.0)
+    assert lines == ["region of 2: u0, u2", "region of 2: u1, u3"]
+    assert sum(map(is_region, gm.graph.nodes)) == 4
+
+
+def test_bodies_that_differ_in_a_constant_share_none() -> None:
+    lines, _ = _units(0.0, -0.0)
+    assert [line.split(": ")[0] for line in lines] == ["no region", "no region"]
+
+
+def test_a_view_of_an_input_is_left() -> None:
+    builder = _Builder()
+    views = [builder.call(f"u{i}", torch.t, builder.input(f"w{i}")) for i in range(2)]
+    report = outline_regions(builder.done(*views))
+    reason = "an input or an output is a view of another"
+    assert report.left == [("u0", reason), ("u1", reason)]
+
+
+def test_a_write_to_an_input_is_left() -> None:
+    builder = _Builder()
+    results = []
+    for i in range(2):
+        weight = builder.input(f"w{i}")
+        builder.call(f"u{i}", torch.relu_, weight)
+        results.append(builder.call(f"u{i}", torch.mul, weight, 2))
+    report = outline_regions(builder.done(*results))
+    assert report.left == [("u0", "it writes to an input"), ("u1", "it writes to an input")]
+    assert not report.regions
+
+
+def test_two_names_for_one_memory_are_left() -> None:
+    builder = _Builder()
+    results = []
+    for i in range(2):
+        weight = builder.input(f"w{i}")
+        view = builder.graph.call_function(torch.t, (weight,))
+        view.meta["example_value"] = weight.meta["example_value"].t()
+        results.append(builder.call(f"u{i}", torch.matmul, weight, view))
+    report = outline_regions(builder.done(*results))
+    assert {reason for _, reason in report.left} == {"an input or an output is a view of another"}

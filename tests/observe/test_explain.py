@@ -1,0 +1,360 @@
+"""explain(): reports, text, JSON, trace, picture, and a real step that changes nothing."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import Block, batch, loss_of, make_transformer, wrap
+from planned import Place, planned_of
+from pool import RankPool
+
+from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
+from fsdp_dynamo.observe.explain import Explanation, explain
+from fsdp_dynamo.observe.explanation import Measured, UnitFacts
+from fsdp_dynamo.observe.explanation_views import simulated_bars, trace_events
+from graph_passes.report import GraphReport, report_of
+
+
+def _forward() -> GraphReport:
+    return report_of(
+        planned_of(
+            ("u0", "all_gather", 1.0, 0, 0, 0, 0),
+            ("u1", "all_gather", 1.0, 0, 1, 0, 1),
+            ("u3", "all_gather", 5.0, 0, 3, 1, 3),
+        )
+    )
+
+
+def test_report_numbers() -> None:
+    graph = _forward()
+    assert (graph.compute_ms, graph.communication_ms) == (8.0, 7.0)
+    assert (graph.exposed_ms, graph.simulated_ms, graph.unscheduled_ms) == (2.0, 10.0, 15.0)
+    assert (graph.bound_ms, graph.peak_bytes, graph.budget_bytes) == (9.0, 1234, 10**9)
+    last = graph.transfers[-1]
+    assert (last.moved_steps, last.moved_across, last.wire_bytes) == (2, ("u1", "u2"), 100)
+    assert (last.issued_ms, last.begin_ms, last.end_ms) == (3.0, 3.0, 8.0)
+    assert (last.wait_ms, last.exposed_ms) == (7.0, 1.0)
+    assert [(u.unit, u.compute_ms, u.exposed_ms) for u in graph.units] == [
+        ("u0", 2.0, 1.0),
+        ("u1", 2.0, 0.0),
+        ("u2", 2.0, 0.0),
+        ("u3", 2.0, 1.0),
+    ]
+    spans = [(s.unit, s.begin_ms, s.end_ms) for s in graph.spans]
+    assert spans[0] == ("u0", 1.0, 3.0)
+    assert spans[3] == ("u3", 8.0, 10.0)
+
+
+def test_one_launch_has_one_latency() -> None:
+    places: list[Place] = [
+        ("u0", "all_gather", 1.0, 0, 0, 0, 0),
+        ("u1", "all_gather", 1.0, 0, 1, 0, 1),
+    ]
+    together = report_of(planned_of(*places, launches=(0, 0)))
+    assert [t.ms for t in together.transfers] == [1.0, 0.5]
+    assert [t.launch for t in together.transfers] == [0, 0]
+    assert together.unscheduled_ms == report_of(planned_of(*places)).unscheduled_ms
+
+
+def _explanation() -> Explanation:
+    backward = report_of(
+        planned_of(
+            ("u1", "all_gather", 3.0, 0, 1, 0, 1),
+            ("u3", "reduce_scatter", 2.0, 1, 4, 1, 2),
+            ("u0", "reduce_scatter", 1.0, 4, 4, 4, 4),
+            phase="backward",
+        )
+    )
+    return Explanation(
+        path="graph",
+        backend="fsdp_dynamo",
+        device="cpu",
+        world_size=2,
+        units=(UnitFacts("", "FULL_SHARD", 3, 4000, 2000), UnitFacts("u0", "FULL_SHARD", 1, 8, 4)),
+        num_graphs=1,
+        graph_breaks={"a call that cannot be traced\nmore": 2},
+        graphs=(_forward(), backward),
+        measured=(
+            Measured("u0", "all_gather", "forward", 200, 0.0, 2.0, 2.0),
+            Measured("u0", "compute", "forward", 0, 2.0, 5.0, 0.0),
+            Measured("u3", "reduce_scatter", "backward", 200, 6.0, 9.0, 0.5),
+            Measured("u0", "reduce_scatter", "backward", 200, 8.0, 9.5, 0.25),
+        ),
+    )
+
+
+def test_text() -> None:
+    assert_expected_inline(
+        str(_explanation()),
+        """\
+graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
+flat parameters 4.0 kB unsharded, 2.0 kB a rank
+
+times in ms; exposed: nothing is computed; measured: one step
+graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget
+forward      8.00   7.00   9.00  10.00     15.00     2.00      5.00     2.00  300 B  1.2 kB  1.0 GB
+backward     8.00   6.00   9.00  10.00     14.00     2.00      3.50     0.75  300 B  1.2 kB  1.0 GB
+step        16.00  13.00  18.00  20.00     29.00     4.00      9.50     2.75  600 B  1.2 kB  1.0 GB
+
+collective                  moved             ms  exposed  measured   sent  reason
+forward all_gather u0       -              1.000    1.000     2.000  100 B  dependency
+forward all_gather u1       1 over u0      1.000    0.000         -  100 B  hidden
+forward all_gather u3       2 over u1..u2  5.000    1.000         -  100 B  not planned
+backward all_gather u1      1 over u0      3.000    1.000         -  100 B  dependency
+backward reduce_scatter u3  1 over u1      2.000    0.000     0.500  100 B  hidden
+backward reduce_scatter u0  -              1.000    1.000     0.250  100 B  dependency
+
+most exposed, and what to change first:
+1. forward all_gather of u0: 1.000 ms
+   dependency: its input is ready only there (the graph begins)
+   try: make u0 smaller: wrap its parts as units of their own
+2. forward all_gather of u3: 1.000 ms
+   not planned: moving it by one unit would save 1.000 ms
+   try: prefetch=True and sink_waits=True, or a new plan if one was given
+3. backward all_gather of u1: 1.000 ms
+   dependency: its input is ready only there (the graph begins)
+   try: make u1 smaller: wrap its parts as units of their own
+
+graph breaks:
+   2 x a call that cannot be traced""",
+    )
+
+
+def test_text_with_details_has_a_row_for_every_unit() -> None:
+    explanation = _explanation()
+    lines = explanation.text(details=True).splitlines()
+    assert len(lines) == len(str(explanation).splitlines()) + 10
+    assert any(line.split()[:5] == ["u0", "forward", "2.000", "1.000", "1.000"] for line in lines)
+
+
+def test_text_of_a_deep_model_is_short() -> None:
+    places: list[Place] = [(f"u{i}", "all_gather", 1.0, 0, i, i, i) for i in range(60)]
+    graph = report_of(planned_of(*places, compute=(2.0,) * 60))
+    deep = replace(_explanation(), graphs=(graph,))
+    assert "... and 36 that are less exposed" in str(deep)
+    assert len(str(deep).splitlines()) < 60 < len(deep.text(details=True).splitlines())
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    explanation = _explanation()
+    explanation.save(tmp_path / "explanation.json")
+    back = Explanation.from_json((tmp_path / "explanation.json").read_text())
+    assert back == explanation
+    assert str(back) == str(explanation)
+    for text in ("[]", "{}", '{"version": 99}'):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 2"):
+            Explanation.from_json(text)
+
+
+def _check_trace(explanation: Explanation) -> None:
+    events = trace_events(explanation)
+    assert {event["pid"] for event in events} == ({1, 2} if explanation.graphs else {2})
+    for event in events:
+        assert {"ph", "ts", "pid", "tid", "name"} <= set(event)
+        assert event["ph"] in "MX"
+        assert event["ts"] >= 0
+        assert event["ph"] == "M" or event["dur"] >= 0
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            span = (event["ts"], event["ts"] + event["dur"])
+            lanes.setdefault((event["pid"], event["tid"]), []).append(span)
+    for spans in lanes.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))
+
+
+def test_trace(tmp_path: Path) -> None:
+    explanation = _explanation()
+    _check_trace(explanation)
+    explanation.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["traceEvents"] == trace_events(explanation)
+    lanes = [bar.lane for bar in simulated_bars(explanation)]
+    assert (lanes.count("compute"), lanes.count("link g")) == (8, 6)
+
+
+def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    _explanation().save_picture(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.stat().st_size > 5000
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(FSDPError, match=r"save_picture: expected matplotlib .* save_trace"):
+        _explanation().save_picture(path)
+
+
+# -- a real step ----------------------------------------------------------------------------------
+
+
+class Noisy(Block):
+    """Draws random numbers and writes to a buffer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1.0)
+        return super().forward(torch.nn.functional.dropout(x, 0.1, self.training))
+
+
+def _model() -> Any:
+    model = make_transformer(num_blocks=0, dim=32)
+    model.blocks.extend(Noisy(32) for _ in range(2))
+    from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+    return wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def _compiled(wrapped: Any, way: str) -> Any:
+    if way == "plain":
+        return wrapped
+    if way == "hooks":
+        return torch.compile(wrapped, backend="aot_eager")
+    return torch.compile(wrapped, fullgraph=True, backend=way)
+
+
+def _state(wrapped: Any) -> list[torch.Tensor]:
+    grads = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+    return [*grads, *(b.clone() for b in wrapped.buffers()), torch.get_rng_state()]
+
+
+def _explained(rank: int, world_size: int, way: str) -> Any:
+    """The explanation, whether all is as before, and collectives of a step of the model itself."""
+    wrapped = _model()
+    model = _compiled(wrapped, way)
+    loss_of(model, batch(rank, 0)).backward()
+    holders = [p.grad for p in wrapped.parameters()]
+    before = _state(wrapped)
+    found = explain(model, batch(rank, 0), loss_fn=lambda out: out.float().square().mean())
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, _state(wrapped), strict=True))
+    same = all(a is b for a, b in zip(holders, (p.grad for p in wrapped.parameters()), strict=True))
+    with record_events() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    keys = sorted(log.keys("all_gather", "reduce_scatter"))
+    return found, unchanged and same and wrapped.training, keys
+
+
+@pytest.mark.parametrize(
+    "way", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
+)
+def test_graph_path(ranks: RankPool, way: str) -> None:
+    results = ranks.run(_explained, 2, way)
+    for found, unchanged, keys in results:
+        assert unchanged
+        planned = [(t.kind, t.unit, g.phase) for g, t, _ in found.pairs()]
+        measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
+        assert sorted(planned) == sorted(measured) == keys
+        assert all(event is not None for _, _, event in found.pairs())
+        assert (found.path, found.backend, found.num_graphs) == ("graph", way, 1)
+        assert [g.phase for g in found.graphs] == ["forward", "backward"]
+        for graph in found.graphs:
+            assert graph.exposed_ms >= 0
+            assert graph.bound_ms <= graph.simulated_ms + 1e-9
+            assert graph.peak_bytes
+            assert graph.peak_bytes > 0
+        assert [unit.unit for unit in found.units] == ["", "blocks.0", "blocks.1"]
+        assert not found.graph_breaks
+        _check_trace(found)
+        assert Explanation.from_json(found.to_json()) == found
+        assert "most exposed" in str(found)
+    plans = [[(t.unit, t.moved_steps, t.reason) for _, t, _ in r[0].pairs()] for r in results]
+    assert plans[0] == plans[1]
+
+
+def test_hooks_path(ranks: RankPool) -> None:
+    for found, unchanged, keys in ranks.run(_explained, 2, "hooks"):
+        assert unchanged
+        assert (found.path, found.graphs) == ("hooks", ())
+        measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
+        assert sorted(measured) == keys
+        assert "so there is no plan" in str(found)
+        _check_trace(found)
+
+
+def _options_and_errors(rank: int, world_size: int) -> tuple[int, str, list[str]]:
+    wrapped = _model()
+    tokens = batch(rank, 0)
+    options = {
+        "max_in_flight": 1,
+        "link": {"latency_ms": 0.1, "bytes_per_ms": 1e4},
+        "device": {"flops_per_ms": 1e6, "bytes_per_ms": 1e6},
+    }
+    wrapped.eval()
+    found = explain(wrapped, tokens, options=options)
+    assert not wrapped.training
+    assert all(p.grad is None for p in wrapped.parameters())
+    texts = []
+    hooks = torch.compile(wrapped, backend="aot_eager")
+    no_loss = {"loss_fn": lambda out: out}
+    for model, kwargs in ((make_transformer(), {}), (hooks, {"options": {}}), (wrapped, no_loss)):
+        with pytest.raises((FSDPValueError, FSDPTypeError)) as error:
+            explain(model, tokens, **kwargs)
+        texts.append(str(error.value))
+    with record_events(), pytest.raises(FSDPStateError, match="no recording under way"):
+        explain(wrapped, tokens)
+    wrapped.compile(backend="fsdp_dynamo_aot_eager")
+    with pytest.raises(FSDPValueError, match="compiled before it was wrapped"):
+        explain(wrapped, tokens)
+    return found.graphs[0].max_in_flight, found.backend, texts
+
+
+def test_options_and_errors(ranks: RankPool) -> None:
+    for max_in_flight, backend, (no_unit, no_options, no_loss) in ranks.run(_options_and_errors, 2):
+        assert (max_in_flight, backend) == (1, "fsdp_dynamo_aot_eager")
+        assert no_unit.startswith("explain(): expected a model with a unit, got none")
+        assert no_options.startswith("explain(): expected no options in hooks mode")
+        assert no_loss.startswith("explain(): expected loss_fn(output) to be a scalar tensor")
+
+
+def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether what no_sync() has summed is the same after an explanation on the hooks path."""
+    wrapped = wrap(make_transformer(num_blocks=1))
+    with wrapped.no_sync():
+        loss_of(wrapped, batch(rank, 0)).backward()
+    flats = [flat for unit in wrapped._fsdp_root.units for flat in unit.flats]
+    sums = [flat.unsharded_grad_sum for flat in flats]
+    assert all(one is not None for one in sums)
+    before = [one.clone() for one in sums if one is not None]
+    explain(torch.compile(wrapped, backend="eager"), batch(rank, 1))
+    after = [flat.unsharded_grad_sum for flat in flats]
+    same = all(a is b for a, b in zip(sums, after, strict=True))
+    return same, all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+
+
+def test_sums_of_no_sync_are_put_back(ranks: RankPool) -> None:
+    assert ranks.run(_within_accumulation, 2) == [(True, True)] * 2
+
+
+def _alone(rank: int, world_size: int) -> str:
+    return str(explain(wrap(make_transformer(num_blocks=1)), batch(rank, 0)))
+
+
+def test_one_rank_has_nothing_to_plan(ranks: RankPool) -> None:
+    (text,) = ranks.run(_alone, 1)
+    assert "1 rank: 2 units, 1 graph" in text
+    assert "no collectives in the graph: nothing to plan" in text
+
+
+def test_errors_without_ranks() -> None:
+    with pytest.raises(FSDPTypeError, match="expected a model"):
+        explain(3)
+    with pytest.raises(FSDPStateError, match="expected a process group, got none"):
+        explain(torch.nn.Linear(2, 2))

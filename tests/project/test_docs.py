@@ -1,0 +1,57 @@
+"""The pages: they build, no link of theirs is dead, and every public name has its entry."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fsdp_dynamo
+
+ROOT = Path(__file__).parents[2]
+ALIASES = {"FSDP": "FullyShardedDataParallel", "explain": "explain.explain"}
+
+
+def test_pages_build_without_a_dead_link(tmp_path: Path) -> None:
+    """``strict``: what MkDocs warns of (links, anchors, docstrings that name no argument) fails."""
+    command = [sys.executable, "-m", "mkdocs", "build", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    entries = {name for text in pages.values() for name in re.findall(r'id="([\w.]+)"', text)}
+    names = [ALIASES.get(n, n) for n in fsdp_dynamo.__all__ if not n.startswith("_")]
+    assert [name for name in names if f"fsdp_dynamo.{name}" not in entries] == []
+    needed = [re.findall(r'<(?:script|link|img)[^>]*="(https?:[^"]*)', t) for t in pages.values()]
+    assert not any(needed)  # opens from file:// without a network
+
+
+def test_links_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+_NAMED = re.compile(r"\[(\w+)\]\(\.\./tests/(?:\w+/)?(\w+)\.py\):\s+(test_\w+(?:,\s+test_\w+)*)")
+
+
+def test_features_name_tests_that_exist() -> None:
+    """Every row of the table has a state, and tests unless it is "no"; no row is left out."""
+    text = (ROOT / "docs" / "features.md").read_text()
+    rows = re.findall(r"^\| ([A-Z])(\d+) \| (.+?) \| (.+?) \| (.*)\|$", text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| [A-Z]+\d", text, re.MULTILINE)) > 60
+    last = ("", 0)
+    for letter, digits, _, state, tests in rows:
+        number = int(digits)
+        assert (letter, number) == (letter, last[1] + 1 if letter == last[0] else 1)
+        last = (letter, number)
+        assert re.match(r"\*\*(yes|in part|no)\*\*", state), last
+        assert bool(tests.strip()) or state.startswith("**no**"), last
+        assert _NAMED.sub("", tests).replace("<br>", "").strip() == "", last
+    for name, file, functions in _NAMED.findall(text):
+        body = ast.parse((ROOT / "tests" / f"{file}.py").read_text()).body
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        assert name == file
+        assert set(re.split(r",\s+", functions)) <= defined, file

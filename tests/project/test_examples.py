@@ -1,0 +1,138 @@
+"""The examples run as they say, alone and on two hosts; what they print is what must come out."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import link
+from benchmarks.command_line import BadInputError
+from examples import hsdp, lora
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SLURM = EXAMPLES / "slurm.sh"
+
+
+def _run(command: list[str], folder: Path, **variables: str) -> str:
+    """Run from elsewhere; what was printed."""
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **quiet, "PYTHONPATH": path, **variables}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def _torchrun(num_ranks: int, *command: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={num_ranks}", *command]
+
+
+def _losses(printed: str) -> list[float]:
+    return [float(text) for text in re.findall(r"loss ([\d.]+)", printed)]
+
+
+def test_lora(tmp_path: Path) -> None:
+    """The frozen part is held in shards, without gradients or states; the adapter is all saved."""
+    file = tmp_path / "adapter.pt"
+    printed = _run(_torchrun(2, str(EXAMPLES / "lora.py"), str(file)), tmp_path)
+    model = lora.make_model()
+    named = dict(model.named_parameters())
+    learning = {name: param for name, param in named.items() if param.requires_grad}
+    num_learning = sum(param.numel() for param in learning.values())
+    num_frozen = sum(param.numel() for param in named.values()) - num_learning
+    held = f"holds {num_frozen // 2} frozen elements and {num_learning // 2} that learn"
+    assert held in printed
+    assert f"{num_learning + len(learning)} of states, 0 frozen gradients" in printed
+    adapter = torch.load(file, weights_only=True)
+    assert adapter.keys() == learning.keys()
+    assert all("lora_" in name for name in adapter)
+    with torch.no_grad():
+        before = lora.loss_of(model, seed=0).item()
+        model.load_state_dict(adapter, strict=False)
+        after = lora.loss_of(model, seed=0).item()
+    assert after == pytest.approx(_losses(printed)[-1], rel=1e-6)
+    assert after < 0.8 * before
+
+
+def _hsdp_in_one_process(world_size: int) -> list[float]:
+    """Losses of all ranks' batches together, at the steps that the example prints."""
+    model: nn.Module = hsdp.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(hsdp.STEPS):
+        loss = sum(hsdp.loss_of(model, step, rank) for rank in range(world_size)) / world_size
+        assert isinstance(loss, torch.Tensor)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [loss for step, loss in enumerate(losses) if step % 5 in (0, 4)]
+
+
+def _require_hsdp(printed: str) -> None:
+    num_elements = sum(param.numel() for param in hsdp.make_model().parameters())
+    assert _losses(printed) == pytest.approx(_hsdp_in_one_process(4), abs=2e-6)
+    assert "mesh 2 x 2" in printed
+    assert f"a rank holds {num_elements // 2} elements" in printed
+    assert f"reduce_scatter: {num_elements * 4} bytes a step" in printed
+    assert f"all_reduce: {num_elements // 2 * 4} bytes a step" in printed  # one shard
+
+
+@pytest.mark.slow
+def test_hsdp(tmp_path: Path) -> None:
+    _require_hsdp(_run(_torchrun(4, str(EXAMPLES / "hsdp.py"), "2"), tmp_path))
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+
+def test_slurm_script_is_bash() -> None:
+    _run(["bash", "-n", str(SLURM)], EXAMPLES)
+    refused = subprocess.run(["bash", str(SLURM)], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "expected a script and its arguments, got none" in refused.stderr
+
+
+def _slurm_commands(folder: Path, hosts: tuple[link.Host, link.Host]) -> None:
+    """``srun`` and ``scontrol`` of a cluster whose nodes are two network namespaces."""
+    starts = [
+        f"ip netns exec {host.namespace} env SLURM_NODEID={number} "
+        f'SLURMD_NODENAME={host.address} GLOO_SOCKET_IFNAME={host.interface} "$@" & p{number}=$!'
+        for number, host in enumerate(hosts)
+    ]
+    script = "\n".join(["#!/bin/bash", "shift", *starts, "wait $p0 && wait $p1", ""])
+    names = "".join(f"echo {host.address}\n" for host in hosts)
+    for name, text in (("srun", script), ("scontrol", f"#!/bin/bash\n{names}")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def test_slurm_script_on_two_hosts(tmp_path: Path) -> None:
+    """torchrun on each of two hosts, a c10d rendezvous at the first: a node is a replica."""
+    with ExitStack() as stack:
+        try:
+            link.check_can_link()
+            hosts = stack.enter_context(link.two_hosts(link.Shape()))
+        except BadInputError as error:
+            pytest.skip(str(error))
+        _slurm_commands(tmp_path, hosts)
+        job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+        folders = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+        path = os.pathsep.join(folders)
+        command = ["bash", str(SLURM), str(EXAMPLES / "hsdp.py")]
+        printed = _run(command, tmp_path, PATH=path, RANKS_PER_NODE="2", RESTARTS="0", **job)
+        sent = [link.sent_bytes(host) for host in hosts]
+    _require_hsdp(printed)
+    num_bytes = 4 * sum(param.numel() for param in hsdp.make_model().parameters())
+    assert min(sent) > hsdp.STEPS * num_bytes / 2  # each step's all-reduce of both shards, halved

@@ -1,0 +1,86 @@
+"""The same code on CUDA with NCCL; one rank, so the strategy is NO_SHARD."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_transformer, wrap
+from ways import in_way
+
+from fsdp_dynamo import CPUOffload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def nccl() -> Iterator[torch.device]:
+    """A default NCCL group of one rank."""
+    address = f"tcp://localhost:{_free_port()}"
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1, device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph", "graph-inductor"])
+def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str, offload: bool) -> None:
+    tokens = torch.randint(31, (2, 8), device=nccl)
+    plain = make_transformer(num_blocks=2).to(nccl)
+    cpu_offload = CPUOffload(offload_params=offload)
+    sharded = wrap(make_transformer(num_blocks=2), device_id=0, cpu_offload=cpu_offload)
+    assert {p.device.type for p in sharded.parameters()} == {"cpu" if offload else "cuda"}
+    model = in_way(sharded, way)
+    losses = []
+    for net in (plain, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = net(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+def test_inputs_on_another_device_are_moved(nccl: torch.device, way: str) -> None:
+    """The root's, positional and by keyword, are moved to where its parameters are."""
+    tokens = torch.randint(31, (2, 8))
+    plain = make_transformer(num_blocks=2).to(nccl)
+    model = in_way(wrap(make_transformer(num_blocks=2), device_id=0), way)
+    expected = plain(tokens.to(nccl))
+    for output in (model(tokens), model(tokens=tokens)):
+        assert output.device == nccl
+        torch.testing.assert_close(output, expected)
+        output.square().mean().backward()
+
+
+def test_gpu_memory_stats() -> None:
+    """The flag of the benchmark script prints torch's own summary."""
+    script = Path(__file__).parents[2] / "benchmarks" / "dynamo" / "distributed.py"
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    flags = ["--toy_model", "--model_size", "small", "--fsdp", "--fsdp_wrap", "--repeat", "1"]
+    flags += ["--device", "cuda", "--gpu_memory_stats"]
+    command = [sys.executable, str(script), *flags]
+    done = subprocess.run(command, env=os.environ | rank | address, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch CUDA memory summary" in done.stdout

@@ -1,0 +1,58 @@
+"""Imports go downward only, as ``pyproject.toml`` says; files stay small."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fsdp_dynamo", "graph_passes", "benchmarks")
+MAX_LINES = 500
+CHECK = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+
+
+def _check(folder: Path) -> tuple[int, str]:
+    """Exit code and output of import-linter in a folder."""
+    command = [*CHECK, "--no-cache"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_imports_go_downward() -> None:
+    code, output = _check(ROOT)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("fsdp_dynamo/comm/collectives.py", "from fsdp_dynamo.core import unit"),
+        ("fsdp_dynamo/config.py", "import fsdp_dynamo.wrap.wrapper"),
+        ("fsdp_dynamo/wrap/build.py", "from fsdp_dynamo.observe.explain import explain"),
+        ("graph_passes/markers.py", "from fsdp_dynamo import errors"),
+        (
+            "fsdp_dynamo/eager/hooks.py",
+            "def late():\n    from fsdp_dynamo.hooks_path import leaves",
+        ),
+    ],
+)
+def test_an_upward_import_is_found(tmp_path: Path, file: str, line: str) -> None:
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    changed = tmp_path / file
+    changed.write_text(f"{changed.read_text()}\n{line}\n")
+    code, output = _check(tmp_path)
+    assert code == 1, output
+    assert file.removesuffix(".py").replace("/", ".") in output
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_stay_small(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= MAX_LINES, path

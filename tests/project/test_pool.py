@@ -1,0 +1,110 @@
+"""The tests' own tools: what fails or hangs in a rank, a thread or a destructor fails its test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pool import RankFailedError, RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+class _BadEnd:
+    def __del__(self) -> None:
+        raise ValueError("as asked in a destructor")
+
+
+def _fail_unhandled(rank: int, world_size: int, where: str) -> None:
+    def fail() -> None:
+        raise ValueError("as asked in a thread")
+
+    if rank == 1 and where == "thread":
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+    if rank == 1 and where == "destructor":
+        _BadEnd()
+
+
+def _nothing(rank: int, world_size: int) -> int:
+    return rank
+
+
+@pytest.mark.parametrize("where", ["thread", "destructor"])
+def test_what_nobody_handles_in_a_rank_fails_the_job(ranks: RankPool, where: str) -> None:
+    with pytest.raises(RankFailedError, match=rf"(?s)^rank 1:.*ValueError: as asked in a {where}"):
+        ranks.run(_fail_unhandled, 2, where)
+    assert ranks.run(_nothing, 2) == [0, 1]
+
+
+def _begin(rank: int, world_size: int, told: Path, then: str) -> None:
+    """Rank 0 is the survivor."""
+    (told / str(rank)).touch()
+    if rank == 0 and then == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [("hangs", "^rank 0: no answer within 1 s$"), ("dies", "^rank 0: the process died$")],
+)
+def test_a_survivor_without_an_answer(
+    ranks: RankPool, tmp_path: Path, then: str, message: str
+) -> None:
+    def all_have_begun() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+
+    with pytest.raises(RankFailedError, match=message):
+        ranks.run_and_kill(_begin, 2, tmp_path, then, victims=[1], when=all_have_begun, timeout=1.0)
+    assert ranks.run(_nothing, 2) == [0, 1]
+
+
+def test_an_interrupted_job_leaves_no_answer_behind(ranks: RankPool) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run_and_kill(_nothing, 2, victims=[], when=interrupt)
+    assert ranks.run(_nothing, 1) == [0]
+
+
+PLANTED = """
+import threading
+
+class BadEnd:
+    def __del__(self):
+        raise ValueError("as asked")
+
+def fail():
+    raise ValueError("as asked")
+
+def test_destructor():
+    BadEnd()
+
+def test_thread():
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+def test_nothing():
+    pass
+"""
+
+
+def test_what_nobody_handles_here_fails_the_test(tmp_path: Path) -> None:
+    """A run of pytest with the settings of this one."""
+    (tmp_path / "test_planted.py").write_text(PLANTED)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-q"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("FF."), done.stdout + done.stderr

@@ -1,0 +1,354 @@
+"""The twelve most common mistakes: each error leads to its paragraph in docs/troubleshooting.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.functional import cross_entropy
+
+from fsdp_dynamo import FSDP, FSDPError, set_agreement_timeout
+from fsdp_dynamo import troubleshooting as help_page
+from fsdp_dynamo.errors import TROUBLESHOOTING, Mistake
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+PAGE = Path(__file__).parents[2] / TROUBLESHOOTING
+GRAPH = {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True}
+MISTAKES: tuple[Mistake, ...] = get_args(Mistake)
+
+
+def _message(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except FSDPError as error:
+        return f"{type(error).__name__}: {error}"
+    except BackendCompilerFailed as error:  # Dynamo's, around what a backend raises
+        return str(error).partition("\n")[2]
+    return "no error"
+
+
+# -- the mistakes ----------------------------------------------------------------------------------
+
+
+def _step(model: nn.Module, **compiled: Any) -> None:
+    run = torch.compile(model, **compiled) if compiled else model
+    loss_of(run, batch(dist.get_rank(), 0)).backward()
+
+
+def _wrapped_twice() -> None:
+    model = FSDP(make_transformer(num_blocks=1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model.blocks[0] = FSDP(model.blocks[0])
+
+
+def _no_values() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    with torch.device("meta"):
+        model = Scaled()
+    FSDP(model)
+
+
+def _nobody_wrote_them() -> None:
+    FSDP(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None)
+
+
+def _tied() -> None:
+    model = make_transformer(num_blocks=1, tied=True)
+    model.embed = FSDP(model.embed)
+    FSDP(model)
+
+
+def _frozen_after_wrapping() -> None:
+    model = wrap(make_transformer(num_blocks=1))
+    model.embed.requires_grad_(False)
+    _step(model)
+
+
+def _inside_summon() -> None:
+    model = wrap(make_transformer(num_blocks=1))
+    with FSDP.summon_full_params(model):
+        model(batch(0, 0))
+
+
+def _another_backend() -> None:
+    _step(wrap(make_transformer(num_blocks=1)), backend="aot_eager", fullgraph=True)
+
+
+def _without_originals() -> None:
+    model = FSDP(make_transformer(num_blocks=1), use_orig_params=False)
+    _step(model, backend="aot_eager")
+
+
+def _checkpoint_around() -> None:
+    model = make_transformer(num_blocks=1)
+    model.blocks[0] = checkpoint_wrapper(FSDP(model.blocks[0]))
+    _step(FSDP(model), **GRAPH)
+
+
+class _Skipping(Transformer):
+    """Leaves its last block out where it is told to."""
+
+    skips = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[: 1 if self.skips else 2]:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+def _skipping_on_one_rank() -> nn.Module:
+    torch.manual_seed(7)
+    plain = _Skipping(num_blocks=2)
+    plain.skips = dist.get_rank() == 1
+    return wrap(plain)
+
+
+def _other_graph() -> None:
+    _step(_skipping_on_one_rank(), **GRAPH)
+
+
+def _graph_of_one_rank(on_all: int) -> None:
+    """The first rank makes one step more than the others, of other units."""
+    plain = _Skipping(num_blocks=2)
+    model = torch.compile(wrap(plain), **GRAPH)
+    set_agreement_timeout(1.0)
+    try:
+        for step in range(on_all):
+            loss_of(model, batch(dist.get_rank(), step)).backward()
+        if dist.get_rank() == 0:
+            plain.skips = True
+            loss_of(model, batch(0, on_all))
+    finally:
+        dist.barrier()  # the others are there until the first rank has noticed
+        set_agreement_timeout(10.0)
+
+
+def _other_units() -> None:
+    _step(_skipping_on_one_rank())
+
+
+TOGETHER: dict[str, tuple[Mistake, Callable[[], object]]] = {
+    "wrapped twice": ("wrapped-twice", _wrapped_twice),
+    "policy": (
+        "a-policy-that-matches-nothing",
+        lambda: FSDP(nn.Linear(2, 2), auto_wrap_policy=ModuleWrapPolicy({Block})),
+    ),
+    "no values": ("no-values-on-the-meta-device", _no_values),
+    "nobody wrote them": ("no-values-on-the-meta-device", _nobody_wrote_them),
+    "tied": ("tied-to-a-unit-wrapped-before", _tied),
+    "frozen": ("a-parameter-changed-after-wrapping", _frozen_after_wrapping),
+    "summon": ("a-forward-inside-summon_full_params", _inside_summon),
+    "backend": ("another-backend-with-fullgraph", _another_backend),
+    "use_orig_params": ("compiled-without-original-parameters", _without_originals),
+    "checkpoint": ("checkpointing-around-a-unit", _checkpoint_around),
+}
+"""Those after which ranks can go on, in one job."""
+
+APART: dict[str, tuple[Mistake, Callable[[], None]]] = {
+    "another graph": ("another-graph-on-one-rank", _other_graph),
+    "second graph of one rank": ("another-graph-on-one-rank", lambda: _graph_of_one_rank(1)),
+    "first graph of one rank": ("another-graph-on-one-rank", lambda: _graph_of_one_rank(0)),
+    "other units": ("other-units-on-one-rank", _other_units),
+}
+"""Those that end a run."""
+
+
+def _make_all(rank: int, world_size: int) -> dict[str, str]:
+    messages = {}
+    for name, (_, action) in TOGETHER.items():
+        messages[name] = _message(action)
+        torch._dynamo.reset()
+    return messages
+
+
+def _make_one(rank: int, world_size: int, name: str) -> str:
+    return _message(APART[name][1])
+
+
+# -- what nobody says ------------------------------------------------------------------------------
+
+
+def _small(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def _gradients_of(model: nn.Module, size: int = 32, of_all: int = 0) -> None:
+    """``of_all``: examples of all ranks, by which the loss of this rank is weighed."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(size, 8, generator=generator)
+    y = torch.randint(4, (size,), generator=generator)
+    loss = cross_entropy(model(x), y, reduction="sum" if of_all else "mean")
+    (loss * dist.get_world_size() / of_all if of_all else loss).backward()
+
+
+def _norm_of_gradients(parameters: Iterable[nn.Parameter]) -> float:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).item()
+
+
+def _after_adafactor(model: nn.Module) -> float:
+    """A weight after a step with gradients of one."""
+    parameters = [p for p in model.parameters() if p.numel()]
+    for p in parameters:
+        p.grad = torch.arange(1.0, p.numel() + 1).view_as(p)
+    torch.optim.Adafactor(parameters, lr=0.1).step()
+    return float(model.state_dict()["0.weight"][0, 0])
+
+
+def _after_overflow(scaler: torch.amp.GradScaler) -> bool:
+    """Whether this rank has made the step, where rank 1 alone has seen an overflow."""
+    model = FSDP(_small())
+    scaler.scale(model(torch.randn(4, 8)).sum()).backward()
+    if dist.get_rank() == 1:
+        next(p.grad for p in model.parameters() if p.grad is not None and p.numel())[0] = torch.inf
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(torch.optim.SGD(model.parameters()))
+    scaler.update()
+    return any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def _silent(rank: int, world_size: int) -> dict[str, Any]:
+    plain = [_small(seed).state_dict() for seed in range(2)]
+    found: dict[str, Any] = {}
+    for sync in (False, True):
+        state = FSDP(_small(rank), sync_module_states=sync).state_dict()
+        found[f"values, {sync}"] = [
+            all(map(torch.equal, p.values(), state.values())) for p in plain
+        ]
+
+    model = FSDP(_small())
+    _gradients_of(model)
+    found["norms"] = _norm_of_gradients(model.parameters()), model.clip_grad_norm_(1e9).item()
+    found["torch's"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    found["dimensions"] = {p.ndim for p in model.parameters()}
+    before = _small()
+    matrices = [p for p in before.parameters() if p.ndim == 2]
+    wrapped = {id(p) for p in FSDP(before).parameters()}
+    found["chosen before"] = len(matrices), all(id(p) in wrapped for p in matrices)
+
+    found["statistics"] = model.state_dict()["1.running_mean"][0].item()
+    found["adafactor"] = _after_adafactor(FSDP(_small())), _after_adafactor(_small())
+    try:
+        torch.optim.Muon(list(FSDP(_small()).parameters()))
+    except ValueError as error:
+        found["muon"] = str(error)
+    found["scalers"] = [
+        _after_overflow(torch.amp.GradScaler("cpu", init_scale=4.0)),
+        _after_overflow(ShardedGradScaler("cpu", init_scale=4.0)),
+    ]
+
+    for of_all in (0, 36):  # 32 examples here, 4 there, without statistics of a batch
+        model = FSDP(nn.Linear(8, 4), sync_module_states=True)
+        _gradients_of(model, size=[32, 4][rank], of_all=of_all)
+        whole = nn.Linear(8, 4)
+        whole.load_state_dict(model.state_dict())
+        generators = [torch.Generator().manual_seed(r) for r in range(2)]
+        sizes = list(zip((32, 4), generators, strict=True))
+        x = torch.cat([torch.randn(size, 8, generator=g) for size, g in sizes])
+        y = torch.cat([torch.randint(4, (size,), generator=g) for size, g in sizes])
+        cross_entropy(whole(x), y).backward()
+        norms = model.clip_grad_norm_(1e9).item(), _norm_of_gradients(whole.parameters())
+        found[f"sizes, {of_all}"] = norms
+    return found
+
+
+def test_what_is_wrong_without_a_message(ranks: RankPool) -> None:
+    """Each row of that section."""
+    first, second = ranks.run(_silent, 2)
+    for found in (first, second):
+        assert found["values, False"] == [False, False]  # of neither rank
+        assert found["values, True"] == [True, False]
+        seen, right = found["norms"]
+        assert seen == found["torch's"] < right
+        assert found["dimensions"] == {1}
+        assert found["chosen before"] == (2, True)
+        sharded, whole = found["adafactor"]
+        assert abs(sharded - whole) > 1e-3
+        assert "2D" in found["muon"]
+        seen, right = found["sizes, 0"]
+        assert abs(seen - right) > 1e-3
+        seen, right = found["sizes, 36"]
+        assert seen == pytest.approx(right, rel=1e-5)
+    parts = [found["norms"][0] ** 2 for found in (first, second)]
+    assert sum(parts) == pytest.approx(first["norms"][1] ** 2, rel=1e-5)
+    assert first["statistics"] != second["statistics"]
+    assert (first["scalers"], second["scalers"]) == ([True, False], [False, False])
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def _link_of(heading: str) -> str:
+    """As forges and MkDocs make links of headings."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _paragraphs() -> dict[str, str]:
+    """The page's texts by the links of their headings."""
+    parts = re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.MULTILINE)
+    return {_link_of(heading): text for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _check(message: str, mistake: Mistake) -> None:
+    """It ends with the link, and its paragraph shows it; "..." there stands for anything."""
+    link = f" See {TROUBLESHOOTING}#{mistake} (python -m fsdp_dynamo.troubleshooting {mistake})."
+    own = message.partition("\n")[0]  # Dynamo adds where in the user's code
+    assert own.endswith(link), message
+    said = own.removesuffix(link)
+    shown = re.findall(r"```text\n(.*?)\n```", _paragraphs()[mistake], flags=re.DOTALL)
+    patterns = [re.escape(" ".join(text.split())).replace(r"\.\.\.", ".*") for text in shown]
+    assert any(re.fullmatch(pattern, said) for pattern in patterns), (said, shown)
+
+
+def test_every_mistake_has_its_paragraph_and_a_test() -> None:
+    assert list(_paragraphs())[: len(MISTAKES)] == list(MISTAKES)
+    tested = {mistake for mistake, _ in [*TOGETHER.values(), *APART.values()]}
+    assert tested | {"no-process-group"} == set(MISTAKES)
+    assert len(MISTAKES) == 12
+
+
+def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(help_page.paragraphs()) == list(_paragraphs())
+    for mistake in MISTAKES:
+        assert help_page.main([mistake]) == 0
+        heading, _, text = capsys.readouterr().out.partition("\n")
+        assert _link_of(heading.removeprefix("## ")) == mistake
+        assert text.strip() == _paragraphs()[mistake].strip()
+    assert help_page.main(["wrapped"]) == 2
+    assert "expected one of these, got 'wrapped'" in capsys.readouterr().err
+
+
+def test_no_process_group() -> None:
+    _check(_message(lambda: FSDP(nn.Linear(2, 2))), "no-process-group")
+
+
+def test_errors_lead_to_their_paragraphs(ranks: RankPool) -> None:
+    for messages in ranks.run(_make_all, 2):
+        assert list(messages) == list(TOGETHER)
+        for name, message in messages.items():
+            _check(message, TOGETHER[name][0])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_errors_of_ranks_that_part(ranks: RankPool, name: str) -> None:
+    messages = ranks.run(_make_one, 2, name)
+    if name.endswith("graph of one rank"):
+        assert messages.pop() == "no error"  # of the one that did not come
+    for message in messages:
+        _check(message, APART[name][0])

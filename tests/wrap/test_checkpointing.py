@@ -1,0 +1,278 @@
+"""Activation checkpointing against FSDP2 on the same model: losses, all-gathers, peak memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from pool import RankPool
+from torch import nn
+from torch.distributed._composable.fsdp import fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from ways import in_way
+
+from benchmarks.measure.step_profile import StepProfiler
+from fsdp_dynamo import FSDP, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+NUM_BLOCKS = 4
+
+
+def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Selective: matrix products are saved, everything else is computed again."""
+    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _context() -> Any:
+    return create_selective_checkpoint_contexts(_save_products)
+
+
+def _checkpointed(selective: bool) -> Transformer:
+    model = make_transformer(num_blocks=NUM_BLOCKS, dim=64)
+    for i, block in enumerate(model.blocks):
+        arguments = {"context_fn": _context} if selective else {}
+        model.blocks[i] = checkpoint_wrapper(block, **arguments)
+    return model
+
+
+def _fsdp2(selective: bool) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    model = _checkpointed(selective)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _tokens(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(31, (8, 64), generator=generator)
+
+
+def _steps(
+    model: nn.Module, owner: nn.Module, rank: int, autocast: bool = False
+) -> tuple[list[float], int, dict[str, int]]:
+    """Losses of three steps, and of a fourth the peak bytes and the collectives."""
+
+    def loss_at(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return loss_of(model, _tokens(rank, step))
+
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_at(step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.zero_grad()
+    profiler = StepProfiler(owner, optimizer)
+    with profiler.recording() as profile:
+        loss_at(3).backward()
+        profiler.note_gradients()
+        optimizer.step()
+    return losses, sum(profile.peak_bytes.values()), profile.counts()
+
+
+def _compare(rank: int, world_size: int, way: str, selective: bool, autocast: bool) -> Any:
+    reference = _fsdp2(selective)
+    expected = _steps(reference, reference, rank, autocast)
+    wrapped = wrap(_checkpointed(selective))
+    return expected, _steps(in_way(wrapped, way), wrapped, rank, autocast)
+
+
+@pytest.mark.parametrize(
+    ("way", "selective", "autocast"),
+    [
+        ("eager", False, False),
+        ("eager", True, False),
+        ("hooks", False, False),
+        ("graph", False, False),
+        ("eager", False, True),
+        ("hooks", False, True),
+        ("graph", False, True),
+    ],
+)
+def test_against_fsdp2(ranks: RankPool, way: str, selective: bool, autocast: bool) -> None:
+    """The same losses, no surplus all-gathers, and a peak at most 5 % higher."""
+    results = ranks.run(_compare, 2, way, selective, autocast)
+    for (losses, peak, counts), (got, own_peak, own) in results:
+        assert got == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
+        assert own["all_gather"] <= counts["all_gather"]
+        assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
+        assert own_peak <= 1.05 * peak
+
+
+class _Segments(nn.Module):
+    """Two segments of reentrant checkpointing, what is computed between, and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.unused = nn.Linear(2, 2)
+        self.is_on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.part(self.first, x)
+        return self.last(self.part(self.second, x.relu()))
+
+    @torch.compiler.disable  # traced, it would be a region of the graph, and not reentrant
+    def part(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=True) if self.is_on else layer(x)
+
+
+class _AllInSegments(_Segments):
+    """No parameter is used outside of the segments."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first, self.part(self.second, x).relu())
+
+
+class _Branches(_Segments):
+    """Two outputs; the gradient of the one outside of the segment comes first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first, x).relu() + self.join(self.part(self.second, x), self.last(x))
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid() * y.sigmoid()
+
+
+def _set_checkpointing(model: nn.Module, is_on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, _Segments):
+            module.is_on = is_on
+
+
+def _segments(
+    rank: int, world_size: int, cls: type[_Segments], way: str, pattern: list[bool], apart: bool
+) -> Any:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 6), cls(), cls())
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
+    net = in_way(model, way)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    wrong, backwards = [], []
+    for is_on in pattern:
+        _set_checkpointing(model, is_on != (apart and rank == 1))
+        plain(x).sum().backward()
+        with record_events() as log:
+            net(x).sum().backward()
+        keys = log.keys("all_gather", "reduce_scatter")
+        backwards.append([key[:2] for key in keys if key[2] == "backward"])
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads = zip(model.named_parameters(), plain.parameters(), strict=True)
+            for (name, param), reference in grads:
+                expected = reference.grad if reference.grad is not None else torch.zeros(())
+                if not torch.allclose(param.grad, expected, 1e-5, 1e-6):
+                    wrong.append(name)
+    return wrong, backwards
+
+
+_ORDER = [
+    ("all_gather", "2"),
+    ("all_gather", "1"),
+    ("reduce_scatter", "2"),
+    ("reduce_scatter", "1"),
+    ("reduce_scatter", ""),
+]
+
+
+@pytest.mark.parametrize("cls", [_Segments, _AllInSegments, _Branches])
+@pytest.mark.parametrize("way", ["eager", "hooks"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_reentrant_segments_of_a_unit(
+    ranks: RankPool, cls: type[_Segments], way: str, apart: bool
+) -> None:
+    """One reduction, one gather, also where checkpointing differs by step, or by rank."""
+    pattern = [True, True, False, False, True]
+    for wrong, backwards in ranks.run(_segments, 2, cls, way, pattern, apart):
+        assert wrong == []
+        assert backwards == [_ORDER] * len(pattern)
+
+
+def test_checkpointing_begins_in_a_later_step(ranks: RankPool) -> None:
+    for wrong, backwards in ranks.run(_segments, 2, _Segments, "eager", [False, True], False):
+        assert wrong == []
+        assert backwards == [_ORDER] * 2
+
+
+class _Routed(nn.Module):
+    """Uses one of its layers on rank 0, both on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.routed = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.routed(x) if dist.get_rank() else y
+
+
+def _routed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), _Routed(), _Routed(), _Routed())
+    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Routed}))
+    with record_events() as log:
+        sharded(torch.ones(3, 6)).sum().backward()
+    return log.keys("all_gather", "reduce_scatter")
+
+
+def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> None:
+    first, second = ranks.run(_routed, 2)
+    assert first == second
+
+
+# -- against DDP without checkpointing -----------------------------------------------------------
+
+
+def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    expected, _ = ddp_losses(rank, num_blocks=3)
+    model = make_transformer(num_blocks=3)
+    if outside:
+        wrapped = wrap(model)
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+    else:
+        for i in range(3):
+            model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
+        wrapped = wrap(model)
+    net = in_way(wrapped, way)
+    got, _ = train(net, rank)
+    with record_events() as log:
+        loss_of(net, batch(rank, 0)).backward()
+    return expected, got, len(log.keys("all_gather")), len(log.keys("reduce_scatter"))
+
+
+@pytest.mark.parametrize(
+    ("outside", "reentrant", "way"),
+    [
+        (False, False, "eager"),
+        (False, True, "eager"),
+        (True, False, "eager"),
+        (False, False, "hooks"),
+        (False, False, "graph"),
+    ],
+)
+def test_activation_checkpointing(
+    ranks: RankPool, outside: bool, reentrant: bool, way: str
+) -> None:
+    """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
+    for expected, got, gathers, reduces in ranks.run(_trained, 2, outside, reentrant, way):
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert (gathers, reduces) == (7, 4)

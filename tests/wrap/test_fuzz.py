@@ -1,0 +1,140 @@
+"""Random models, random calls: a state machine makes the programs, ranks run them.
+
+    pytest tests/wrap/test_fuzz.py              # 100 programs, always the same
+    pytest -m slow tests/wrap/test_fuzz.py      # 500 others each time, shrunk when one fails
+
+What was found once is kept in ``FOUND``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from module_trees import Branch, Leaf, trees
+from pool import RankPool
+from programs import Call, Program, run_program
+
+WORLD_SIZE = 2
+NUM_CALLS = 8
+_WAYS = ("eager", "eager", "hooks", "graph")
+_seeds = st.integers(0, 5)
+
+
+def _run(ranks: RankPool, program: Program) -> None:
+    for wrong in ranks.run(run_program, WORLD_SIZE, program):
+        assert wrong == [], program
+
+
+def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
+    class Calls(RuleBasedStateMachine):
+        """Collects a program; it runs when all of it is known."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: tuple[Any, ...] = ()
+            self.calls: list[Call] = []
+
+        @initialize(
+            tree=trees,
+            strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+            way=st.sampled_from(_WAYS),
+            widened=st.booleans(),
+        )
+        def wrap(self, tree: Branch, strategy: str, way: str, widened: bool) -> None:
+            self.model = tree, strategy, way, widened
+
+        @rule(seed=_seeds, backward=st.booleans())
+        def forward(self, seed: int, backward: bool) -> None:
+            self.calls.append(("forward", seed))
+            if backward:
+                self.calls.append(("backward",))
+
+        @rule(seed=_seeds)
+        def forward_without_grad(self, seed: int) -> None:
+            self.calls.append(("forward_without_grad", seed))
+
+        @rule()
+        def backward(self) -> None:
+            self.calls.append(("backward",))
+
+        @rule(seed=_seeds)
+        def accumulate(self, seed: int) -> None:
+            self.calls.append(("accumulate", seed))
+
+        @rule(largest=st.sampled_from([0.01, 1e3]))
+        def clip(self, largest: float) -> None:
+            self.calls.append(("clip", largest))
+
+        @rule()
+        def step(self) -> None:
+            self.calls.append(("step",))
+
+        @rule(to_none=st.booleans())
+        def zero_grad(self, to_none: bool) -> None:
+            self.calls.append(("zero_grad", to_none))
+
+        @rule(name=st.sampled_from(["summon", "state_dict", "load", "deepcopy"]))
+        def ask(self, name: str) -> None:
+            self.calls.append((name,))
+
+        @rule(mode=st.booleans())
+        def train(self, mode: bool) -> None:
+            self.calls.append(("train", mode))
+
+        def teardown(self) -> None:
+            if self.model:
+                _run(ranks, Program(*self.model, tuple(self.calls)))
+
+    return Calls
+
+
+def _settings(num_programs: int, **kwargs: Any) -> settings:
+    return settings(
+        max_examples=num_programs,
+        stateful_step_count=NUM_CALLS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        **kwargs,
+    )
+
+
+def test_random_calls(ranks: RankPool) -> None:
+    fixed = _settings(100, derandomize=True, phases=[Phase.generate])
+    run_state_machine_as_test(_machine_for(ranks), settings=fixed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_random_calls(ranks: RankPool) -> None:
+    run_state_machine_as_test(_machine_for(ranks), settings=_settings(500, print_blob=True))
+
+
+FOUND = {
+    "a copy of what refers to itself weakly": Program(
+        Branch((Leaf("scale", wrapped=True), Leaf("nothing", wrapped=True)), wrapped=True),
+        "SHARD_GRAD_OP",
+        "eager",
+        False,
+        (("forward_without_grad", 0), ("deepcopy",), ("forward", 1), ("backward",), ("deepcopy",)),
+    ),
+    "two forwards that both know of a sum": Program(
+        Branch((Leaf("linear", bias=False),)),
+        "FULL_SHARD",
+        "graph",
+        False,
+        (("accumulate", 0), ("forward", 0), ("forward", 0)),
+    ),
+    "a model without parameters": Program(
+        Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", False, (("forward", 0), ("step",))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(ranks: RankPool, name: str) -> None:
+    _run(ranks, FOUND[name])

@@ -1,0 +1,98 @@
+"""Nothing is kept from step to step, or of a model that is gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from census import Census
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from ways import WAYS, in_way
+
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.hooks_path.leaves import SegmentBackend
+
+
+def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, int]:
+    census = Census()
+    model = in_way(wrap(make_transformer(num_blocks=2)), way)
+    counts = []
+    for step in range(300):
+        loss = loss_of(model, batch(rank, step))
+        if backward:
+            loss.backward()
+        del loss
+        if step in (5, 299):
+            counts.append(census.count())
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "hooks" else way for way in WAYS]
+)
+def test_no_tensor_is_kept(ranks: RankPool, way: str, backward: bool) -> None:
+    for early, late in ranks.run(_steps, 2, way, backward):
+        assert late <= early
+
+
+def _cycles(rank: int, world_size: int) -> list[int]:
+    census = Census()
+    counts = []
+    for cycle in range(50):
+        model = wrap(make_transformer(num_blocks=2))
+        loss_of(model, batch(rank, cycle)).backward()
+        del model
+        if cycle in (1, 49):
+            counts.append(census.count())
+    return counts
+
+
+def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
+    for early, late in ranks.run(_cycles, 2):
+        assert late <= early
+
+
+def _compiled_cycles(rank: int, world_size: int, way: str) -> list[dict[type, int]]:
+    kinds = (Unit, SegmentBackend, torch.fx.GraphModule)
+    counts = []
+    for cycle in range(4):
+        model = in_way(wrap(make_transformer(num_blocks=2)), way)
+        loss_of(model, batch(rank, cycle)).backward()
+        del model
+        while gc.collect():
+            pass
+        objects = gc.get_objects()
+        counts.append({kind: sum(issubclass(type(o), kind) for o in objects) for kind in kinds})
+        del objects
+    return counts
+
+
+@pytest.mark.parametrize("way", ["hooks", "graph"])
+def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, way: str) -> None:
+    """Backends, segments and graphs go with the model that they were compiled for."""
+    for counts in ranks.run(_compiled_cycles, 2, way):
+        assert counts[1:] == [counts[0]] * 3
+        assert counts[0][SegmentBackend] == 0
+
+
+_groups: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def _groups_that_live_on(rank: int, world_size: int, way: str) -> int:
+    """Of the groups of earlier jobs of this kind; each has threads that never rest."""
+    gc.collect()
+    alive = sum(reference() is not None for reference in _groups)
+    _groups.append(weakref.ref(dist.group.WORLD))
+    loss_of(in_way(wrap(make_transformer(num_blocks=2)), way), batch(rank, 0)).backward()
+    return alive
+
+
+def test_groups_that_are_destroyed_are_gone(ranks: RankPool) -> None:
+    for way in ("eager", "graph", "hooks", "eager", "eager", "eager"):
+        alive = ranks.run(_groups_that_live_on, 2, way)
+    assert max(alive) <= 1  # Dynamo keeps its last frames for a while
