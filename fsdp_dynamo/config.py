@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fsdp_dynamo.errors import FSDPTypeError, explain
+from fsdp_dynamo.errors import FSDPTypeError
 
 __all__ = [
     "BackwardPrefetch",
@@ -248,12 +248,10 @@ def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
     if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
         return enum_type[value.name]
     raise FSDPTypeError(
-        explain(
-            expected=f"a {enum_type.__name__}",
-            got=repr(value),
-            where=f"argument '{argument}'",
-            fix=f"Pass one of {', '.join(m.name for m in enum_type)}.",
-        )
+        expected=f"a {enum_type.__name__}",
+        got=repr(value),
+        where=f"argument '{argument}'",
+        fix=f"Pass one of {', '.join(m.name for m in enum_type)}.",
     )
 
 
@@ -264,12 +262,10 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
     if type(value).__name__ == "MixedPrecision":
         return MixedPrecision(**vars(value))
     raise FSDPTypeError(
-        explain(
-            expected="a MixedPrecision or None",
-            got=repr(value),
-            where="argument 'mixed_precision'",
-            fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
-        )
+        expected="a MixedPrecision or None",
+        got=repr(value),
+        where="argument 'mixed_precision'",
+        fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
     )
 
 
@@ -305,10 +301,8 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
         known = {f.name for f in fields(kind)}
         return kind(**{name: value for name, value in vars(config).items() if name in known})
     raise FSDPTypeError(
-        explain(
-            expected=f"a {kind.__name__}",
-            got=repr(config),
-            where=f"argument '{argument}'",
-            fix="It goes with the state_dict_type; or leave it out.",
-        )
+        expected=f"a {kind.__name__}",
+        got=repr(config),
+        where=f"argument '{argument}'",
+        fix="It goes with the state_dict_type; or leave it out.",
     )

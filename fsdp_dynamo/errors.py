@@ -6,7 +6,7 @@ is meant, and what to do.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, overload
 
 Mistake = Literal[
     "no-process-group",
@@ -28,7 +28,21 @@ TROUBLESHOOTING = "docs/troubleshooting.md"
 
 
 class FSDPError(RuntimeError):
-    """Base class of all errors that fsdp_dynamo raises on purpose."""
+    """Base class of all errors that fsdp_dynamo raises on purpose.
+
+    Takes the four parts of ``error_message``, or a whole message that another rank has sent.
+    """
+
+    @overload
+    def __init__(self, text: str, /) -> None: ...
+
+    @overload
+    def __init__(
+        self, *, expected: str, got: str, where: str, fix: str, see: Mistake | None = None
+    ) -> None: ...
+
+    def __init__(self, *text: str, **parts: Any) -> None:
+        super().__init__(*(text or [error_message(**parts)]))
 
 
 class FSDPTypeError(FSDPError, TypeError):
@@ -59,8 +73,10 @@ class UnsupportedError(FSDPError, NotImplementedError):
     """An argument, a model or a call that this version does not support."""
 
 
-def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | None = None) -> str:
-    """One error message with the four parts that every error here has.
+def error_message(
+    *, expected: str, got: str, where: str, fix: str, see: Mistake | None = None
+) -> str:
+    """An error message with the four parts that every error here has.
 
     Args:
         expected: what should have come.
@@ -69,10 +85,10 @@ def explain(*, expected: str, got: str, where: str, fix: str, see: Mistake | Non
         fix: what the user can do about it.
         see: the paragraph of the troubleshooting page that says more.
     """
-    message = f"{where}: expected {expected}, got {got}. {fix}"
+    text = f"{where}: expected {expected}, got {got}. {fix}"
     if see is None:
-        return message
-    return f"{message} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.troubleshooting {see})."
+        return text
+    return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.troubleshooting {see})."
 
 
 def unit_name(fqn: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, error_message
 from graph_passes.cost_model import Device, Link
 from graph_passes.graph_pass import GraphPass, as_pass
 from graph_passes.limits import Limits
@@ -115,7 +115,7 @@ class GraphOptions:
 
 def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:
     return kind(
-        explain(
+        error_message(
             expected=expected,
             got=got,
             where=f"torch.compile(options=...), '{name}'",

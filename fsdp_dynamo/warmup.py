@@ -12,7 +12,7 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.core.restoring import forget_gradients, nothing_changes
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.state_dict.methods import uncompiled, units_in
 
@@ -71,12 +71,10 @@ def _units_of(module: nn.Module) -> list[Unit]:
     units = units_in(module)
     if not units:
         raise FSDPValueError(
-            explain(
-                expected="a model with units",
-                got=type(module).__name__,
-                where="warmup()",
-                fix="Wrap it first: FSDP(model), or fully_shard(model).",
-            )
+            expected="a model with units",
+            got=type(module).__name__,
+            where="warmup()",
+            fix="Wrap it first: FSDP(model), or fully_shard(model).",
         )
     return units
 
@@ -120,12 +118,10 @@ def limit_recompiles(count: int | None) -> None:
 def _check_count(count: int | None, where: str) -> None:
     if count is not None and not (isinstance(count, int) and count >= 0):
         raise FSDPValueError(
-            explain(
-                expected="a number of recompiles, 0 or more, or None",
-                got=repr(count),
-                where=where,
-                fix="Pass how often Dynamo may still compile anew.",
-            )
+            expected="a number of recompiles, 0 or more, or None",
+            got=repr(count),
+            where=where,
+            fix="Pass how often Dynamo may still compile anew.",
         )
 
 

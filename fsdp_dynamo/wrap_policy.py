@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
 
 Targets = dict[nn.Module, dict[str, Any]]
 """Modules to wrap, each with the constructor arguments that differ from the root's."""
@@ -57,22 +57,18 @@ class ModuleWrapPolicy(WrapPolicy):
         classes = (module_classes,) if isinstance(module_classes, type) else tuple(module_classes)
         if isinstance(module_classes, type) or not classes:
             raise FSDPTypeError(
-                explain(
-                    expected="a set of classes of modules",
-                    got=", ".join(map(repr, classes)) or "an empty one",
-                    where="ModuleWrapPolicy",
-                    fix="Pass the classes of the model's layers: ModuleWrapPolicy({Block}).",
-                )
+                expected="a set of classes of modules",
+                got=", ".join(map(repr, classes)) or "an empty one",
+                where="ModuleWrapPolicy",
+                fix="Pass the classes of the model's layers: ModuleWrapPolicy({Block}).",
             )
         for cls in classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise FSDPTypeError(
-                    explain(
-                        expected="classes derived from torch.nn.Module",
-                        got=repr(cls),
-                        where="ModuleWrapPolicy",
-                        fix="Pass the classes, not instances or names.",
-                    )
+                    expected="classes derived from torch.nn.Module",
+                    got=repr(cls),
+                    where="ModuleWrapPolicy",
+                    fix="Pass the classes, not instances or names.",
                 )
         self.module_classes = classes
 
@@ -121,12 +117,10 @@ class CustomPolicy(WrapPolicy):
                 found[module] = {}
             elif answer is not False:
                 raise FSDPTypeError(
-                    explain(
-                        expected="True, False or a dict of constructor arguments",
-                        got=repr(answer),
-                        where=f"CustomPolicy on {type(module).__name__}",
-                        fix="Return one of these from the policy function.",
-                    )
+                    expected="True, False or a dict of constructor arguments",
+                    got=repr(answer),
+                    where=f"CustomPolicy on {type(module).__name__}",
+                    fix="Return one of these from the policy function.",
                 )
         return _checked(found, root, "modules for which the policy function is true")
 
@@ -135,13 +129,11 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
     if not found:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise FSDPValueError(
-            explain(
-                expected=f"{expected} in the module tree",
-                got=f"a policy that matches nothing in a tree of: {present}",
-                where="argument 'auto_wrap_policy'",
-                fix="Name classes that the model has, or pass no policy to make it one unit.",
-                see="a-policy-that-matches-nothing",
-            )
+            expected=f"{expected} in the module tree",
+            got=f"a policy that matches nothing in a tree of: {present}",
+            where="argument 'auto_wrap_policy'",
+            fix="Name classes that the model has, or pass no policy to make it one unit.",
+            see="a-policy-that-matches-nothing",
         )
     return found
 
@@ -247,12 +239,10 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
 
 def _wrong_policy(policy: object, wanted: str) -> FSDPTypeError:
     return FSDPTypeError(
-        explain(
-            expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
-            got=repr(policy),
-            where="argument 'auto_wrap_policy'",
-            fix=f"Pass {wanted}.",
-        )
+        expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
+        got=repr(policy),
+        where="argument 'auto_wrap_policy'",
+        fix=f"Pass {wanted}.",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, recent
-from fsdp_dynamo.errors import explain, unit_name
+from fsdp_dynamo.errors import error_message, unit_name
 
 _CAUSE = (
     "A rank has left a unit out, run one more often, taken another branch, or called alone what "
@@ -62,7 +62,7 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     """The same on both ranks: what the first of them does is what is expected of the other."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
-    return explain(
+    return error_message(
         expected=f"rank {second} to issue what rank {first} does, {expected.described()}",
         got=got.described(),
         where=f"step {expected.step}, {unit_name(expected.label)}",

@@ -32,7 +32,7 @@ from fsdp_dynamo.agreement.exchange import (
 )
 from fsdp_dynamo.comm.collective_log import newest
 from fsdp_dynamo.comm.watchdog import watch
-from fsdp_dynamo.errors import DivergenceError, RankFailedError, explain
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 from graph_passes.text.fingerprint import SEPARATOR, alone, describe_entry
 
 _CAUSE = (
@@ -117,7 +117,7 @@ def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
     if not differing:
         return None
     first, other = _where_they_differ(texts[ranks[0]], texts[differing[0]])
-    return explain(
+    return error_message(
         expected=f"the same {name} on all ranks, {first!r} as on rank {ranks[0]}",
         got=f"{other!r} on rank(s) {_listed(differing)}",
         where=name,
@@ -240,7 +240,7 @@ def tell_of_failure(error: BaseException) -> None:
     if isinstance(error, DivergenceError) or not dist.is_initialized():
         return  # they have been told, or cannot be
     last = newest()
-    message = explain(
+    message = error_message(
         expected="all ranks to go on",
         got=f"{type(error).__name__}: {str(error)[:_SHOWN_OF_ERROR]}",
         where=f"rank {dist.get_rank()}" + (f" after {last.described()}" if last else ""),
@@ -265,7 +265,7 @@ def _compare_graphs(group: dist.ProcessGroup, store: Any, own: str) -> None:
     begins = describe_entry(own.split(SEPARATOR)[0])
 
     def too_late(missing: Sequence[int]) -> str:
-        return explain(
+        return error_message(
             expected=f"all ranks to compile a graph of collectives as rank {dist.get_rank()} did",
             got=f"nothing from rank(s) {_listed(missing)} within {agreement_timeout_s():g} s",
             where=f"compiled graph that begins with {begins}",
@@ -329,7 +329,7 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
     position, one, two = (others or differing)[0]
     if others:
         one, two = alone(one), alone(two)
-    return explain(
+    return error_message(
         expected=f"rank {other} to issue what rank {first} does: {describe_entry(one)}",
         got=describe_entry(two),
         where=f"compiled graph, collective {position}",
@@ -340,7 +340,7 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
 
 def _not_given(name: str) -> Callable[[Sequence[int]], str]:
     def message(missing: Sequence[int]) -> str:
-        return explain(
+        return error_message(
             expected=f"the {name} of rank(s) {_listed(missing)}",
             got=f"nothing within {agreement_timeout_s():g} s",
             where=name,

@@ -19,7 +19,7 @@ from torch._dynamo.callback import callback_handler  # who else compiles has no 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fsdp_dynamo.comm.process_groups import group_timeout_s
-from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError, explain
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError
 
 _STORES_OF_MANY = frozenset({"TCPStore", "FileStore"})
 _PREFIX = "fsdp_dynamo/agreement"
@@ -47,12 +47,10 @@ def set_agreement_timeout(seconds: float) -> None:
     global _timeout_s
     if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise FSDPValueError(
-            explain(
-                expected="a number of seconds above 0",
-                got=repr(seconds),
-                where="set_agreement_timeout()",
-                fix="Pass for how long ranks that do not compile may be late.",
-            )
+            expected="a number of seconds above 0",
+            got=repr(seconds),
+            where="set_agreement_timeout()",
+            fix="Pass for how long ranks that do not compile may be late.",
         )
     _timeout_s = float(seconds)
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.exit_callbacks import on_failure
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError
 
 VARIABLE = "FSDP_DYNAMO_FLIGHT"
 _STACK_FRAMES = 12
@@ -115,12 +115,10 @@ def record_flight(folder: str | Path) -> None:
     """
     if not dist.is_initialized() or threading.current_thread() is not threading.main_thread():
         raise FSDPStateError(
-            explain(
-                expected="a process group, and a call in the main thread",
-                got="none" if not dist.is_initialized() else "another thread",
-                where="record_flight()",
-                fix="Call it once in every rank, after init_process_group().",
-            )
+            expected="a process group, and a call in the main thread",
+            got="none" if not dist.is_initialized() else "another thread",
+            where="record_flight()",
+            fix="Call it once in every rank, after init_process_group().",
         )
     _begin(Path(folder))
     _write_at_termination()

@@ -26,7 +26,7 @@ import re
 import shutil
 from pathlib import Path
 
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 SHARED = "shared.pt"
@@ -67,12 +67,10 @@ def find(folder: Path, step: int | None) -> Path | None:
             return path
     listed = ", ".join(str(number) for number, _ in there)
     raise CheckpointError(
-        explain(
-            expected=f"one of the steps {listed or '(there is none)'}",
-            got=f"step {step}",
-            where=f"checkpoints in '{folder}'",
-            fix="Leave step out to load the newest.",
-        )
+        expected=f"one of the steps {listed or '(there is none)'}",
+        got=f"step {step}",
+        where=f"checkpoints in '{folder}'",
+        fix="Leave step out to load the newest.",
     )
 
 
@@ -88,7 +86,7 @@ def _require_folder_of_checkpoints(folder: Path) -> None:
     else:
         return
     expected = "the folder of all checkpoints of a run"
-    raise CheckpointError(explain(expected=expected, got=got, where=f"'{folder}'", fix=fix))
+    raise CheckpointError(expected=expected, got=got, where=f"'{folder}'", fix=fix)
 
 
 def begin(folder: Path, step: int) -> Path:

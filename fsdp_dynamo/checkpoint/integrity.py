@@ -14,7 +14,7 @@ from fsdp_dynamo.checkpoint.directory import SHARED
 from fsdp_dynamo.checkpoint.manifest import Manifest, Sum, sum_of
 from fsdp_dynamo.checkpoint.storage_reader import INDEX, Reader
 from fsdp_dynamo.checkpoint.throttle import Pace
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 _SHOWN = 3
 
@@ -58,12 +58,10 @@ def require_written(path: Path, meant: Sum, pace: Pace) -> None:
     found = sum_of(path, pace)
     if found != meant:
         raise CheckpointError(
-            explain(
-                expected=f"{meant.size} bytes with checksum {meant.crc32:08x}, as written",
-                got=f"{found.size} bytes with checksum {found.crc32:08x}",
-                where=f"file '{path}'",
-                fix="The storage returns other bytes than it was given: check it, save elsewhere.",
-            )
+            expected=f"{meant.size} bytes with checksum {meant.crc32:08x}, as written",
+            got=f"{found.size} bytes with checksum {found.crc32:08x}",
+            where=f"file '{path}'",
+            fix="The storage returns other bytes than it was given: check it, save elsewhere.",
         )
 
 
@@ -116,12 +114,10 @@ def _is_whole(file: io.BufferedReader, place: Any) -> bool:
 
 def _damaged(path: Path, expected: str, got: str, concerned: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        explain(
-            expected=expected,
-            got=got,
-            where=f"file '{path}', {_holding(path, concerned)}",
-            fix="Nothing was loaded. Load an older step, or restore the file from a copy.",
-        )
+        expected=expected,
+        got=got,
+        where=f"file '{path}', {_holding(path, concerned)}",
+        fix="Nothing was loaded. Load an older step, or restore the file from a copy.",
     )
 
 

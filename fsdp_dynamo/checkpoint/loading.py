@@ -20,7 +20,7 @@ from fsdp_dynamo.checkpoint.other_states import Kept
 from fsdp_dynamo.checkpoint.rank_coordination import Concert, meet, torchs_errors
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
 from fsdp_dynamo.checkpoint.storage_reader import LoadPlanner, Reader
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,8 @@ def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[
     missing = [name for name in wanted if name not in saved]
     if missing:
         raise CheckpointError(
-            explain(
-                expected=f"{kind} states {', '.join(wanted)}",
-                got=f"a checkpoint without '{missing[0]}' (it has: {', '.join(saved) or 'none'})",
-                where=f"checkpoint '{path}'",
-                fix="Leave out what was not saved.",
-            )
+            expected=f"{kind} states {', '.join(wanted)}",
+            got=f"a checkpoint without '{missing[0]}' (it has: {', '.join(saved) or 'none'})",
+            where=f"checkpoint '{path}'",
+            fix="Leave out what was not saved.",
         )

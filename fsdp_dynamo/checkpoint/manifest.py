@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_dynamo.checkpoint.directory import MANIFEST
 from fsdp_dynamo.checkpoint.throttle import PIECE, Pace
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 FORMAT = 1
 
@@ -92,12 +92,10 @@ def read(folder: Path) -> Manifest:
         raise _wrong(path, "content that fits its checksum", "a damaged file")
     if content["format"] > FORMAT:
         raise CheckpointError(
-            explain(
-                expected=f"format {FORMAT} or older",
-                got=f"format {content['format']}",
-                where=f"file '{path}'",
-                fix="It was written by a newer fsdp_dynamo: upgrade to load it.",
-            )
+            expected=f"format {FORMAT} or older",
+            got=f"format {content['format']}",
+            where=f"file '{path}'",
+            fix="It was written by a newer fsdp_dynamo: upgrade to load it.",
         )
     return _manifest(content)
 
@@ -114,10 +112,8 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 def _wrong(path: Path, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            expected=expected,
-            got=got,
-            where=f"file '{path}'",
-            fix="Load an older step, or restore the file from a copy.",
-        )
+        expected=expected,
+        got=got,
+        where=f"file '{path}'",
+        fix="Load an older step, or restore the file from a copy.",
     )

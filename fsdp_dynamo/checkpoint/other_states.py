@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fsdp_dynamo.errors import FSDPTypeError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPTypeError, UnsupportedError
 
 
 @runtime_checkable
@@ -42,12 +42,10 @@ def require_stateful(kept: Mapping[str, Any], where: str) -> None:
     for name, one in kept.items():
         if not isinstance(one, (Stateful, torch.Generator)):
             raise FSDPTypeError(
-                explain(
-                    expected="state_dict() and load_state_dict(), or a torch.Generator",
-                    got=type(one).__name__,
-                    where=f"{where}['{name}']",
-                    fix="Wrap the value in an object that has them.",
-                )
+                expected="state_dict() and load_state_dict(), or a torch.Generator",
+                got=type(one).__name__,
+                where=f"{where}['{name}']",
+                fix="Wrap the value in an object that has them.",
             )
 
 
@@ -101,13 +99,11 @@ def require_readable(content: bytes, where: str) -> None:
         unpacked(content)
     except Exception as error:
         raise UnsupportedError(
-            explain(
-                expected="a state of tensors, numbers, texts, lists and dicts",
-                got="an object that torch.load(weights_only=True) does not read",
-                where=where,
-                fix="Leave the object out of its state (of get_extra_state(), say), or say it with "
-                "numbers and texts.",
-            )
+            expected="a state of tensors, numbers, texts, lists and dicts",
+            got="an object that torch.load(weights_only=True) does not read",
+            where=where,
+            fix="Leave the object out of its state (of get_extra_state(), say), or say it with "
+            "numbers and texts.",
         ) from error
 
 

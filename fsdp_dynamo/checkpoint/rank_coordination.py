@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, explain
+from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
 
 T = TypeVar("T")
 
@@ -73,13 +73,11 @@ class Concert:
     def broken(self, error: RuntimeError) -> CheckpointError:
         """What is raised when ranks are out of reach."""
         return CheckpointError(
-            explain(
-                expected=f"all {self.size} ranks to come and to go on",
-                got=str(error).split("\n")[0],
-                where=f"rank {self.rank}",
-                fix="A rank has died, is stuck, or does not save or load. Start all ranks again; "
-                "complete checkpoints are as they were.",
-            )
+            expected=f"all {self.size} ranks to come and to go on",
+            got=str(error).split("\n")[0],
+            where=f"rank {self.rank}",
+            fix="A rank has died, is stuck, or does not save or load. Start all ranks again; "
+            "complete checkpoints are as they were.",
         )
 
     def first(self, act: Callable[[], T]) -> T:
@@ -130,12 +128,10 @@ def _is_same(concert: Concert, number: int) -> bool:
 def _raise_difference(what: str, texts: list[str]) -> None:
     differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
     raise DivergenceError(
-        explain(
-            expected=f"the same on all ranks, {texts[0]} as on rank 0",
-            got=f"{texts[differing[0]]} on rank(s) {', '.join(map(str, differing))}",
-            where=what,
-            fix="Call it with the same arguments on all ranks. Nothing was changed.",
-        )
+        expected=f"the same on all ranks, {texts[0]} as on rank 0",
+        got=f"{texts[differing[0]]} on rank(s) {', '.join(map(str, differing))}",
+        where=what,
+        fix="Call it with the same arguments on all ranks. Nothing was changed.",
     )
 
 

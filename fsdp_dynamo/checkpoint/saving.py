@@ -31,7 +31,6 @@ from fsdp_dynamo.errors import (
     DivergenceError,
     FSDPTypeError,
     FSDPValueError,
-    explain,
 )
 from fsdp_dynamo.state_dict import optim_state
 
@@ -312,12 +311,10 @@ def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise FSDPTypeError(
-                explain(
-                    expected="an optimizer, or a list of some",
-                    got=type(one).__name__,
-                    where="checkpoint",
-                    fix="Pass torch.optim.Optimizer objects; other states go to shared.",
-                )
+                expected="an optimizer, or a list of some",
+                got=type(one).__name__,
+                where="checkpoint",
+                fix="Pass torch.optim.Optimizer objects; other states go to shared.",
             )
     return given
 
@@ -328,10 +325,8 @@ def _require_numbers(step: int, keep_last: int | None) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise FSDPValueError(
-                explain(
-                    expected=f"a whole number, {least} or more",
-                    got=repr(value),
-                    where=name,
-                    fix="Nothing was written.",
-                )
+                expected=f"a whole number, {least} or more",
+                got=repr(value),
+                where=name,
+                fix="Nothing was written.",
             )

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.serialization import _get_layout
 
 from fsdp_dynamo.checkpoint.other_states import require_readable
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 INDEX = ".metadata"
 _HARMLESS: dict[tuple[str, str], Any] = {
@@ -62,13 +62,11 @@ class _IndexUnpickler(pickle.Unpickler):
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePath
         raise CheckpointError(
-            explain(
-                expected="an index of tensors",
-                got=f"one that asks for '{module}.{name}'",
-                where=f"file '{INDEX}'",
-                fix="Nothing was run. torch.distributed.checkpoint does not write such a file: do "
-                "not load this checkpoint.",
-            )
+            expected="an index of tensors",
+            got=f"one that asks for '{module}.{name}'",
+            where=f"file '{INDEX}'",
+            fix="Nothing was run. torch.distributed.checkpoint does not write such a file: do "
+            "not load this checkpoint.",
         )
 
 
@@ -93,12 +91,10 @@ class LoadPlanner(DefaultLoadPlanner):
             plain = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                explain(
-                    expected="tensors, numbers, texts, lists and dicts",
-                    got=str(error).split("\n")[0],
-                    where=f"'{fqn}'",
-                    fix="Nothing was run. Load a checkpoint that fsdp_dynamo has written.",
-                )
+                expected="tensors, numbers, texts, lists and dicts",
+                got=str(error).split("\n")[0],
+                where=f"'{fqn}'",
+                fix="Nothing was run. Load a checkpoint that fsdp_dynamo has written.",
             ) from error
         set_element(self.original_state_dict, self.mappings[fqn], plain)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fsdp_dynamo.checkpoint.manifest import Sum
 from fsdp_dynamo.checkpoint.storage_reader import SavePlanner
 from fsdp_dynamo.checkpoint.throttle import Pace
-from fsdp_dynamo.errors import CheckpointError, FSDPError, explain
+from fsdp_dynamo.errors import CheckpointError, FSDPError
 
 
 class _Summed:
@@ -108,10 +108,8 @@ class Writer(FileSystemWriter):
         except (OSError, RuntimeError) as error:
             entry = f", while it got '{planner.current}'" if planner and planner.current else ""
             raise CheckpointError(
-                explain(
-                    expected="to write all of it",
-                    got=str(error).split("\n")[0],
-                    where=f"file '{self.fs.current or self.path}'{entry}",
-                    fix="Older checkpoints are as they were. Make room, or save elsewhere.",
-                )
+                expected="to write all of it",
+                got=str(error).split("\n")[0],
+                where=f"file '{self.fs.current or self.path}'{entry}",
+                fix="Older checkpoints are as they were. Make room, or save elsewhere.",
             ) from error

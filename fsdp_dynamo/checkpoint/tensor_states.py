@@ -22,7 +22,7 @@ from fsdp_dynamo.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled, units_in
 
@@ -123,12 +123,10 @@ def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers
     entries = list(_below(index, OPTIM))
     if not entries:
         raise CheckpointError(
-            explain(
-                expected="states of optimizers",
-                got="none in the checkpoint",
-                where="checkpoint",
-                fix="Load without optimizers.",
-            )
+            expected="states of optimizers",
+            got="none in the checkpoint",
+            where="checkpoint",
+            fix="Load without optimizers.",
         )
     saved = {path[2] for _, path in entries if path[1] == "state"}
     _require_same_keys(saved, set(own), "optimizers' parameters", may_lack=True)
@@ -193,16 +191,14 @@ def _require_same_keys(
     unexpected, missing = saved - own, set() if may_lack else own - saved
     if unexpected or missing:
         raise CheckpointError(
-            explain(
-                expected=f"a checkpoint of this model's {what}",
-                got=" and ".join(
-                    f"{len(some)} that {what_is} ({_listed(some)})"
-                    for some, what_is in ((unexpected, "it lacks"), (missing, "are not saved"))
-                    if some
-                ),
-                where="checkpoint",
-                fix="Build the model and the optimizers as they were when it was saved.",
-            )
+            expected=f"a checkpoint of this model's {what}",
+            got=" and ".join(
+                f"{len(some)} that {what_is} ({_listed(some)})"
+                for some, what_is in ((unexpected, "it lacks"), (missing, "are not saved"))
+                if some
+            ),
+            where="checkpoint",
+            fix="Build the model and the optimizers as they were when it was saved.",
         )
 
 
@@ -210,12 +206,10 @@ def _require_shape(key: str, saved: Iterable[int], own: object) -> None:
     shape = tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__
     if tuple(saved) != shape:
         raise CheckpointError(
-            explain(
-                expected=f"shape {shape}, as the model has it",
-                got=f"{tuple(saved)} in the checkpoint",
-                where=f"'{key}'",
-                fix="Build the model as it was when it was saved.",
-            )
+            expected=f"shape {shape}, as the model has it",
+            got=f"{tuple(saved)} in the checkpoint",
+            where=f"'{key}'",
+            fix="Build the model as it was when it was saved.",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp_dynamo.errors import explain
+from fsdp_dynamo.errors import error_message
 
 _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
 _GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
@@ -42,7 +42,7 @@ def message_of_loss(
             "It has ended or was killed (no memory is the most frequent reason), or its "
             "machine is gone: look at the end of its output, then start all ranks again."
         )
-    return explain(
+    return error_message(
         expected=f"its part of {what}",
         got=got,
         where="another rank" if peer is None else f"rank {peer}",

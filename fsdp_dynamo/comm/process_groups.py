@@ -27,7 +27,6 @@ from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
     FSDPValueError,
-    explain,
 )
 
 
@@ -75,12 +74,10 @@ def groups_of(
     default = _default_group()
     if mesh is not None and group is not None:
         raise FSDPValueError(
-            explain(
-                expected="process_group or device_mesh",
-                got="both",
-                where="arguments",
-                fix="Pass one of them.",
-            )
+            expected="process_group or device_mesh",
+            got="both",
+            where="arguments",
+            fix="Pass one of them.",
         )
     replicate = None
     if is_hybrid:
@@ -93,14 +90,11 @@ def groups_of(
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise FSDPStateError(
-            explain(
-                expected="an initialised default process group",
-                got="none",
-                where="argument 'process_group'",
-                fix="Call torch.distributed.init_process_group(...) first, for example under "
-                "torchrun.",
-                see="no-process-group",
-            )
+            expected="an initialised default process group",
+            got="none",
+            where="argument 'process_group'",
+            fix="Call torch.distributed.init_process_group(...) first, for example under torchrun.",
+            see="no-process-group",
         )
     default = dist.group.WORLD
     assert default is not None
@@ -113,25 +107,21 @@ def _one_of(
     if mesh is not None:
         if mesh.ndim != 1:
             raise FSDPValueError(
-                explain(
-                    expected="a 1-D device mesh",
-                    got=f"{mesh.ndim} dimensions",
-                    where="argument 'device_mesh'",
-                    fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose "
-                    "mesh has two: replicas, then shards.",
-                )
+                expected="a 1-D device mesh",
+                got=f"{mesh.ndim} dimensions",
+                where="argument 'device_mesh'",
+                fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose "
+                "mesh has two: replicas, then shards.",
             )
         return mesh.get_group()
     if group is None:
         return default
     if isinstance(group, tuple):
         raise FSDPValueError(
-            explain(
-                expected="one process group",
-                got="a tuple of groups, which is for HYBRID_SHARD",
-                where="argument 'process_group'",
-                fix="Pass the first of them, or sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
-            )
+            expected="one process group",
+            got="a tuple of groups, which is for HYBRID_SHARD",
+            where="argument 'process_group'",
+            fix="Pass the first of them, or sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
         )
     return _checked(group, "argument 'process_group'")
 
@@ -140,12 +130,10 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     raise FSDPTypeError(
-        explain(
-            expected="a torch.distributed.ProcessGroup",
-            got=repr(group),
-            where=where,
-            fix="Pass the result of torch.distributed.new_group(...).",
-        )
+        expected="a torch.distributed.ProcessGroup",
+        got=repr(group),
+        where=where,
+        fix="Pass the result of torch.distributed.new_group(...).",
     )
 
 
@@ -159,37 +147,31 @@ def _pair_of(
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
-                explain(
-                    expected="a 2-D device mesh (replicas, shards) for a hybrid strategy",
-                    got=f"{mesh.ndim} dimension(s)",
-                    where="argument 'device_mesh'",
-                    fix="Make it with init_device_mesh(device, (replicas, shards)).",
-                )
+                expected="a 2-D device mesh (replicas, shards) for a hybrid strategy",
+                got=f"{mesh.ndim} dimension(s)",
+                where="argument 'device_mesh'",
+                fix="Make it with init_device_mesh(device, (replicas, shards)).",
             )
         return mesh.get_group(1), mesh.get_group(0)
     if group is None:
         return _nodes(default)
     if not isinstance(group, tuple) or len(group) != 2:
         raise FSDPValueError(
-            explain(
-                expected="a pair of process groups (shard, replicate) for a hybrid strategy",
-                got=repr(group),
-                where="argument 'process_group'",
-                fix="Pass both, or a 2-D device_mesh, or neither: then each node is a replica.",
-            )
+            expected="a pair of process groups (shard, replicate) for a hybrid strategy",
+            got=repr(group),
+            where="argument 'process_group'",
+            fix="Pass both, or a 2-D device_mesh, or neither: then each node is a replica.",
         )
     where = "argument 'process_group', item"
     shard, replicate = (_checked(one, f"{where} {i}") for i, one in enumerate(group))
     shared = set(_ranks(shard)) & set(_ranks(replicate))
     if shared != {dist.get_rank()}:
         raise FSDPValueError(
-            explain(
-                expected="a shard group and a replicate group that share this rank only",
-                got=f"ranks {_ranks(shard)} and {_ranks(replicate)} on rank {dist.get_rank()}",
-                where="argument 'process_group'",
-                fix="Of R x S ranks, rank r shards with r // S * S + [0..S-1] and replicates "
-                "with r % S + S * [0..R-1].",
-            )
+            expected="a shard group and a replicate group that share this rank only",
+            got=f"ranks {_ranks(shard)} and {_ranks(replicate)} on rank {dist.get_rank()}",
+            where="argument 'process_group'",
+            fix="Of R x S ranks, rank r shards with r // S * S + [0..S-1] and replicates "
+            "with r % S + S * [0..R-1].",
         )
     return shard, replicate
 
@@ -206,12 +188,10 @@ def _nodes(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessG
         size, world = _ranks_of_a_node(), default.size()
         if world % size:
             raise FSDPValueError(
-                explain(
-                    expected=f"a world size that nodes of {size} rank(s) divide",
-                    got=str(world),
-                    where="a hybrid strategy without process_group and device_mesh",
-                    fix="Pass a 2-D device_mesh: init_device_mesh(device, (replicas, shards)).",
-                )
+                expected=f"a world size that nodes of {size} rank(s) divide",
+                got=str(world),
+                where="a hybrid strategy without process_group and device_mesh",
+                fix="Pass a 2-D device_mesh: init_device_mesh(device, (replicas, shards)).",
             )
         every = range(world)
         shards = [list(every[i : i + size]) for i in range(0, world, size)]
@@ -240,12 +220,10 @@ def _ranks_of_a_node() -> int:
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
     raise FSDPValueError(
-        explain(
-            expected="to know how many ranks a node has",
-            got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
-            where="a hybrid strategy without process_group and device_mesh",
-            fix="Start with torchrun, or pass a 2-D device_mesh (replicas, shards).",
-        )
+        expected="to know how many ranks a node has",
+        got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
+        where="a hybrid strategy without process_group and device_mesh",
+        fix="Start with torchrun, or pass a 2-D device_mesh (replicas, shards).",
     )
 
 
@@ -259,12 +237,10 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
     reduce = _checked(group, where)
     if _ranks(reduce) != _ranks(shard):
         raise FSDPValueError(
-            explain(
-                expected=f"a group of the ranks that shard, {_ranks(shard)}, in that order",
-                got=str(_ranks(reduce)),
-                where=where,
-                fix="Make it with torch.distributed.new_group(ranks) of the same ranks.",
-            )
+            expected=f"a group of the ranks that shard, {_ranks(shard)}, in that order",
+            got=str(_ranks(reduce)),
+            where=where,
+            fix="Make it with torch.distributed.new_group(ranks) of the same ranks.",
         )
     return reduce
 

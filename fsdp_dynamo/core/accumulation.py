@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError
 
 
 class Accumulation:
@@ -66,13 +66,11 @@ class UnshardedSum:
         for fqn, grad, view in zip(self._params, grads, self._views, strict=True):
             if grad is not None and grad is not view:
                 raise FSDPStateError(
-                    explain(
-                        expected="the gradient that steps under no_sync() have left in .grad",
-                        got=f"another tensor of shape {tuple(grad.shape)}",
-                        where=f"parameter '{fqn}'",
-                        fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
-                        "until a step without no_sync() has reduced it.",
-                    )
+                    expected="the gradient that steps under no_sync() have left in .grad",
+                    got=f"another tensor of shape {tuple(grad.shape)}",
+                    where=f"parameter '{fqn}'",
+                    fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
+                    "until a step without no_sync() has reduced it.",
                 )
         for grad, view in zip(grads, self._views, strict=True):
             if grad is None:

@@ -35,7 +35,7 @@ from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import Accumulation, UnshardedSum
 from fsdp_dynamo.core.layout import ALIGN_BYTES, FlatLayout, ShardRange, make_layout
 from fsdp_dynamo.core.original_parameter import OriginalParameter, owner_of
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import join_fqn
 
 
@@ -287,13 +287,11 @@ class FlatParameter:
         """
         if self.is_summoned:
             raise FSDPStateError(
-                explain(
-                    expected="to run with sharded parameters",
-                    got="a forward inside summon_full_params()",
-                    where=unit_name(self.unit_fqn),
-                    fix="Leave the context first.",
-                    see="a-forward-inside-summon_full_params",
-                )
+                expected="to run with sharded parameters",
+                got="a forward inside summon_full_params()",
+                where=unit_name(self.unit_fqn),
+                fix="Leave the context first.",
+                see="a-forward-inside-summon_full_params",
             )
         if self._views_set or self._are_as_left():
             return
@@ -385,28 +383,24 @@ class FlatParameter:
         if shape is not None:
             expected += f", or new values of this rank's shape {tuple(shape)} and {self.dtype}"
         return FSDPStateError(
-            explain(
-                expected=expected,
-                got=got,
-                where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
-                fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
-                "by a state dict, between two steps; freeze, tie and convert parameters before "
-                "wrapping.",
-                see="a-parameter-changed-after-wrapping",
-            )
+            expected=expected,
+            got=got,
+            where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
+            fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
+            "by a state dict, between two steps; freeze, tie and convert parameters before "
+            "wrapping.",
+            see="a-parameter-changed-after-wrapping",
         )
 
     def refuse_comm_hook(self) -> None:
         """Raise if a hook is to reduce what a graph's own collectives would."""
         if self.comm_hook is not None:
             raise UnsupportedError(
-                explain(
-                    expected="no communication hook in graph mode",
-                    got="one that register_comm_hook() has set",
-                    where=unit_name(self.unit_fqn),
-                    fix="Run eagerly or with torch.compile(model), or leave the hook out: "
-                    "MixedPrecision(reduce_dtype=...) compresses on all paths.",
-                )
+                expected="no communication hook in graph mode",
+                got="one that register_comm_hook() has set",
+                where=unit_name(self.unit_fqn),
+                fix="Run eagerly or with torch.compile(model), or leave the hook out: "
+                "MixedPrecision(reduce_dtype=...) compresses on all paths.",
             )
 
     # -- gradients -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.errors import UnsupportedError, explain, unit_name
+from fsdp_dynamo.errors import UnsupportedError, unit_name
 
 
 @torch.no_grad()
@@ -101,14 +101,12 @@ def _require_agreement(
     most, least = bounds[0], -bounds[1]
     if most - least > 1e-4 * most:
         raise UnsupportedError(
-            explain(
-                expected="one norm on all ranks of the root",
-                got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on "
-                f"{math.prod(group.size() for group in apart.groups.all)} ranks differs",
-                where=f"clip_grad_norm_(), {unit_name(apart.unit_fqn)}",
-                fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies; "
-                "clip by a norm of your own where they hold different parameters.",
-            )
+            expected="one norm on all ranks of the root",
+            got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on "
+            f"{math.prod(group.size() for group in apart.groups.all)} ranks differs",
+            where=f"clip_grad_norm_(), {unit_name(apart.unit_fqn)}",
+            fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies; "
+            "clip by a norm of your own where they hold different parameters.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError
 
 Walk = Callable[[], Iterable[tuple[str, nn.Module]]]
 
@@ -69,11 +69,9 @@ class Membership:
 
 def _late_error(fqn: str) -> FSDPStateError:
     return FSDPStateError(
-        explain(
-            expected="all trainable parameters in place when the model is wrapped",
-            got="one that came later: each rank would train it by itself",
-            where=f"parameter '{fqn}'",
-            fix="Add it before wrapping, or wrap its module as a unit of its own "
-            "(m.extra = FSDP(extra)); what you synchronise yourself goes into ignored_states.",
-        )
+        expected="all trainable parameters in place when the model is wrapped",
+        got="one that came later: each rank would train it by itself",
+        where=f"parameter '{fqn}'",
+        fix="Add it before wrapping, or wrap its module as a unit of its own "
+        "(m.extra = FSDP(extra)); what you synchronise yourself goes into ignored_states.",
     )

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import join_fqn
 
 WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
@@ -107,22 +107,18 @@ def update_whole(
 def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch.Tensor) -> None:
     if fqn not in known:
         raise FSDPValueError(
-            explain(
-                expected="FQNs of parameters that units manage",
-                got=f"'{fqn}'",
-                where="update_whole()",
-                fix="See parameter_shards() for the names.",
-            )
+            expected="FQNs of parameters that units manage",
+            got=f"'{fqn}'",
+            where="update_whole()",
+            fix="See parameter_shards() for the names.",
         )
     flat, index = known[fqn]
     if part.numel() != flat.ranges[index].numel:
         raise FSDPValueError(
-            explain(
-                expected=f"this rank's part of '{fqn}', {flat.ranges[index].numel} elements",
-                got=f"{part.numel()}",
-                where="update_whole()",
-                fix="Pass tensors as large as the parameter is on this rank.",
-            )
+            expected=f"this rank's part of '{fqn}', {flat.ranges[index].numel} elements",
+            got=f"{part.numel()}",
+            where="update_whole()",
+            fix="Pass tensors as large as the parameter is on this rank.",
         )
 
 
@@ -178,12 +174,10 @@ class _Job:
         updated = update(self.fqn, self._whole)
         if updated.shape != self._whole.shape:
             raise FSDPValueError(
-                explain(
-                    expected=f"a tensor of shape {tuple(self.shape)} for '{self.fqn}'",
-                    got=str(tuple(updated.shape)),
-                    where="update_whole(), what update returned",
-                    fix="Return a tensor of the shape that was passed.",
-                )
+                expected=f"a tensor of shape {tuple(self.shape)} for '{self.fqn}'",
+                got=str(tuple(updated.shape)),
+                where="update_whole(), what update returned",
+                fix="Return a tensor of the shape that was passed.",
             )
         self._whole = updated.to(self._part.dtype).contiguous()
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_dynamo.errors import FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,34 +88,28 @@ def check_parallel(param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessG
     where = f"parameter '{fqn}'"
     if param.is_meta:
         raise UnsupportedError(
-            explain(
-                expected="a DTensor with storage",
-                got="one on the meta device",
-                where=where,
-                fix="Give it values before it is sharded.",
-            )
+            expected="a DTensor with storage",
+            got="one on the meta device",
+            where=where,
+            fix="Give it values before it is sharded.",
         )
     if any(placement.is_partial() for placement in param.placements):
         raise UnsupportedError(
-            explain(
-                expected="a DTensor that is split or replicated",
-                got=str(param.placements),
-                where=where,
-                fix="Redistribute it first.",
-            )
+            expected="a DTensor that is split or replicated",
+            got=str(param.placements),
+            where=where,
+            fix="Redistribute it first.",
         )
     own = set(map(int, param.device_mesh.mesh.flatten()))
     for group in groups:
         shared = own & set(dist.get_process_group_ranks(group))
         if len(shared) > 1:
             raise FSDPValueError(
-                explain(
-                    expected="a DTensor whose mesh shares one rank with the unit's groups",
-                    got=f"ranks {sorted(shared)} in both",
-                    where=where,
-                    fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
-                    "...), then FSDP(model, device_mesh=mesh['dp']).",
-                )
+                expected="a DTensor whose mesh shares one rank with the unit's groups",
+                got=f"ranks {sorted(shared)} in both",
+                where=where,
+                fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
+                "...), then FSDP(model, device_mesh=mesh['dp']).",
             )
 
 
@@ -124,12 +118,10 @@ def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) 
     for fqn, parallel in parameters.items():
         if parallel is not None:
             raise UnsupportedError(
-                explain(
-                    expected="parameters that no tensor parallelism has split",
-                    got=f"one of placements {parallel.placements}",
-                    where=f"{what}, parameter '{fqn}'",
-                    fix="Use state_dict(), which gives whole tensors, and load_state_dict().",
-                )
+                expected="parameters that no tensor parallelism has split",
+                got=f"one of placements {parallel.placements}",
+                where=f"{what}, parameter '{fqn}'",
+                fix="Use state_dict(), which gives whole tensors, and load_state_dict().",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 
 class UnitState(Enum):
@@ -85,12 +85,10 @@ class StateMachine(Generic[StateT]):
         """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such step."""
         if (self.state, wanted) not in _LEGAL:
             raise FSDPStateError(
-                explain(
-                    expected=f"a state from which {wanted.name} can be reached",
-                    got=f"{self.state.name} -> {wanted.name}",
-                    where=unit_name(self.fqn),
-                    fix=_HINTS[wanted],
-                )
+                expected=f"a state from which {wanted.name} can be reached",
+                got=f"{self.state.name} -> {wanted.name}",
+                where=unit_name(self.fqn),
+                fix=_HINTS[wanted],
             )
         self.state = wanted
 

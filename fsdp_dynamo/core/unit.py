@@ -32,7 +32,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.membership import Membership
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 
 @dataclass(frozen=True)
@@ -281,12 +281,10 @@ class Unit:
         """Raise if the unit is in its forward, its backward or a summon."""
         if self.machine.state is not UnitState.IDLE:
             raise FSDPStateError(
-                explain(
-                    expected=f"{what} between two steps, or between a forward and its backward",
-                    got=f"a call in state {self.machine.state.name}",
-                    where=unit_name(self.fqn),
-                    fix="Call it outside of the unit's own forward and backward.",
-                )
+                expected=f"{what} between two steps, or between a forward and its backward",
+                got=f"a call in state {self.machine.state.name}",
+                where=unit_name(self.fqn),
+                fix="Call it outside of the unit's own forward and backward.",
             )
 
     def check_originals(self) -> None:

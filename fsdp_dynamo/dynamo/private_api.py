@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import PackageError
 
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError, error_message
 
 GRAPH_WAY = "graph"
 LEAF_WAY = "leaf"
@@ -89,25 +89,21 @@ def which_way() -> tuple[str, int]:
     way = way_of(backend)
     if way == HOOKS_WAY and translator.one_graph:
         raise CompileRefusedError(
-            explain(
-                expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
-                got=f'backend "{getattr(backend, "compiler_name", backend)}"',
-                where="torch.compile",
-                fix="Name one of these backends, or leave fullgraph out: hooks then run "
-                "between compiled regions.",
-                see="another-backend-with-fullgraph",
-            )
+            expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
+            got=f'backend "{getattr(backend, "compiler_name", backend)}"',
+            where="torch.compile",
+            fix="Name one of these backends, or leave fullgraph out: hooks then run "
+            "between compiled regions.",
+            see="another-backend-with-fullgraph",
         )
     if way != HOOKS_WAY and translator.output.current_tracer.parent is not None:
         raise CompileRefusedError(
-            explain(
-                expected="activation checkpointing inside a unit",
-                got="a unit called inside a checkpointed region (or another operator with a body)",
-                where="torch.compile",
-                fix="Checkpoint first, then FSDP(checkpoint_wrapper(block)), or fully_shard() of "
-                "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
-                see="checkpointing-around-a-unit",
-            )
+            expected="activation checkpointing inside a unit",
+            got="a unit called inside a checkpointed region (or another operator with a body)",
+            where="torch.compile",
+            fix="Checkpoint first, then FSDP(checkpoint_wrapper(block)), or fully_shard() of "
+            "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
+            see="checkpointing-around-a-unit",
         )
     return way, key_of(backend)
 
@@ -116,13 +112,11 @@ def which_way() -> tuple[str, int]:
 def refuse_without_orig_params() -> None:
     """Raise for a wrapper made with ``use_orig_params=False`` that is about to be compiled."""
     raise CompileRefusedError(
-        explain(
-            expected="use_orig_params=True under torch.compile",
-            got="use_orig_params=False",
-            where="FullyShardedDataParallel",
-            fix="Leave the argument out: the compiler must see the original parameters.",
-            see="compiled-without-original-parameters",
-        )
+        expected="use_orig_params=True under torch.compile",
+        got="use_orig_params=False",
+        where="FullyShardedDataParallel",
+        fix="Leave the argument out: the compiler must see the original parameters.",
+        see="compiled-without-original-parameters",
     )
 
 
@@ -230,7 +224,7 @@ def warn_if_the_graph_breaks(gm: torch.fx.GraphModule) -> None:
         return
     _has_warned = True
     warnings.warn(
-        explain(
+        error_message(
             expected="one graph of the whole model",
             got="a graph break",
             where="torch.compile",

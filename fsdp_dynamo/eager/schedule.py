@@ -25,7 +25,7 @@ from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import ForwardCall, PendingReduce, Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 MAX_REDUCES = 2
 """Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
@@ -316,13 +316,11 @@ class Root:
         """Reduce the gradients of the steps to come, or sum them unsharded."""
         if self.machine.state is not RootState.IDLE:
             raise FSDPStateError(
-                explain(
-                    expected="gradients to be reduced or not for whole steps",
-                    got=f"a change in state {self.machine.state.name}",
-                    where=unit_name(""),
-                    fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
-                    "the forward or after the backward.",
-                )
+                expected="gradients to be reduced or not for whole steps",
+                got=f"a change in state {self.machine.state.name}",
+                where=unit_name(""),
+                fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
+                "the forward or after the backward.",
             )
         self.accumulation.sync = wanted
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo.config import ShardingStrategy
-from fsdp_dynamo.errors import FSDPError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.estimator import models
 from fsdp_dynamo.estimator.hardware import ACCELERATORS, Cluster, bytes_of, bytes_per_second_of
 from fsdp_dynamo.estimator.inventory import Build, Inventory, take_inventory
@@ -113,21 +113,17 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     per_node = min(options.per_node, options.world_size)
     if min(options.world_size, options.per_node) < 1 or options.world_size % per_node:
         raise FSDPValueError(
-            explain(
-                expected="--world-size to be a multiple of --per-node, both 1 or more",
-                got=f"{options.world_size} and {options.per_node}",
-                where="fsdp_dynamo.estimator",
-                fix="",
-            )
+            expected="--world-size to be a multiple of --per-node, both 1 or more",
+            got=f"{options.world_size} and {options.per_node}",
+            where="fsdp_dynamo.estimator",
+            fix="",
         )
     if not 0 < options.efficiency <= 1:
         raise FSDPValueError(
-            explain(
-                expected="--efficiency above 0 and at most 1",
-                got=str(options.efficiency),
-                where="fsdp_dynamo.estimator",
-                fix="",
-            )
+            expected="--efficiency above 0 and at most 1",
+            got=str(options.efficiency),
+            where="fsdp_dynamo.estimator",
+            fix="",
         )
     node_link, memory = device.node_bytes_per_s, device.memory_bytes
     if options.node_link is not None:
@@ -159,12 +155,10 @@ def from_module(name: str) -> Build:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise FSDPValueError(
-            explain(
-                expected="--module PKG:FN, a function that returns (model, {name: tensor})",
-                got=f"'{name}' ({error})",
-                where="fsdp_dynamo.estimator",
-                fix="The module is looked for in the current folder too.",
-            )
+            expected="--module PKG:FN, a function that returns (model, {name: tensor})",
+            got=f"'{name}' ({error})",
+            where="fsdp_dynamo.estimator",
+            fix="The module is looked for in the current folder too.",
         ) from error
 
     def build() -> tuple[nn.Module, Mapping[str, Any]]:

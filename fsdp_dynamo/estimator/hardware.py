@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 
 _SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -56,7 +56,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unreadable(expected: str, got: str, where: str) -> FSDPValueError:
-    return FSDPValueError(explain(expected=expected, got=repr(got), where=where, fix=""))
+    return FSDPValueError(expected=expected, got=repr(got), where=where, fix="")
 
 
 @dataclass(frozen=True)

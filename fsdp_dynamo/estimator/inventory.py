@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from fsdp_dynamo.errors import FSDPError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.pytree import tensors_of
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
@@ -147,12 +147,10 @@ def take_inventory(
         raise
     except Exception as error:  # the user's own code, on tensors without data
         raise FSDPValueError(
-            explain(
-                expected="a model whose forward and backward run on tensors without data",
-                got=f"{type(error).__name__}: {error}",
-                where="fsdp_dynamo.estimator",
-                fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
-            )
+            expected="a model whose forward and backward run on tensors without data",
+            got=f"{type(error).__name__}: {error}",
+            where="fsdp_dynamo.estimator",
+            fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
         ) from error
     return Inventory(counter.units, counter.segments, counter.behind)
 
@@ -185,12 +183,10 @@ def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
     found = {m: name for name, m in model.named_modules() if type(m).__name__ in names and name}
     if not found:
         raise FSDPValueError(
-            explain(
-                expected=f"a module of class {', '.join(sorted(names))}" if names else "--wrap",
-                got=f"none in {type(model).__name__}",
-                where="fsdp_dynamo.estimator",
-                fix="Name the class of your blocks: --wrap Block.",
-            )
+            expected=f"a module of class {', '.join(sorted(names))}" if names else "--wrap",
+            got=f"none in {type(model).__name__}",
+            where="fsdp_dynamo.estimator",
+            fix="Name the class of your blocks: --wrap Block.",
         )
     return found
 
@@ -214,12 +210,10 @@ def _loss_of(output: Any) -> torch.Tensor:
     tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
     if not tensors:
         raise FSDPValueError(
-            explain(
-                expected="an output that depends on the parameters",
-                got=repr(type(output)),
-                where="fsdp_dynamo.estimator",
-                fix="Let the model return a loss or logits.",
-            )
+            expected="an output that depends on the parameters",
+            got=repr(type(output)),
+            where="fsdp_dynamo.estimator",
+            fix="Let the model return a loss or logits.",
         )
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo.errors import FSDPError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.estimator.inventory import Build
 
 _LLAMA3 = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
@@ -60,23 +60,19 @@ def named(name: str, batch: int, length: int) -> Build:
     """
     if name not in CONFIGS:
         raise FSDPValueError(
-            explain(
-                expected=f"--model to be one of {', '.join(CONFIGS)}",
-                got=repr(name),
-                where="fsdp_dynamo.estimator",
-                fix="For a model of your own: --module package.module:function.",
-            )
+            expected=f"--model to be one of {', '.join(CONFIGS)}",
+            got=repr(name),
+            where="fsdp_dynamo.estimator",
+            fix="For a model of your own: --module package.module:function.",
         )
     try:
         import transformers
     except ImportError as error:
         raise FSDPError(
-            explain(
-                expected="transformers to be installed, for a model by name",
-                got=str(error),
-                where="fsdp_dynamo.estimator",
-                fix="pip install transformers, or give a model of your own by --module.",
-            )
+            expected="transformers to be installed, for a model by name",
+            got=str(error),
+            where="fsdp_dynamo.estimator",
+            fix="pip install transformers, or give a model of your own by --module.",
         ) from error
     kind, changes = CONFIGS[name]
 

@@ -31,7 +31,7 @@ from fsdp_dynamo.dynamo.private_api import (
     one_schema_a_region,
     warn_if_the_graph_breaks,
 )
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import generated_code, operators
 from fsdp_dynamo.graph_path.entry import with_entry
@@ -211,13 +211,11 @@ def _settings_of_mode(mode: str | None, *known: str) -> dict[str, Any]:
         return {}
     if mode not in known:
         raise FSDPValueError(
-            explain(
-                expected=" or ".join(map(repr, ("default", *known))),
-                got=repr(mode),
-                where="torch.compile(mode=...)",
-                fix="Leave mode out: CUDA graphs do not go with collectives in the graph, and "
-                f'{_TUNED!r} needs backend="fsdp_dynamo".',
-            )
+            expected=" or ".join(map(repr, ("default", *known))),
+            got=repr(mode),
+            where="torch.compile(mode=...)",
+            fix="Leave mode out: CUDA graphs do not go with collectives in the graph, and "
+            f'{_TUNED!r} needs backend="fsdp_dynamo".',
         )
     return dict(list_mode_options(mode))
 

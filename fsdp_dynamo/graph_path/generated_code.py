@@ -25,7 +25,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
 from fsdp_dynamo.dynamo import artifacts
-from fsdp_dynamo.errors import FSDPError, explain
+from fsdp_dynamo.errors import FSDPError
 from graph_passes.text.boundary_labels import Label
 
 _OURS = "torch.ops.fsdp_dynamo."
@@ -115,13 +115,11 @@ def _name(label: Label) -> str:
 
 def _wrong(position: int, expected: str, got: str, call: CodeCall) -> OrderError:
     return OrderError(
-        explain(
-            expected=f"collective or wait {position} of the graph to be {expected}",
-            got=got,
-            where=f"code that Inductor generated, line {call.line}, {call.name}",
-            fix="Inductor has reordered the graph: leave its options that reorder nodes off. With "
-            "all of them off this is a bug of fsdp_dynamo.",
-        )
+        expected=f"collective or wait {position} of the graph to be {expected}",
+        got=got,
+        where=f"code that Inductor generated, line {call.line}, {call.name}",
+        fix="Inductor has reordered the graph: leave its options that reorder nodes off. With "
+        "all of them off this is a bug of fsdp_dynamo.",
     )
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from fsdp_dynamo import checkpoint as checkpoints
-from fsdp_dynamo.errors import CheckpointError, UnsupportedError, explain
+from fsdp_dynamo.errors import CheckpointError, UnsupportedError
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -156,12 +156,10 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         optimizers = self.optimizers if is_fitting else []
         if checkpoints.load(path, module, optimizers, shared={"lightning": held}) is None:
             raise CheckpointError(
-                explain(
-                    expected="a folder that FSDPDynamoStrategy has written",
-                    got="a file of another strategy, or nothing",
-                    where=f"checkpoint '{path}'",
-                    fix="Load its state dict into the module and begin anew.",
-                )
+                expected="a folder that FSDPDynamoStrategy has written",
+                got="a file of another strategy, or nothing",
+                where=f"checkpoint '{path}'",
+                fix="Load its state dict into the module and begin anew.",
             )
         return held.state
 
@@ -189,7 +187,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
 def _require(is_met: bool, expected: str, got: object, fix: str) -> None:
     where = "FSDPDynamoStrategy"
     if not is_met:
-        raise UnsupportedError(explain(expected=expected, got=str(got), where=where, fix=fix))
+        raise UnsupportedError(expected=expected, got=str(got), where=where, fix=fix)
 
 
 class _Held:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -62,12 +62,10 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
         return model
     if not dist.is_initialized():
         raise FSDPStateError(
-            explain(
-                expected="a process group",
-                got="a process that was started alone",
-                where=f"sharding of {type(model).__name__}",
-                fix="Start the script with torchrun; one rank will do.",
-            )
+            expected="a process group",
+            got="a process that was started alone",
+            where=f"sharding of {type(model).__name__}",
+            fix="Start the script with torchrun; one rank will do.",
         )
     name = type(model).__name__
     settings: dict[str, Any] = {
@@ -105,12 +103,10 @@ def layers_of(
         wanted, missing = [one for one in wanted if one in present], []
     if missing or not wanted:
         raise FSDPValueError(
-            explain(
-                expected="classes of modules that the model has",
-                got=repr(missing[0]) if missing else "none",
-                where=_WHERE,
-                fix=f"Name some of: {', '.join(sorted(present))}.",
-            )
+            expected="classes of modules that the model has",
+            got=repr(missing[0]) if missing else "none",
+            where=_WHERE,
+            fix=f"Name some of: {', '.join(sorted(present))}.",
         )
     return {present[one] if isinstance(one, str) else one for one in wanted}
 

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 
 from fsdp_dynamo.checkpoint.other_states import set_random_state
 from fsdp_dynamo.config import FullStateDictConfig, MixedPrecision, StateDictType
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 from fsdp_dynamo.module_tree import join_fqn
@@ -73,12 +73,10 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise UnsupportedError(
-                explain(
-                    expected="a launcher that leaves sharding to FSDPTrainer",
-                    got="settings of accelerate for FSDP or DeepSpeed",
-                    where="FSDPTrainer",
-                    fix="Start the script with torchrun.",
-                )
+                expected="a launcher that leaves sharding to FSDPTrainer",
+                got="settings of accelerate for FSDP or DeepSpeed",
+                where="FSDPTrainer",
+                fix="Start the script with torchrun.",
             )
 
     # -- the model ---------------------------------------------------------------------------------
@@ -214,12 +212,10 @@ def _check(args: TrainingArguments) -> None:
     for name, fix in _REFUSED.items():
         if getattr(args, name, None):
             raise UnsupportedError(
-                explain(
-                    expected=f"training arguments without {name}",
-                    got=f"{name}={getattr(args, name)!r}",
-                    where="FSDPTrainer",
-                    fix=fix,
-                )
+                expected=f"training arguments without {name}",
+                got=f"{name}={getattr(args, name)!r}",
+                where="FSDPTrainer",
+                fix=fix,
             )
 
 
@@ -234,12 +230,10 @@ def _check_trainer() -> None:
         import transformers
 
         raise FSDPStateError(
-            explain(
-                expected=f"a Trainer with the method {missing[0]}",
-                got=f"transformers {transformers.__version__}, whose Trainer has none",
-                where="fsdp_dynamo.integrations.trainer",
-                fix="Install fsdp-dynamo[trainer].",
-            )
+            expected=f"a Trainer with the method {missing[0]}",
+            got=f"transformers {transformers.__version__}, whose Trainer has none",
+            where="fsdp_dynamo.integrations.trainer",
+            fix="Install fsdp-dynamo[trainer].",
         )
 
 

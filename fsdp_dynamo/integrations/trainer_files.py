@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_dynamo import checkpoint
 from fsdp_dynamo.checkpoint.other_states import random_state, set_random_state
-from fsdp_dynamo.errors import CheckpointError, explain
+from fsdp_dynamo.errors import CheckpointError
 
 FOLDER = "fsdp_dynamo"
 STATE = "trainer_state.json"
@@ -102,12 +102,10 @@ def require_no_other(path: str | Path) -> None:
     for name in ("optimizer.pt", "optimizer.bin"):
         if (Path(path) / name).exists():
             raise CheckpointError(
-                explain(
-                    expected=f"a folder '{FOLDER}' with a checkpoint of FSDPTrainer",
-                    got=f"'{name}' of another Trainer, whose states are of whole parameters",
-                    where=f"checkpoint '{path}'",
-                    fix="Load its model with from_pretrained() and begin anew.",
-                )
+                expected=f"a folder '{FOLDER}' with a checkpoint of FSDPTrainer",
+                got=f"'{name}' of another Trainer, whose states are of whole parameters",
+                where=f"checkpoint '{path}'",
+                fix="Load its model with from_pretrained() and begin anew.",
             )
 
 

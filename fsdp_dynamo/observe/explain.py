@@ -14,7 +14,6 @@ from fsdp_dynamo.core.restoring import nothing_changes
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.artifacts import Artifact, record_artifacts
 from fsdp_dynamo.errors import FSDPStateError
-from fsdp_dynamo.errors import explain as _message
 from fsdp_dynamo.events import EventLog, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe import explanation_views
@@ -94,12 +93,10 @@ def explain(
     target = target_of(model_or_compiled, options)
     if events.recorder is not None:
         raise FSDPStateError(
-            _message(
-                expected="no recording under way",
-                got="an open record_events()",
-                where="explain()",
-                fix="Leave it first.",
-            )
+            expected="no recording under way",
+            got="an open record_events()",
+            where="explain()",
+            fix="Leave it first.",
         )
     breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
     with nothing_changes(target.module, target.units, (inputs, kwargs)), record_artifacts() as made:

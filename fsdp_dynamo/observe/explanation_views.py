@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.errors import FSDPError, explain
+from fsdp_dynamo.errors import FSDPError
 from fsdp_dynamo.observe.explanation import Findings
 
 COMPUTE = "compute"
@@ -115,12 +115,10 @@ def save_picture(findings: Findings, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FSDPError(
-            explain(
-                expected="matplotlib to be installed",
-                got=str(error),
-                where="save_picture",
-                fix="pip install matplotlib, or use save_trace, which needs nothing.",
-            )
+            expected="matplotlib to be installed",
+            got=str(error),
+            where="save_picture",
+            fix="pip install matplotlib, or use save_trace, which needs nothing.",
         ) from error
     sides = [("simulated", simulated_bars(findings)), ("measured", measured_bars(findings))]
     sides = [(title, bars) for title, bars in sides if bars]

@@ -17,7 +17,7 @@ from fsdp_dynamo.dynamo.private_api import (
     entry_of,
     way_of,
 )
-from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, error_message
 from fsdp_dynamo.pytree import tensors_of
 
 Loss = Callable[[Any], torch.Tensor] | None
@@ -105,7 +105,7 @@ def _units_of(module: nn.Module) -> tuple[Unit, ...]:
 
 
 def _wrong(kind: type[Exception], expected: str, got: str, fix: str = "") -> Exception:
-    return kind(explain(expected=expected, got=got, where="explain()", fix=fix).strip())
+    return kind(error_message(expected=expected, got=got, where="explain()", fix=fix).strip())
 
 
 def run_step(

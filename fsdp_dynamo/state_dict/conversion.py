@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.state_dict.tensor_part import LocalTensor, TensorPart, require_same_part
 
 
@@ -88,12 +88,10 @@ def local_of(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> 
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     if shape != whole_shape(flat, index):
         raise FSDPValueError(
-            explain(
-                expected=f"a tensor of shape {whole_shape(flat, index)}",
-                got=str(shape),
-                where=f"key '{key}'",
-                fix="Load a full state dict of the same model.",
-            )
+            expected=f"a tensor of shape {whole_shape(flat, index)}",
+            got=str(shape),
+            where=f"key '{key}'",
+            fix="Load a full state dict of the same model.",
         )
     if original.parallel is not None:
         value = original.parallel.local(value)

@@ -26,7 +26,7 @@ from fsdp_dynamo.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.broadcast import from_first
@@ -133,12 +133,10 @@ def _require_states(
     for _, _, place in named.of(optimizer):
         if optimizer.state.get(place.param) and place.fqn not in states:
             raise FSDPValueError(
-                explain(
-                    expected="a state of every parameter that the optimizer has one of",
-                    got="none in the checkpoint",
-                    where=f"parameter '{place.fqn}'",
-                    fix="Use StateDictOptions(strict=False) to let it begin anew.",
-                )
+                expected="a state of every parameter that the optimizer has one of",
+                got="none in the checkpoint",
+                where=f"parameter '{place.fqn}'",
+                fix="Use StateDictOptions(strict=False) to let it begin anew.",
             )
 
 

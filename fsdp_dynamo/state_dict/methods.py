@@ -19,7 +19,7 @@ from fsdp_dynamo.config import (
     settings_of,
 )
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPStateError, explain
+from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.state_dict import optim_state
 
 
@@ -70,12 +70,10 @@ class StateDictMethods(nn.Module):
         if len(found) == 1:
             return found.pop()
         raise FSDPStateError(
-            explain(
-                expected="units that all have the same settings",
-                got=f"{len(found)} different ones" if found else "no unit",
-                where="state_dict_type",
-                fix="Set the type on the whole model.",
-            )
+            expected="units that all have the same settings",
+            got=f"{len(found)} different ones" if found else "no unit",
+            where="state_dict_type",
+            fix="Set the type on the whole model.",
         )
 
     @staticmethod

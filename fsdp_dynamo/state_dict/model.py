@@ -18,7 +18,7 @@ from fsdp_dynamo.config import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn, plain_fqn, without_wrapper_names
 from fsdp_dynamo.state_dict.conversion import gather_originals, local_of, local_only, part_of
 
@@ -51,12 +51,10 @@ def save_unit(
     """
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
-            explain(
-                expected="state_dict() between two steps",
-                got=f"a call in state {unit.machine.state.name}",
-                where=f"unit '{unit.fqn}'",
-                fix="Call it before the forward or after the backward.",
-            )
+            expected="state_dict() between two steps",
+            got=f"a call in state {unit.machine.state.name}",
+            where=f"unit '{unit.fqn}'",
+            fix="Call it before the forward or after the backward.",
         )
     base = _plain_prefix(prefix) if is_root else prefix
     plain_names_after_save(state_dict, prefix, base)
@@ -139,12 +137,10 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
     """Cut this rank's parts out of whole tensors, or take the parts that are there."""
     if assign:
         raise UnsupportedError(
-            explain(
-                expected="load_state_dict(..., assign=False)",
-                got="assign=True",
-                where=f"unit '{unit.fqn}'",
-                fix="Sharded parameters are loaded in place: leave assign out.",
-            )
+            expected="load_state_dict(..., assign=False)",
+            got="assign=True",
+            where=f"unit '{unit.fqn}'",
+            fix="Sharded parameters are loaded in place: leave assign out.",
         )
     is_local = unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}

@@ -25,7 +25,7 @@ from fsdp_dynamo.config import StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.conversion import (
     gather_like,
@@ -81,12 +81,10 @@ class Named:
             for param in group["params"]:
                 if param not in self.places:
                     raise FSDPValueError(
-                        explain(
-                            expected="an optimizer of this model's parameters",
-                            got=f"parameter {number}, which is none of them",
-                            where=_WHERE,
-                            fix="Pass the model whose parameters() the optimizer was given.",
-                        )
+                        expected="an optimizer of this model's parameters",
+                        got=f"parameter {number}, which is none of them",
+                        where=_WHERE,
+                        fix="Pass the model whose parameters() the optimizer was given.",
                     )
                 yield group_number, number, self.places[param]
                 number += 1
@@ -106,12 +104,10 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> Named:
     for name, param in model.named_parameters():
         if param not in held and owner_of(param) is not None:
             raise FSDPValueError(
-                explain(
-                    expected="a model with all units that hold its parameters",
-                    got="a part of one, whose parameter is held by a unit above it",
-                    where=f"parameter '{plain_fqn(name)}'",
-                    fix="Pass the whole wrapped model.",
-                )
+                expected="a model with all units that hold its parameters",
+                got="a part of one, whose parameter is held by a unit above it",
+                where=f"parameter '{plain_fqn(name)}'",
+                fix="Pass the whole wrapped model.",
             )
         places[param] = Place(plain_fqn(name), param, *held.get(param, ()))
     return Named(places, flats)
@@ -172,12 +168,10 @@ def save_several(
     twice = sorted(fqn for fqn, count in Counter(fqns).items() if count > 1)
     if twice:
         raise FSDPValueError(
-            explain(
-                expected="each parameter in one optimizer",
-                got=f"'{twice[0]}' in two",
-                where=_WHERE,
-                fix="Leave the parameter out of one of them, or save only one.",
-            )
+            expected="each parameter in one optimizer",
+            got=f"'{twice[0]}' in two",
+            where=_WHERE,
+            fix="Leave the parameter out of one of them, or save only one.",
         )
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optim in optimizers:
@@ -394,10 +388,8 @@ def _groups(
 
 def _wrong(expected: str, got: str) -> FSDPValueError:
     return FSDPValueError(
-        explain(
-            expected=expected,
-            got=got,
-            where=_WHERE,
-            fix="Load what FSDP.optim_state_dict() gave of the same model and optimizer.",
-        )
+        expected=expected,
+        got=got,
+        where=_WHERE,
+        fix="Load what FSDP.optim_state_dict() gave of the same model and optimizer.",
     )

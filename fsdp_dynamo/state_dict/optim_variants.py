@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.config import FullOptimStateDictConfig, StateDictType
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.broadcast import from_first
 from fsdp_dynamo.state_dict.methods import StateDictMethods
@@ -173,12 +173,10 @@ class OptimStateVariants(nn.Module):
                 if key in (ids if by_name else range(len(names))):
                     return key  # it is one already
                 raise FSDPValueError(
-                    explain(
-                        expected="a parameter of the model and its optimizer",
-                        got=repr(key),
-                        where="optimizer state dict",
-                        fix="Pass the model and the optimizer whose state it is.",
-                    )
+                    expected="a parameter of the model and its optimizer",
+                    got=repr(key),
+                    where="optimizer state dict",
+                    fix="Pass the model and the optimizer whose state it is.",
                 )
             return known[key]
 
@@ -193,12 +191,10 @@ class OptimStateVariants(nn.Module):
 def _needed(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     if optim is None:
         raise FSDPValueError(
-            explain(
-                expected="an optimizer",
-                got="None",
-                where="optim",
-                fix="Pass optim; optim_input is not used here.",
-            )
+            expected="an optimizer",
+            got="None",
+            where="optim",
+            fix="Pass optim; optim_input is not used here.",
         )
     return optim
 

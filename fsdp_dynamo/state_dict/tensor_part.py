@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.state_dict.chunks import Box, boxes_of
 
 
@@ -97,12 +97,10 @@ class TensorPart(torch.Tensor):
             if index.offset == torch.Size(box.offsets):
                 return tensor
         raise FSDPValueError(
-            explain(
-                expected=f"the offset of one of {len(self.boxes)} boxes",
-                got=str(index.offset),
-                where=f"'{index.fqn}'",
-                fix="Load into a state dict of the model as it is sharded now.",
-            )
+            expected=f"the offset of one of {len(self.boxes)} boxes",
+            got=str(index.offset),
+            where=f"'{index.fqn}'",
+            fix="Load into a state dict of the model as it is sharded now.",
         )
 
     # -- the few operations that make sense of a part ---------------------------------------------
@@ -121,12 +119,10 @@ class TensorPart(torch.Tensor):
             args[0].local.copy_(args[1].local)
             return args[0]
         raise FSDPTypeError(
-            explain(
-                expected="detach, clone, to or copy_ of a part",
-                got=str(func),
-                where="a value of a sharded state dict",
-                fix="Save it with torch.distributed.checkpoint, or use a full state dict.",
-            )
+            expected="detach, clone, to or copy_ of a part",
+            got=str(func),
+            where="a value of a sharded state dict",
+            fix="Save it with torch.distributed.checkpoint, or use a full state dict.",
         )
 
 
@@ -149,12 +145,10 @@ class LocalTensor(torch.Tensor):
 
 def _local(where: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected="parts of tensors, for torch.distributed.checkpoint",
-            got="elements of one rank, of StateDictType.LOCAL_STATE_DICT: names do not say whose",
-            where=where,
-            fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file a rank.",
-        )
+        expected="parts of tensors, for torch.distributed.checkpoint",
+        got="elements of one rank, of StateDictType.LOCAL_STATE_DICT: names do not say whose",
+        where=where,
+        fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file a rank.",
     )
 
 
@@ -174,11 +168,9 @@ def require_same_part(expected: torch.Tensor, got: TensorPart, where: str) -> No
         or expected.boxes != got.boxes
     ):
         raise FSDPValueError(
-            explain(
-                expected=f"this rank's part, {expected!r}",
-                got=repr(got),
-                where=where,
-                fix="Load with torch.distributed.checkpoint into model.state_dict(), which finds "
-                "what each rank needs.",
-            )
+            expected=f"this rank's part, {expected!r}",
+            got=repr(got),
+            where=where,
+            fix="Load with torch.distributed.checkpoint into model.state_dict(), which finds "
+            "what each rank needs.",
         )

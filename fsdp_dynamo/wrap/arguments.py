@@ -25,7 +25,6 @@ from fsdp_dynamo.errors import (
     FSDPTypeError,
     FSDPValueError,
     UnsupportedError,
-    explain,
 )
 
 
@@ -33,31 +32,25 @@ def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
     """Raise unless ``module`` is a module that is not wrapped yet."""
     if is_unit(module):
         raise FSDPStateError(
-            explain(
-                expected="a module that is no unit yet",
-                got=f"a unit ({type(module).__name__})",
-                where="argument 'module'",
-                fix="Wrap or shard each module once; do so with its parent to make one more unit.",
-                see="wrapped-twice",
-            )
+            expected="a module that is no unit yet",
+            got=f"a unit ({type(module).__name__})",
+            where="argument 'module'",
+            fix="Wrap or shard each module once; do so with its parent to make one more unit.",
+            see="wrapped-twice",
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         raise FSDPTypeError(
-            explain(
-                expected="a module with a forward",
-                got=type(module).__name__,
-                where="argument 'module'",
-                fix="Wrap or shard the modules in it, one by one.",
-            )
+            expected="a module with a forward",
+            got=type(module).__name__,
+            where="argument 'module'",
+            fix="Wrap or shard the modules in it, one by one.",
         )
     if not isinstance(module, nn.Module):
         raise FSDPTypeError(
-            explain(
-                expected="a torch.nn.Module",
-                got=repr(type(module)),
-                where="argument 'module'",
-                fix="Pass the model itself.",
-            )
+            expected="a torch.nn.Module",
+            got=repr(type(module)),
+            where="argument 'module'",
+            fix="Pass the model itself.",
         )
 
 
@@ -78,13 +71,11 @@ def strategy_for(
         return strategy
     if strategy is not None or not isinstance(reshard_after_forward, bool):
         raise FSDPValueError(
-            explain(
-                expected="True, False or None, and no strategy beside it",
-                got=f"{reshard_after_forward!r} with strategy {strategy}",
-                where="argument 'reshard_after_forward'",
-                fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not; resharding to "
-                "fewer ranks is not supported.",
-            )
+            expected="True, False or None, and no strategy beside it",
+            got=f"{reshard_after_forward!r} with strategy {strategy}",
+            where="argument 'reshard_after_forward'",
+            fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not; resharding to "
+            "fewer ranks is not supported.",
         )
     if mesh is not None and mesh.ndim == 2:
         hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
@@ -103,22 +94,18 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
         raise FSDPTypeError(
-            explain(
-                expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
-                got=repr(mp_policy),
-                where="argument 'mp_policy'",
-                fix="Pass one of the two.",
-            )
+            expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
+            got=repr(mp_policy),
+            where="argument 'mp_policy'",
+            fix="Pass one of the two.",
         )
     param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
     if output_dtype is not None:
         raise UnsupportedError(
-            explain(
-                expected="output_dtype=None",
-                got=str(output_dtype),
-                where="argument 'mp_policy'",
-                fix="Cast the output in the module's forward.",
-            )
+            expected="output_dtype=None",
+            got=str(output_dtype),
+            where="argument 'mp_policy'",
+            fix="Cast the output in the module's forward.",
         )
     return MixedPrecision(
         param_dtype=param_dtype,
@@ -141,12 +128,10 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
         strategy is not ShardingStrategy.NO_SHARD
     ):
         raise FSDPValueError(
-            explain(
-                expected=f"a strategy that goes with the root's {config.strategy.name}",
-                got=strategy.name,
-                where="a policy's dict of constructor arguments",
-                fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
-            )
+            expected=f"a strategy that goes with the root's {config.strategy.name}",
+            got=strategy.name,
+            where="a policy's dict of constructor arguments",
+            fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
         )
     return clamped(strategy, config.groups)
 
@@ -158,12 +143,10 @@ def offloads(cpu_offload: object | None, device: torch.device) -> bool:
     wanted = getattr(cpu_offload, "offload_params", None)
     if not isinstance(wanted, bool):
         raise FSDPTypeError(
-            explain(
-                expected="a CPUOffload or None",
-                got=repr(cpu_offload),
-                where="argument 'cpu_offload'",
-                fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
-            )
+            expected="a CPUOffload or None",
+            got=repr(cpu_offload),
+            where="argument 'cpu_offload'",
+            fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
         )
     return wanted and device.type != "cpu"
 
@@ -197,12 +180,10 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
     for name, value in overrides.items():
         if name not in known:
             raise UnsupportedError(
-                explain(
-                    expected=f"one of {', '.join(known)}",
-                    got=f"'{name}'",
-                    where="a policy's dict of constructor arguments",
-                    fix="Wrap that module by hand to give it other arguments.",
-                )
+                expected=f"one of {', '.join(known)}",
+                got=f"'{name}'",
+                where="a policy's dict of constructor arguments",
+                fix="Wrap that module by hand to give it other arguments.",
             )
         values.update(known[name](value))
     return UnitConfig(**values)

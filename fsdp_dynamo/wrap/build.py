@@ -16,7 +16,7 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed,
 from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
 from fsdp_dynamo.module_tree import WRAPPER_NAMES, join_fqn, plain_fqn, raw_named_modules
 from fsdp_dynamo.wrap.initial_values import Values
 
@@ -58,12 +58,10 @@ def collect_ignored(
             result.parameters.add(item)
         elif is_unit(item) or not isinstance(item, nn.Module):
             raise FSDPTypeError(
-                explain(
-                    expected="modules that are no units (or parameters in ignored_states)",
-                    got=repr(type(item)),
-                    where="argument 'ignored_modules' or 'ignored_states'",
-                    fix="Ignore the module before it is wrapped, or do not wrap it.",
-                )
+                expected="modules that are no units (or parameters in ignored_states)",
+                got=repr(type(item)),
+                where="argument 'ignored_modules' or 'ignored_states'",
+                fix="Ignore the module before it is wrapped, or do not wrap it.",
             )
         else:
             if item is root:
@@ -211,14 +209,12 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
     owner = owner_of(param)
     if owner is not None:
         raise FSDPValueError(
-            explain(
-                expected="a parameter that no unit holds yet",
-                got=f"one that is tied to '{owner}' of a unit that was wrapped before",
-                where=f"parameter '{fqn}'",
-                fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
-                "the parameter), or wrap only the module that holds both.",
-                see="tied-to-a-unit-wrapped-before",
-            )
+            expected="a parameter that no unit holds yet",
+            got=f"one that is tied to '{owner}' of a unit that was wrapped before",
+            where=f"parameter '{fqn}'",
+            fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
+            "the parameter), or wrap only the module that holds both.",
+            see="tied-to-a-unit-wrapped-before",
         )
 
 
@@ -230,12 +226,10 @@ def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> Non
     if len(devices) > 1:
         listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
         raise FSDPValueError(
-            explain(
-                expected="all parameters of a unit on one device",
-                got=listed,
-                where=f"unit '{unit_fqn}'",
-                fix="Move the module to one device first, or pass device_id.",
-            )
+            expected="all parameters of a unit on one device",
+            got=listed,
+            where=f"unit '{unit_fqn}'",
+            fix="Move the module to one device first, or pass device_id.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPStateError, explain, unit_name
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 
 def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outermost: bool) -> Any:
@@ -22,12 +22,10 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outerm
     is_alone = not any(id(group) in memo for group in unit.config.groups.all)
     if is_alone and not is_outermost:
         raise FSDPStateError(
-            explain(
-                expected="a copy of the outermost unit's module",
-                got="a nested one by itself",
-                where=unit_name(unit.fqn),
-                fix="Copy the whole model, or the module before it is wrapped.",
-            )
+            expected="a copy of the outermost unit's module",
+            got="a nested one by itself",
+            where=unit_name(unit.fqn),
+            fix="Copy the whole model, or the module before it is wrapped.",
         )
     for group in (*unit.config.groups.all, unit.config.groups.reduce):
         memo[id(group)] = group

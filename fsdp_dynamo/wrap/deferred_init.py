@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import join_fqn
 
 InitFn = Callable[[nn.Module], None]
@@ -83,14 +83,11 @@ class DeferredInit:
         ]
         if helpless:
             raise FSDPValueError(
-                explain(
-                    expected="modules on the meta device with a reset_parameters() method",
-                    got=f"none for {', '.join(map(repr, helpless))}",
-                    where="deferred initialisation",
-                    fix="Add the method to the modules that hold these tensors, or pass "
-                    "param_init_fn.",
-                    see="no-values-on-the-meta-device",
-                )
+                expected="modules on the meta device with a reset_parameters() method",
+                got=f"none for {', '.join(map(repr, helpless))}",
+                where="deferred initialisation",
+                fix="Add the method to the modules that hold these tensors, or pass param_init_fn.",
+                see="no-values-on-the-meta-device",
             )
 
     def run(self) -> Iterator[nn.Module]:
@@ -109,13 +106,11 @@ class DeferredInit:
                 yield module
             if self._unwritten:
                 raise FSDPValueError(
-                    explain(
-                        expected="every parameter and buffer on the meta device to be initialised",
-                        got=f"no values for {', '.join(map(repr, self._unwritten))}",
-                        where="deferred initialisation",
-                        fix="Let reset_parameters() or param_init_fn write them.",
-                        see="no-values-on-the-meta-device",
-                    )
+                    expected="every parameter and buffer on the meta device to be initialised",
+                    got=f"no values for {', '.join(map(repr, self._unwritten))}",
+                    where="deferred initialisation",
+                    fix="Let reset_parameters() or param_init_fn write them.",
+                    see="no-values-on-the-meta-device",
                 )
         except BaseException:
             self._undo()
@@ -150,12 +145,10 @@ class DeferredInit:
         for other in self._all_slots():
             if given is other.owned:
                 raise FSDPValueError(
-                    explain(
-                        expected="an initialisation that writes or replaces tensors",
-                        got=f"one that ties it to '{other.fqn}'",
-                        where=f"deferred initialisation of '{slot.fqn}'",
-                        fix="Tie parameters before the model is wrapped.",
-                    )
+                    expected="an initialisation that writes or replaces tensors",
+                    got=f"one that ties it to '{other.fqn}'",
+                    where=f"deferred initialisation of '{slot.fqn}'",
+                    fix="Tie parameters before the model is wrapped.",
                 )
         self._take(slot, given)
         slot.tensors[slot.name] = slot.owned
@@ -169,12 +162,10 @@ class DeferredInit:
             torch.utils.swap_tensors(slot.owned, given)
         except RuntimeError as error:
             raise FSDPValueError(
-                explain(
-                    expected="a tensor that only modules and optimizers hold",
-                    got=str(error),
-                    where=f"deferred initialisation of '{slot.fqn}'",
-                    fix="Build the model anew on the meta device, and wrap it before it is used.",
-                )
+                expected="a tensor that only modules and optimizers hold",
+                got=str(error),
+                where=f"deferred initialisation of '{slot.fqn}'",
+                fix="Build the model anew on the meta device, and wrap it before it is used.",
             ) from error
         self._taken.append((slot.owned, given))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.deferred_init import DeferredInit, InitFn
 
 
@@ -49,12 +49,10 @@ class Values:
         tensors = [*(original.param for original in originals), *self._buffers()]
         if any((self._device if t.is_meta else t.device).type == "cpu" for t in tensors):
             raise FSDPValueError(
-                explain(
-                    expected="parameters on the accelerator",
-                    got="a CPU tensor with an NCCL group",
-                    where="argument 'sync_module_states'",
-                    fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
-                )
+                expected="parameters on the accelerator",
+                got="a CPU tensor with an NCCL group",
+                where="argument 'sync_module_states'",
+                fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
             )
 
     def in_order_of_completion(

@@ -24,7 +24,6 @@ from fsdp_dynamo.errors import (
     FSDPTypeError,
     FSDPValueError,
     UnsupportedError,
-    explain,
     unit_name,
 )
 from fsdp_dynamo.module_tree import join_fqn
@@ -65,12 +64,10 @@ class UserMethods(nn.Module):
         """Refuse on a part of the model what concerns all units."""
         if not self._fsdp_is_outermost():
             raise FSDPStateError(
-                explain(
-                    expected=f"the outermost unit of the model for {what}",
-                    got="a nested unit",
-                    where=unit_name(self._fsdp_unit.fqn),
-                    fix="Call it on the whole model.",
-                )
+                expected=f"the outermost unit of the model for {what}",
+                got="a nested unit",
+                where=unit_name(self._fsdp_unit.fqn),
+                fix="Call it on the whole model.",
             )
 
     # -- training ------------------------------------------------------------------------------
@@ -144,27 +141,23 @@ class UserMethods(nn.Module):
         where = "register_comm_hook()"
         if not callable(hook):
             raise FSDPTypeError(
-                explain(expected="a callable", got=repr(hook), where=where, fix="Pass a function.")
+                expected="a callable", got=repr(hook), where=where, fix="Pass a function."
             )
         self._fsdp_require_outermost(where)
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
         if any(flat.comm_hook for flat in flats):
             raise FSDPStateError(
-                explain(
-                    expected="one call for the whole model",
-                    got="the second one",
-                    where=where,
-                    fix="Call it once.",
-                )
+                expected="one call for the whole model",
+                got="the second one",
+                where=where,
+                fix="Call it once.",
             )
         if self._fsdp_unit.config.strategy.is_hybrid:
             raise UnsupportedError(
-                explain(
-                    expected="a strategy without replicas",
-                    got=self._fsdp_unit.config.strategy.name,
-                    where=where,
-                    fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
-                )
+                expected="a strategy without replicas",
+                got=self._fsdp_unit.config.strategy.name,
+                where=where,
+                fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
             )
         for flat in flats:
             flat.comm_hook = partial(hook, HookState(flat.groups) if state is None else state)
@@ -182,12 +175,10 @@ class UserMethods(nn.Module):
         inner = self._fsdp_inner()
         if not callable(getattr(inner, name, None)):
             raise FSDPValueError(
-                explain(
-                    expected=f"the name of a method of {type(inner).__name__}",
-                    got=repr(name),
-                    where="register_forward_method()",
-                    fix="Register what the module has.",
-                )
+                expected=f"the name of a method of {type(inner).__name__}",
+                got=repr(name),
+                where="register_forward_method()",
+                fix="Register what the module has.",
             )
         self.__dict__[name] = partial(self._fsdp_run_method, getattr(inner, name))
 
@@ -300,10 +291,8 @@ class UserMethods(nn.Module):
                         flat.write_back()
                         return flat
         raise FSDPValueError(
-            explain(
-                expected="the FQN of a parameter that a unit manages",
-                got=f"'{fqn}'",
-                where="flat_parameter_of",
-                fix="See named_parameters() for the names.",
-            )
+            expected="the FQN of a parameter that a unit manages",
+            got=f"'{fqn}'",
+            where="flat_parameter_of",
+            fix="See named_parameters() for the names.",
         )

@@ -292,7 +292,7 @@ def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
     texts = dict(found)
     assert "__compiled_fn" in texts["_whole.dynamo.decompiled.py"]
     page = (tmp_path / "index.html").read_text()
-    assert "Pass planner: Places all collectives" in page
+    assert "Pass planner: Place all collectives" in page
     assert '"start":{"owner":2,"phase":"backward"}' in page, "at blocks.0"
     kinds = [Line.parse(x) for x in texts["_whole.backward.after_planner.py"].splitlines()]
     reductions = [x.unit for x in kinds if x.kind == "reduce_scatter" and not x.is_wait]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.dynamo.artifacts import Artifact, record_artifacts
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.events import Event, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explanation import Findings, UnitFacts, measured_of
@@ -100,12 +100,10 @@ def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
     own = _own_rank()
     if rank is not None and not 0 <= rank < _world_size():
         raise FSDPValueError(
-            explain(
-                expected=f"a rank from 0 to {_world_size() - 1}, or None for all",
-                got=repr(rank),
-                where="inspect_graphs(), 'rank'",
-                fix="The rank that is named writes the files.",
-            )
+            expected=f"a rank from 0 to {_world_size() - 1}, or None for all",
+            got=repr(rank),
+            where="inspect_graphs(), 'rank'",
+            fix="The rank that is named writes the files.",
         )
     if rank is None:
         folder = folder / f"rank{own}"
@@ -133,12 +131,10 @@ class NothingCompiledError(FSDPStateError):
 def nothing_compiled(fix: str) -> NothingCompiledError:
     """The error, with what the user can do about it."""
     return NothingCompiledError(
-        explain(
-            expected="a step of a compiled model inside the context",
-            got="none: nothing was compiled",
-            where="inspect_graphs()",
-            fix=fix,
-        )
+        expected="a step of a compiled model inside the context",
+        got="none: nothing was compiled",
+        where="inspect_graphs()",
+        fix=fix,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.errors import FSDPValueError, explain
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.observe.inspection import NothingCompiledError, inspect_graphs, nothing_compiled
 
 
@@ -75,12 +75,10 @@ def load(name: str) -> Callable[[], Any]:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise FSDPValueError(
-            explain(
-                expected="--module PKG:FN, a module and a function in it without arguments",
-                got=f"'{name}' ({error})",
-                where="fsdp_dynamo.inspection",
-                fix="The module is looked for in the current folder too.",
-            )
+            expected="--module PKG:FN, a module and a function in it without arguments",
+            got=f"'{name}' ({error})",
+            where="fsdp_dynamo.inspection",
+            fix="The module is looked for in the current folder too.",
         ) from error
     result: Callable[[], Any] = function
     return result
