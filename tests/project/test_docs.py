@@ -55,3 +55,17 @@ def test_features_name_tests_that_exist() -> None:
         defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
         assert name == file.rpartition("/")[2]
         assert set(re.split(r",\s+", functions)) <= defined, file
+
+
+def test_paths_of_the_code_exist() -> None:
+    """A path below a package that a page names is there; so is one that begins with a folder of
+    ``fsdp_dynamo``, as in the walk through the house."""
+    folders = [p.name for p in (ROOT / "fsdp_dynamo").iterdir() if (p / "__init__.py").exists()]
+    below = re.compile(rf"`((?:{'|'.join(folders)})/[\w/]+\.py)`")
+    missing = []
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")):
+        text = page.read_text()
+        named = re.findall(r"\b((?:fsdp_dynamo|graph_passes|benchmarks|tests)/[\w/]+\.py)\b", text)
+        named += [f"fsdp_dynamo/{path}" for path in below.findall(text)]
+        missing += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
+    assert missing == []
