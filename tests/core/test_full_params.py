@@ -14,7 +14,7 @@ from ways import in_way
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 from fsdp_dynamo.comm.collectives import all_gather
-from fsdp_dynamo.state_dict import conversion
+from fsdp_dynamo.core import shard_conversion
 
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
 
@@ -187,7 +187,7 @@ def _failing_gather(rank: int, world_size: int, way: str, at: int) -> list[str]:
         all_gather(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "all_gather", fail)
+        patch.setattr(shard_conversion, "all_gather", fail)
         with (
             pytest.raises(torch.OutOfMemoryError, match="in a gather"),
             FSDP.summon_full_params(wrapped, rank0_only=True, with_grads=True),
