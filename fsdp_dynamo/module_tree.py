@@ -15,9 +15,24 @@ def join_fqn(*parts: str) -> str:
 
 
 WRAPPED = "_fsdp_wrapped_module"
+"""Name of the child of a wrapper that is the user's module."""
 
+WRAPPER = "_fsdp_wrapper"
+"""Attribute of a wrapped module: a weak reference to its wrapper."""
+
+UNIT = "_fsdp_own_unit"
+"""Attribute of a module that is a unit: its ``core.unit.Unit``."""
 
 WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def is_unit(module: object) -> bool:
+    """Whether a module is a unit: a wrapper, or a module of ``fully_shard``.
+
+    Only the module's own ``__dict__`` counts: wrappers of other libraries forward attributes of
+    what they wrap.
+    """
+    return isinstance(module, nn.Module) and UNIT in module.__dict__
 
 
 def is_inside_wrapper(prefix: str) -> bool:
@@ -46,6 +61,18 @@ def raw_named_modules(
         yield name, current
         children = [(n, c) for n, c in current._modules.items() if c is not None and enters(c)]
         stack.extend((join_fqn(name, n), c) for n, c in reversed(children))
+
+
+def unit_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All units in a tree by plain FQN, outermost first; ``module`` may be one itself."""
+    return ((plain_fqn(name), m) for name, m in raw_named_modules(module) if is_unit(m))
+
+
+def wrapper_of(module: nn.Module) -> Any:
+    """The wrapper right around a module, or ``None``; a copy of the module alone has none."""
+    reference = module.__dict__.get(WRAPPER)
+    wrapper = None if reference is None else reference()
+    return wrapper if wrapper is not None and wrapper._modules[WRAPPED] is module else None
 
 
 def without_wrapper_names(text: str) -> str:

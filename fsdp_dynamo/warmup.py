@@ -12,9 +12,10 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.core.restoring import forget_gradients, nothing_changes
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.observe.training_step import sum_of
-from fsdp_dynamo.state_dict.methods import uncompiled, units_in
+from fsdp_dynamo.state_dict.methods import uncompiled
 
 Step = Callable[[Any, Any], torch.Tensor]
 """Called with the model and a batch; returns the loss, a scalar."""

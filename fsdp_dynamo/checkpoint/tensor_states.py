@@ -22,9 +22,10 @@ from fsdp_dynamo.config import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import CheckpointError
 from fsdp_dynamo.state_dict import optim_state
-from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled, units_in
+from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled
 
 MODEL, OPTIM = "model", "optim"
 _SHOWN = 3

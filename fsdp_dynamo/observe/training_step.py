@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_WAY,
     compile_again,
@@ -62,7 +63,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
             "Call torch.distributed.init_process_group() first.",
         )
     module, backend, fullgraph = compiled_parts(model)
-    units = _units_of(module)
+    units = tuple(units_in(module))
     if not units:
         raise _wrong(
             FSDPValueError,
@@ -97,11 +98,6 @@ def _name_of(backend: Any) -> str:
     if backend is None:
         return DEFAULT_BACKEND
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
-
-
-def _units_of(module: nn.Module) -> tuple[Unit, ...]:
-    found = [getattr(m, "_fsdp_unit", None) for m in module.modules()]
-    return tuple(dict.fromkeys(unit for unit in found if isinstance(unit, Unit)))
 
 
 def _wrong(kind: type[Exception], expected: str, got: str, fix: str = "") -> Exception:

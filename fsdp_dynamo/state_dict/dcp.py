@@ -26,11 +26,12 @@ from fsdp_dynamo.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.broadcast import from_first
-from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled, units_in
+from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from fsdp_dynamo import module_tree
 from fsdp_dynamo.config import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -19,6 +18,7 @@ from fsdp_dynamo.config import (
     settings_of,
 )
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.state_dict import optim_state
 
@@ -152,16 +152,6 @@ class StateDictMethods(nn.Module):
         named = optim_state.named_places(model, units_in(model))
         settings = StateDictMethods.get_state_dict_type(model)
         return optim_state.load(named, optim, optim_state_dict, settings)
-
-
-def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
-    modules = [m for _, m in module_tree.raw_named_modules(module)]
-    reference = module.__dict__.get("_fsdp_wrapper")
-    wrapper = None if reference is None else reference()
-    if wrapper is not None and wrapper._fsdp_inner() is module:
-        modules.insert(0, wrapper)
-    return [m._fsdp_unit for m in modules if isinstance(m, StateDictMethods)]
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

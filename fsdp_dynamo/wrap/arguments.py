@@ -26,9 +26,10 @@ from fsdp_dynamo.errors import (
     FSDPValueError,
     UnsupportedError,
 )
+from fsdp_dynamo.module_tree import is_unit
 
 
-def check_module(module: object, is_unit: Callable[[object], bool]) -> None:
+def check_module(module: object) -> None:
     """Raise unless ``module`` is a module that is not wrapped yet."""
     if is_unit(module):
         raise FSDPStateError(

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
-from fsdp_dynamo.module_tree import WRAPPER_NAMES, join_fqn, plain_fqn, raw_named_modules
+from fsdp_dynamo.module_tree import WRAPPER_NAMES, is_unit, join_fqn, plain_fqn, raw_named_modules
 from fsdp_dynamo.wrap.initial_values import Values
 
 _SPLIT_BYTES = 1 << 20
@@ -45,7 +45,6 @@ def collect_ignored(
     root: nn.Module,
     ignored_modules: Iterable[object] | None,
     ignored_states: Iterable[object] | None,
-    is_unit: Callable[[object], bool],
 ) -> Ignored:
     """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
 
@@ -93,7 +92,6 @@ def build_units(
     targets: Sequence[nn.Module],
     ignored: Ignored,
     config_of: Callable[[nn.Module], UnitConfig],
-    is_unit: Callable[[object], bool],
     values: Values,
 ) -> dict[nn.Module, Unit]:
     """Make one unit for ``root`` and one for each target, with all parameters below them.
@@ -107,13 +105,12 @@ def build_units(
         targets: modules below it that become units of their own.
         ignored: what stays as it is.
         config_of: the configuration of each unit.
-        is_unit: whether a module is a wrapper already.
         values: where parameters get their values from, before they are sharded.
     """
     owners = set(targets)
     places: dict[nn.Parameter, list[_Occurrence]] = {}
     paths: dict[nn.Module, str] = {root: ""}
-    walk = _Walk(owners, ignored, is_unit, paths)
+    walk = _Walk(owners, ignored, paths)
     for occurrence, param in walk.below(root, "", (root,)):
         places.setdefault(param, []).append(occurrence)
     owned: dict[nn.Module, list[OriginalParameter]] = {m: [] for m in (root, *targets)}
@@ -158,12 +155,10 @@ class _Walk:
         self,
         owners: set[nn.Module],
         ignored: Ignored,
-        is_unit: Callable[[object], bool],
         paths: dict[nn.Module, str],
     ) -> None:
         self._owners = owners
         self._ignored = ignored
-        self._is_unit = is_unit
         self._paths = paths
         self._seen: set[tuple[nn.Module, str]] = set()
         self._have_nested: set[nn.Module] = set()
@@ -185,7 +180,7 @@ class _Walk:
         for name, child in module._modules.items():
             if child is None or child in self._ignored.modules:
                 continue
-            if self._is_unit(child):
+            if is_unit(child):
                 self._have_nested.add(chain[-1])
                 continue
             child_path = path if name in WRAPPER_NAMES else join_fqn(path, name)
@@ -331,9 +326,7 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
 
 
-def managed_modules(
-    root: nn.Module, ignored: Ignored, is_unit: Callable[[object], bool]
-) -> Iterator[tuple[str, nn.Module]]:
+def managed_modules(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """``root`` and all modules below it that are neither ignored nor in a nested unit, each once,
     with plain FQNs, in the order of ``modules()``."""
 

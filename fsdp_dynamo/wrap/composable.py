@@ -19,7 +19,7 @@ from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, Sha
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.wrap.arguments import check_module, precision_for, strategy_for
 from fsdp_dynamo.wrap.construct import Arguments, construct
-from fsdp_dynamo.wrap.unit_module import UnitModule, is_unit
+from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
 class FSDPModule(UnitModule):
@@ -154,7 +154,7 @@ def fully_shard(
     target = module
     if isinstance(module, torch._dynamo.OptimizedModule):
         target = module._orig_mod
-    check_module(target, is_unit)
+    check_module(target)
     made = construct(
         target,
         Arguments(
@@ -173,7 +173,6 @@ def fully_shard(
             device_mesh=mesh,
             reduction_group=reduction_group,
         ),
-        is_unit,
     )
     for owner, unit in made.units.items():
         owner.__class__ = _class_for(type(owner))

@@ -62,15 +62,12 @@ class Constructed:
     ignored: build.Ignored
 
 
-def construct(
-    module: nn.Module, given: Arguments, is_unit: Callable[[object], bool]
-) -> Constructed:
+def construct(module: nn.Module, given: Arguments) -> Constructed:
     """Check all arguments, then shard the parameters of ``module`` and of what a policy finds.
 
     Args:
         module: the root of the new units.
         given: the user's arguments.
-        is_unit: whether a module is a unit already.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
@@ -101,22 +98,22 @@ def construct(
         forward_prefetch=given.forward_prefetch,
         offload=offload,
     )
-    ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states, is_unit)
+    ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
     targets: dict[nn.Module, dict[str, Any]] = {}
     if given.auto_wrap_policy is not None:
         found = run_policy(given.auto_wrap_policy, module, ignored.modules)
-        free = {m for _, m in build.managed_modules(module, ignored, is_unit)}
+        free = {m for _, m in build.managed_modules(module, ignored)}
         targets = {m: kw for m, kw in found.items() if m in free}  # none in a unit that is there
     configs = {m: override(config, overrides) for m, overrides in targets.items()}
     if given.device_id is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     values = Values(
-        build.managed_modules(module, ignored, is_unit),
+        build.managed_modules(module, ignored),
         given.param_init_fn,
         device,
         groups if given.sync_module_states else None,
     )
     units = build.build_units(
-        module, list(targets), ignored, lambda m: configs.get(m, config), is_unit, values
+        module, list(targets), ignored, lambda m: configs.get(m, config), values
     )
     return Constructed(units, ignored)

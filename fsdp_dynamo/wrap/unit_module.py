@@ -72,7 +72,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         self._fsdp_leaf_template: Any = None  # of what it returned when it was traced as a leaf
         self._fsdp_name = register(self)
         self._fsdp_share_shards()
-        managed = list(build.managed_modules(unit.module, ignored, is_unit))
+        managed = list(build.managed_modules(unit.module, ignored))
         self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
         build.tag_for_dynamo((m for _, m in managed), may_compile)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
@@ -88,24 +88,19 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         """Let the wrapped module's own state dicts be those of this unit."""
         inner = self._fsdp_inner()
         if inner is not self:
-            inner.__dict__["_fsdp_wrapper"] = weakref.ref(self)
+            inner.__dict__[module_tree.WRAPPER] = weakref.ref(self)
 
     def _fsdp_become_root(self) -> None:
         """Take over the units of all unit modules below; the outermost one is built last."""
-        named = [
-            (module_tree.plain_fqn(n), m)
-            for n, m in module_tree.raw_named_modules(self)
-            if is_unit(m)
-        ]
+        named: list[tuple[str, UnitModule]] = list(module_tree.unit_modules(self))
         root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
         for _, module in named:
             module._fsdp_own_root = root
             module._fsdp_input_dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
             module.__dict__.pop(module._fsdp_entry, None)
-            below = [m for _, m in module_tree.raw_named_modules(module) if is_unit(m)]
-            module._fsdp_has_nested = len(below) > 1
+            module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
-            walk = partial(build.managed_modules, unit.module, ignored, is_unit)
+            walk = partial(build.managed_modules, unit.module, ignored)
             unit.membership = Membership(walk, ignored.parameters)
         self._fsdp_give_own_code()
 
@@ -230,11 +225,6 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
             yield module_tree.plain_fqn(name), module
 
 
-def is_unit(module: object) -> bool:
-    """Whether a module is a unit's outermost one: a wrapper, or a module of ``fully_shard``."""
-    return isinstance(module, UnitModule)
-
-
 def _save_hook(
     module: nn.Module, destination: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
@@ -277,7 +267,7 @@ def _cut_out(
 
 def _loaded_hook(module: nn.Module, report: Any) -> None:
     """Runs when a unit's inner module has been loaded, through its wrapper or by itself."""
-    own = module if isinstance(module, UnitModule) else module._fsdp_wrapper()  # type: ignore[operator]
+    own = module if isinstance(module, UnitModule) else module_tree.wrapper_of(module)
     if own is None or own._fsdp_loading is None:  # loaded without the unit
         return
     (prefix, messages), own._fsdp_loading = own._fsdp_loading, None
@@ -291,15 +281,9 @@ def _loaded_hook(module: nn.Module, report: Any) -> None:
 
 
 def _called_on(inner: nn.Module, prefix: str) -> UnitModule | None:
-    """The wrapper of a module whose own method was called."""
-    wrapper: UnitModule | None = inner._fsdp_wrapper()  # type: ignore[operator]
-    if (
-        wrapper is None
-        or wrapper._fsdp_inner() is not inner
-        or module_tree.is_inside_wrapper(prefix)
-    ):
-        return None  # the wrapper's work; or a copy of the inner module alone
-    return wrapper
+    """The wrapper of a module whose own method was called, not its wrapper's."""
+    wrapper: UnitModule | None = module_tree.wrapper_of(inner)
+    return None if module_tree.is_inside_wrapper(prefix) else wrapper
 
 
 def _inner_save_hook(

@@ -227,14 +227,12 @@ class UserMethods(nn.Module):
             FSDPStateError: a unit is in its forward or backward.
             UnsupportedError: tensor parallelism has split a parameter too.
         """
-        wrappers = [
-            m for _, m in module_tree.raw_named_modules(module) if isinstance(m, UserMethods)
-        ]
-        chosen = [w for w in wrappers if recurse or w is module]
-        for wrapper in chosen:
-            wrapper._fsdp_root.reduce_sums()
+        found = module_tree.unit_modules(module)
+        chosen: list[UserMethods] = [m for _, m in found if recurse or m is module]
+        for one in chosen:
+            one._fsdp_root.reduce_sums()
         how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summoned([wrapper._fsdp_unit for wrapper in chosen], how):
+        with summoned([one._fsdp_unit for one in chosen], how):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:

@@ -15,7 +15,7 @@ from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, Sha
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import check_module
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
-from fsdp_dynamo.wrap.unit_module import UnitModule, is_unit
+from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
 class FullyShardedDataParallel(UnitModule):
@@ -83,11 +83,11 @@ class FullyShardedDataParallel(UnitModule):
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_module(module, is_unit)
+        check_module(module)
         compile_context = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compile_context, module = module.dynamo_ctx, module._orig_mod
-            check_module(module, is_unit)
+            check_module(module)
         made = construct(
             module,
             Arguments(
@@ -106,7 +106,6 @@ class FullyShardedDataParallel(UnitModule):
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
             ),
-            is_unit,
         )
         _wrap_children(module, made, use_orig_params)
         self._setup(module, made, use_orig_params)
@@ -159,8 +158,8 @@ class FullyShardedDataParallel(UnitModule):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, or only the outermost ones."""
-        modules = [m for _, m in module_tree.raw_named_modules(module)]
-        found = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
+        units = [m for _, m in module_tree.unit_modules(module)]
+        found = [m for m in units if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m._fsdp_is_outermost()] if root_only else found
 
 
@@ -170,7 +169,7 @@ def _wrap_children(root: nn.Module, made: Constructed, use_orig_params: bool) ->
 
     def visit(module: nn.Module) -> None:
         for name, child in list(module._modules.items()):
-            if child is None or is_unit(child):
+            if child is None or module_tree.is_unit(child):
                 continue
             if child not in wrappers:
                 visit(child)
