@@ -1,15 +1,70 @@
-"""Modules that are units, and the units of a tree of modules."""
+"""Modules that are units: their interface, their names in traced code, and a search for them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
 from torch import nn
 
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.module_tree import unit_modules, wrapper_of
 
 
+class UnitModuleProtocol(Protocol):
+    """A wrapper, or a module of ``fully_shard``, as the hooks and graph modes see it.
+
+    Attributes:
+        _fsdp_input_dtype: dtype that floating-point inputs are cast to; ``None``: not cast.
+        _fsdp_has_nested: whether there are units below it.
+        _fsdp_compiled_bodies: its body compiled in hooks mode, by the number of the backend.
+        _fsdp_output_spec: structure of its output as hooks mode traced it last.
+    """
+
+    _fsdp_input_dtype: torch.dtype | None
+    _fsdp_has_nested: bool
+    _fsdp_compiled_bodies: dict[int, Callable[..., Any]]
+    _fsdp_output_spec: Any
+
+    @property
+    def _fsdp_unit(self) -> Unit:
+        """Its unit, recovered from a backward that raised."""
+
+    def _fsdp_body(self) -> Callable[..., Any]:
+        """The callable between the unit's hooks: the user's module."""
+
+    def _fsdp_is_outermost(self) -> bool:
+        """Whether its unit is the root."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit's hooks and its body."""
+
+
+_registered: WeakValueDictionary[str, UnitModuleProtocol] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(module: UnitModuleProtocol) -> str:
+    """A name for a unit module in traced code, unique in the process.
+
+    Dynamo would make a number dynamic and would guard on an object; a string is a constant.
+    """
+    name = f"unit{next(_numbers)}"
+    _registered[name] = module
+    return name
+
+
+def registered(name: str) -> UnitModuleProtocol:
+    """The unit module of that name."""
+    return _registered[name]
+
+
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
     wrapper = wrapper_of(module)
     outer = [] if wrapper is None else [wrapper]
-    return [m._fsdp_unit for m in (*outer, *(m for _, m in unit_modules(module)))]
+    found: list[UnitModuleProtocol] = [*outer, *(m for _, m in unit_modules(module))]
+    return [unit_module._fsdp_unit for unit_module in found]

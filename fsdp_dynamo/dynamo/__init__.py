@@ -1,4 +1,4 @@
-"""All uses of Dynamo's private API, and what traced code needs to find units.
+"""Dynamo's private API, and the artifacts of its trace log.
 
 Imports: ``errors``.
 """

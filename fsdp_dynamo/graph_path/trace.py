@@ -15,9 +15,10 @@ from torch.fx import traceback
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
-from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.dynamo.unit_registry import lookup
+from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.eager.hooks import prepare_inputs
+from fsdp_dynamo.errors import FSDPStateError
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 
 
@@ -89,21 +90,25 @@ class TracedTensors(NamedTuple):
     carriers: tuple[torch.Tensor | None, ...]
 
 
-def describe(unit: Unit, input_dtype: torch.dtype | None, reshards: bool) -> TracedUnit:
+def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """A unit's constants as they are now.
 
-    Args:
-        unit: the unit.
-        input_dtype: what its floating-point inputs are cast to.
-        reshards: whether it is resharded after its forward.
+    Raises:
+        CompileRefusedError: parameters were added to its modules that no unit holds.
     """
+    unit = module._fsdp_unit
+    try:
+        unit.check_membership()
+    except FSDPStateError as error:
+        raise CompileRefusedError(*error.args) from None
+    reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
     paths = _paths(unit.module)
     flats = tuple(
         _describe_flat(flat, unit.fqn, i, len(unit.flats), reshards, paths)
         for i, flat in enumerate(unit.flats)
     )
     device = "" if unit.device is None else str(unit.device)
-    return TracedUnit(unit.fqn, _name(input_dtype), device, flats)
+    return TracedUnit(unit.fqn, _name(module._fsdp_input_dtype), device, flats)
 
 
 def _describe_flat(
@@ -164,8 +169,8 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str) -> tuple[Any, ...]:
-    """``describe`` of the wrapper of this name, at the time of the trace, as plain tuples."""
-    fqn, input_dtype, device, flats = lookup(name)._fsdp_describe()
+    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples."""
+    fqn, input_dtype, device, flats = _describe(registered(name))
     return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
 
 
@@ -265,7 +270,7 @@ def traced_forward(
     user's own code reaches them, so that Dynamo guards each module once.
 
     Args:
-        name: the wrapper's registered name.
+        name: the unit module's registered name.
         tensors: inputs of the graph.
         module: the unit's module.
         body: calls it.

@@ -26,6 +26,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
     LEAF_WAY,
@@ -38,7 +39,6 @@ from fsdp_dynamo.dynamo.private_api import (
     entry_of,
     key_of,
 )
-from fsdp_dynamo.dynamo.unit_registry import lookup
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
 from fsdp_dynamo.pytree import tensors_of
@@ -49,37 +49,37 @@ _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
 
 @contextmanager
-def body_of(wrapper: Any, key: int) -> Iterator[Callable[..., Any]]:
+def body_of(module: UnitModuleProtocol, key: int) -> Iterator[Callable[..., Any]]:
     """The unit's body: its module, or that compiled with the backend in force.
 
     Args:
-        wrapper: the unit's wrapper.
+        module: the unit module.
         key: the backend of the frame around; where there is none, that of the unit around.
     """
     if key == NO_BACKEND:
         key = _active_key.get()
     if key == NO_BACKEND:
-        yield wrapper._fsdp_body()
+        yield module._fsdp_body()
         return
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
         key = key_of(backend.inner)
     token = _active_key.set(key)
-    unit = artifacts.unit_now.set(wrapper._fsdp_unit.fqn)
+    unit = artifacts.unit_now.set(module._fsdp_unit.fqn)
     try:
-        yield _compiled_body(wrapper, key)
+        yield _compiled_body(module, key)
     finally:
         artifacts.unit_now.reset(unit)
         _active_key.reset(token)
 
 
-def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
-    body: Callable[..., Any] | None = wrapper._fsdp_bodies.get(key)
+def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
+    body = module._fsdp_compiled_bodies.get(key)
     if body is None:
-        nested = wrapper._fsdp_has_nested
+        nested = module._fsdp_has_nested
         backend = _segment_backend(key) if nested else backend_of(key)
-        body = compile_with(backend, entry_of(wrapper._fsdp_body(), own_code=nested))
-        wrapper._fsdp_bodies[key] = body
+        body = compile_with(backend, entry_of(module._fsdp_body(), own_code=nested))
+        module._fsdp_compiled_bodies[key] = body
     return body
 
 
@@ -87,9 +87,9 @@ def _compiled_body(wrapper: Any, key: int) -> Callable[..., Any]:
 
 
 def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Traced by Dynamo in place of a nested wrapper's forward."""
+    """Traced by Dynamo in place of a nested unit's forward."""
     outputs = leaf(leaf_id, args, kwargs)
-    return _rebuild(_template_of(leaf_id), outputs)
+    return _unflatten(_output_spec(leaf_id), outputs)
 
 
 def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -98,18 +98,18 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     Dynamo calls it once, with fake tensors, to learn what comes out; ``SegmentBackend`` puts
     ``run_leaf`` in its place.
     """
-    wrapper = lookup(leaf_id)
+    module = registered(leaf_id)
     mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
     if mode is None:
         return run_leaf(leaf_id, args, kwargs)
     token = _faking.set(True)
     try:
         with mode:
-            output = fake_forward(wrapper, args, kwargs)
+            output = fake_forward(module, args, kwargs)
     finally:
         _faking.reset(token)
     tensors: list[torch.Tensor] = []
-    wrapper._fsdp_leaf_template = _take_apart(output, tensors)
+    module._fsdp_output_spec = _flatten(output, tensors)
     return tuple(tensors)
 
 
@@ -121,30 +121,30 @@ def run_leaf(
 ) -> tuple[torch.Tensor, ...]:
     """The leaf at run time: the nested unit with its hooks."""
     tensors: list[torch.Tensor] = []
-    _take_apart(lookup(leaf_id)(*args, **kwargs), tensors)
+    _flatten(registered(leaf_id)(*args, **kwargs), tensors)
     return tuple(tensors)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _template_of(leaf_id: str) -> Any:
-    return lookup(leaf_id)._fsdp_leaf_template
+def _output_spec(leaf_id: str) -> Any:
+    return registered(leaf_id)._fsdp_output_spec
 
 
-def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Tensors of a nested output in order, and a template of constants to rebuild it."""
+def _flatten(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Append the tensors of a nested output to ``tensors``; returns its spec, made of constants."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if type(value) in (tuple, list):
-        return (type(value).__name__, tuple([_take_apart(item, tensors) for item in value]))
+        return (type(value).__name__, tuple([_flatten(item, tensors) for item in value]))
     if type(value) is dict:
-        items = tuple([_take_apart(item, tensors) for item in value.values()])
+        items = tuple([_flatten(item, tensors) for item in value.values()])
         return ("dict", tuple(value), items)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("constant", value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple([field.name for field in dataclasses.fields(value) if field.init])
-        items = tuple([_take_apart(getattr(value, name), tensors) for name in names])
+        items = tuple([_flatten(getattr(value, name), tensors) for name in names])
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         _classes[name] = type(value)
         return ("dataclass", names, items, name)
@@ -154,21 +154,21 @@ def _take_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     )
 
 
-def _rebuild(template: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    kind = template[0]
+def _unflatten(spec: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    kind = spec[0]
     if kind == "tensor":
-        return tensors[template[1]]
+        return tensors[spec[1]]
     if kind == "constant":
-        return template[1]
+        return spec[1]
     if kind == "tuple":
-        return tuple([_rebuild(item, tensors) for item in template[1]])
+        return tuple([_unflatten(item, tensors) for item in spec[1]])
     if kind == "list":
-        return [_rebuild(item, tensors) for item in template[1]]
+        return [_unflatten(item, tensors) for item in spec[1]]
     items = {
-        key: _rebuild(item, tensors)
-        for key, item in zip(template[1], template[2])  # noqa: B905  # traced by Dynamo
+        key: _unflatten(item, tensors)
+        for key, item in zip(spec[1], spec[2])  # noqa: B905  # traced by Dynamo
     }
-    return items if kind == "dict" else _classes[template[3]](**items)
+    return items if kind == "dict" else _classes[spec[3]](**items)
 
 
 # -- what a leaf's output looks like -----------------------------------------------------------
@@ -179,13 +179,16 @@ def is_faking() -> bool:
     return _faking.get()
 
 
-def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fake_forward(
+    unit_module: UnitModuleProtocol, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
 
     What it sets on modules (a counter, the last output) is forgotten: it will run once more.
     """
-    unit = wrapper._fsdp_unit
-    args, kwargs = hooks.prepare_inputs(unit.device, wrapper._fsdp_input_dtype, args, kwargs)
+    unit = unit_module._fsdp_unit
+    dtype = unit_module._fsdp_input_dtype
+    args, kwargs = hooks.prepare_inputs(unit.device, dtype, args, kwargs)
     kept = [
         (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()
     ]
@@ -205,7 +208,7 @@ def fake_forward(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             ]
         )
     try:
-        return wrapper._fsdp_body()(*args, **kwargs)
+        return unit_module._fsdp_body()(*args, **kwargs)
     finally:
         for module, attributes, *_ in kept:
             _put_back(module.__dict__, attributes)

@@ -15,22 +15,20 @@ from fsdp_dynamo import module_tree
 from fsdp_dynamo.core.membership import Membership
 from fsdp_dynamo.core.original_parameter import mark_managed
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import register
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_WAY,
     LEAF_WAY,
     NO_BACKEND,
-    CompileRefusedError,
     active_backend_key,
     refuse_without_orig_params,
     which_way,
     with_own_code,
 )
-from fsdp_dynamo.dynamo.unit_registry import register
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.graph_path.entry import carrier_of, mark_shard
-from fsdp_dynamo.graph_path.trace import TracedTensors, TracedUnit, describe, traced_forward
+from fsdp_dynamo.graph_path.trace import TracedTensors, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.state_dict import model
@@ -67,9 +65,9 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         self._fsdp_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
-        self._fsdp_bodies: dict[int, Callable[..., Any]] = {}
+        self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
         self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
-        self._fsdp_leaf_template: Any = None  # of what it returned when it was traced as a leaf
+        self._fsdp_output_spec: Any = None
         self._fsdp_name = register(self)
         self._fsdp_share_shards()
         managed = list(build.managed_modules(unit.module, ignored))
@@ -163,16 +161,6 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         with leaves.body_of(self, backend_key) as body:
             return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
 
-    def _fsdp_describe(self) -> TracedUnit:
-        """What the graph path's trace needs to know of this unit, as it is now."""
-        unit = self._fsdp_unit
-        try:
-            unit.check_membership()
-        except FSDPStateError as error:
-            raise CompileRefusedError(*error.args) from None
-        reshards = unit.config.strategy.reshards_after_forward and not self._fsdp_is_outermost()
-        return describe(unit, self._fsdp_input_dtype, reshards)
-
     # -- conversions and copies ------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -201,7 +189,7 @@ class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
         for original in new._fsdp_own_unit.originals():
             mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
-        new._fsdp_bodies = {}
+        new._fsdp_compiled_bodies = {}
         new._fsdp_name = register(new)
         new._fsdp_share_shards()
         if self._fsdp_is_outermost():
