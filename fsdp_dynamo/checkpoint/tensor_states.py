@@ -25,7 +25,7 @@ from fsdp_dynamo.config import (
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import CheckpointError
 from fsdp_dynamo.state_dict import optim_state
-from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled
+from fsdp_dynamo.state_dict.methods import state_dict_type, uncompiled
 
 MODEL, OPTIM = "model", "optim"
 _SHOWN = 3
@@ -44,7 +44,7 @@ def _in_parts(model: nn.Module) -> AbstractContextManager[None]:
     """While open, state dicts are of parts; those of a model without units are what they are."""
     has_units = bool(units_in(model))
     form = (_SETTINGS.state_dict_type, _SETTINGS.state_dict_config)
-    return StateDictMethods.state_dict_type(model, *form) if has_units else nullcontext()
+    return state_dict_type(model, *form) if has_units else nullcontext()
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from fsdp_dynamo.config import (
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
-from fsdp_dynamo.state_dict import optim_state
+from fsdp_dynamo.state_dict import methods, optim_state
 from fsdp_dynamo.state_dict.broadcast import from_first
-from fsdp_dynamo.state_dict.methods import StateDictMethods, uncompiled
+from fsdp_dynamo.state_dict.methods import uncompiled
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -51,7 +51,7 @@ def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
             FullStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
             FullOptimStateDictConfig(offload_to_cpu=to_cpu, rank0_only=to_cpu),
         )
-    with StateDictMethods.state_dict_type(model, *form):
+    with methods.state_dict_type(model, *form):
         yield
 
 
@@ -93,7 +93,7 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
     for optimizer in optimizers:
         torchs._init_optim_state(optimizer)
     with _as_asked(model, info):
-        settings = StateDictMethods.get_state_dict_type(model)
+        settings = methods.get_state_dict_type(model)
     named = optim_state.named_places(model, units_in(model))
     merged = optim_state.save_several(named, optimizers, settings)
     if not merged["param_groups"]:  # rank 0 alone has them
@@ -123,7 +123,7 @@ def _load_optim_state(
             "param_groups": one["param_groups"],
         }
         with _as_asked(model, info):
-            loaded = StateDictMethods.optim_state_dict_to_load(model, optimizer, own)
+            loaded = methods.optim_state_dict_to_load(model, optimizer, own)
         optimizer.load_state_dict(loaded)
 
 

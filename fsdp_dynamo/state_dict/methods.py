@@ -17,144 +17,143 @@ from fsdp_dynamo.config import (
     StateDictType,
     settings_of,
 )
-from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.state_dict import optim_state
 
 
-class StateDictMethods(nn.Module):
-    """What users call about state dicts; ``UnitModule`` adds the rest."""
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose the form in which all units in ``module`` write their state dicts.
 
-    @property
-    def _fsdp_unit(self) -> Unit:
-        """The module's unit."""
-        raise NotImplementedError
+    Args:
+        module: units, or a module that has them.
+        state_dict_type: the form.
+        state_dict_config: its options, of the class of that form; ``None``: their defaults.
+        optim_state_dict_config: the same, for optimizers.
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Choose the form in which all units in ``module`` write their state dicts.
+    Returns:
+        What was chosen before.
 
-        Args:
-            module: units, or a module that has them.
-            state_dict_type: the form.
-            state_dict_config: its options, of the class of that form; ``None``: their defaults.
-            optim_state_dict_config: the same, for optimizers.
+    Raises:
+        FSDPTypeError: a configuration of another form.
+        FSDPStateError: units in ``module`` have different settings, or it has none.
+    """
+    before = get_state_dict_type(module)
+    chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+    for unit in units_in(module):
+        unit.state_dict_settings = chosen
+    return before
 
-        Returns:
-            What was chosen before.
 
-        Raises:
-            FSDPTypeError: a configuration of another form.
-            FSDPStateError: units in ``module`` have different settings, or it has none.
-        """
-        before = StateDictMethods.get_state_dict_type(module)
-        chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The form in which the units in ``module`` write their state dicts.
+
+    Raises:
+        FSDPStateError: units in ``module`` have different settings, or it has none.
+    """
+    found = {unit.state_dict_settings for unit in units_in(module)}
+    if len(found) == 1:
+        return found.pop()
+    raise FSDPStateError(
+        expected="units that all have the same settings",
+        got=f"{len(found)} different ones" if found else "no unit",
+        where="state_dict_type",
+        fix="Set the type on the whole model.",
+    )
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """``set_state_dict_type`` while open, with the same arguments and errors.
+
+    Args:
+        module: units, or a module that has them.
+        state_dict_type: the form.
+        state_dict_config: its options.
+        optim_state_dict_config: its options for optimizers.
+    """
+    before = set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
+    try:
+        yield
+    finally:
         for unit in units_in(module):
-            unit.state_dict_settings = chosen
-        return before
+            unit.state_dict_settings = before
 
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form in which the units in ``module`` write their state dicts.
 
-        Raises:
-            FSDPStateError: units in ``module`` have different settings, or it has none.
-        """
-        found = {unit.state_dict_settings for unit in units_in(module)}
-        if len(found) == 1:
-            return found.pop()
-        raise FSDPStateError(
-            expected="units that all have the same settings",
-            got=f"{len(found)} different ones" if found else "no unit",
-            where="state_dict_type",
-            fix="Set the type on the whole model.",
-        )
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state of an optimizer of ``model`` with plain FQNs for keys; all ranks must call it.
 
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """``set_state_dict_type`` while open, with the same arguments and errors.
+    Its form is that of the model's ``state_dict_type``.
 
-        Args:
-            module: units, or a module that has them.
-            state_dict_type: the form.
-            state_dict_config: its options.
-            optim_state_dict_config: its options for optimizers.
-        """
-        before = StateDictMethods.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for unit in units_in(module):
-                unit.state_dict_settings = before
+    Args:
+        model: units, or a module that has them.
+        optim: an optimizer of parameters of ``model``.
+        optim_state_dict: in place of ``optim.state_dict()``.
 
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The state of an optimizer of ``model`` with plain FQNs for keys; all ranks must call it.
+    Returns:
+        ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``.
 
-        Its form is that of the model's ``state_dict_type``.
+    Raises:
+        DivergenceError: ranks have states of different parameters, or one that is not as
+            large as its parameter and not the same on all ranks.
+        FSDPValueError: the optimizer has a parameter that the model has not, or ``model`` is a
+            part of a unit.
+    """
+    settings = get_state_dict_type(model)
+    named = optim_state.named_places(model, units_in(model))
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    return optim_state.save(named, optim, given, settings)
 
-        Args:
-            model: units, or a module that has them.
-            optim: an optimizer of parameters of ``model``.
-            optim_state_dict: in place of ``optim.state_dict()``.
 
-        Returns:
-            ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``.
+def optim_state_dict_to_load(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """From ``optim_state_dict`` of any sharding (full), or of this one, to what
+    ``optim.load_state_dict`` takes; no communication.
 
-        Raises:
-            DivergenceError: ranks have states of different parameters, or one that is not as
-                large as its parameter and not the same on all ranks.
-            FSDPValueError: the optimizer has a parameter that the model has not, or ``model`` is a
-                part of a unit.
-        """
-        settings = StateDictMethods.get_state_dict_type(model)
-        named = optim_state.named_places(model, units_in(model))
-        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return optim_state.save(named, optim, given, settings)
+    Args:
+        model: units, or a module that has them.
+        optim: an optimizer of parameters of ``model``.
+        optim_state_dict: in the form of the model's ``state_dict_type``.
 
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """From ``optim_state_dict`` of any sharding (full), or of this one, to what
-        ``optim.load_state_dict`` takes; no communication.
+    Returns:
+        ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
 
-        Args:
-            model: units, or a module that has them.
-            optim: an optimizer of parameters of ``model``.
-            optim_state_dict: in the form of the model's ``state_dict_type``.
-
-        Returns:
-            ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
-
-        Raises:
-            FSDPValueError: an FQN that the model does not have, a tensor of another shape, or
-                parameter groups that cannot be told apart.
-        """
-        named = optim_state.named_places(model, units_in(model))
-        settings = StateDictMethods.get_state_dict_type(model)
-        return optim_state.load(named, optim, optim_state_dict, settings)
+    Raises:
+        FSDPValueError: an FQN that the model does not have, a tensor of another shape, or
+            parameter groups that cannot be told apart.
+    """
+    named = optim_state.named_places(model, units_in(model))
+    settings = get_state_dict_type(model)
+    return optim_state.load(named, optim, optim_state_dict, settings)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given: its prefix is in no key."""
     inner: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
     return inner
+
+
+__all__ = [
+    "get_state_dict_type",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "set_state_dict_type",
+    "state_dict_type",
+]

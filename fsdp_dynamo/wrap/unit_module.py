@@ -32,15 +32,13 @@ from fsdp_dynamo.graph_path.trace import TracedTensors, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.state_dict import model
-from fsdp_dynamo.state_dict.methods import StateDictMethods
-from fsdp_dynamo.state_dict.optim_variants import OptimStateVariants
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.deep_copy import deep_copy
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
 
-class UnitModule(UserMethods, StateDictMethods, OptimStateVariants):
+class UnitModule(UserMethods):
     """What the wrapper and a module of ``fully_shard`` share.
 
     All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is

@@ -196,48 +196,9 @@ class UserMethods(nn.Module):
 
     # -- original parameters ---------------------------------------------------------------------
 
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """Original parameters with their whole values and shapes while open; between steps only.
-
-        Parameters stay the same objects. Every rank must open and leave the context. Units that
-        are summoned already (nested calls) stay as they are until the outer context ends. The
-        model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
-        communication, so rank 0 alone may call it.
-
-        Args:
-            module: a wrapper, or a module with wrappers below.
-            recurse: all units in ``module``; else only its own, if it is a wrapper.
-            writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
-            rank0_only: whole values on rank 0 only, parts on the others; with ``writeback`` rank
-                0's changes go to all.
-            offload_to_cpu: whole values in host memory.
-            with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
-                ``None`` inside.
-
-        Raises:
-            FSDPStateError: a unit is in its forward or backward.
-            UnsupportedError: tensor parallelism has split a parameter too.
-        """
-        found = module_tree.unit_modules(module)
-        chosen: list[UserMethods] = [m for _, m in found if recurse or m is module]
-        for one in chosen:
-            one._fsdp_root.reduce_sums()
-        how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summoned([one._fsdp_unit for one in chosen], how):
-            yield
-
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """As in ``nn.Module``, on whole parameters: for initialisation. Ranks must do the same."""
-        with UserMethods.summon_full_params(self):
+        with summon_full_params(self):
             return super().apply(fn)
 
     # -- shards ----------------------------------------------------------------------------------
@@ -294,3 +255,45 @@ class UserMethods(nn.Module):
             where="flat_parameter_of",
             fix="See named_parameters() for the names.",
         )
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Original parameters with their whole values and shapes while open; between steps only.
+
+    Parameters stay the same objects. Every rank must open and leave the context. Units that
+    are summoned already (nested calls) stay as they are until the outer context ends. The
+    model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
+    communication, so rank 0 alone may call it.
+
+    Args:
+        module: a wrapper, or a module with wrappers below.
+        recurse: all units in ``module``; else only its own, if it is a wrapper.
+        writeback: keep changes. Ranks must make the same ones, unless ``rank0_only``.
+        rank0_only: whole values on rank 0 only, parts on the others; with ``writeback`` rank
+            0's changes go to all.
+        offload_to_cpu: whole values in host memory.
+        with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
+            ``None`` inside.
+
+    Raises:
+        FSDPStateError: a unit is in its forward or backward.
+        UnsupportedError: tensor parallelism has split a parameter too.
+    """
+    found = module_tree.unit_modules(module)
+    chosen: list[UserMethods] = [m for _, m in found if recurse or m is module]
+    for one in chosen:
+        one._fsdp_root.reduce_sums()
+    how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+    with summoned([one._fsdp_unit for one in chosen], how):
+        yield
+
+
+__all__ = ["summon_full_params"]

@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import check_module
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
 from fsdp_dynamo.wrap.unit_module import UnitModule
+from fsdp_dynamo.wrap.user_methods import summon_full_params
 
 
 class FullyShardedDataParallel(UnitModule):
@@ -154,6 +156,21 @@ class FullyShardedDataParallel(UnitModule):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
+
+    # Upstream's static methods. They take any module; those of ``fully_shard`` do not have them.
+
+    summon_full_params = staticmethod(summon_full_params)
+    state_dict_type = staticmethod(methods.state_dict_type)
+    set_state_dict_type = staticmethod(methods.set_state_dict_type)
+    get_state_dict_type = staticmethod(methods.get_state_dict_type)
+    optim_state_dict = staticmethod(methods.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(methods.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_variants.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_variants.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_variants.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_variants.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_variants.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_variants.rekey_optim_state_dict)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:

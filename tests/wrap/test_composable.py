@@ -199,6 +199,8 @@ def _stays_the_users(rank: int, world_size: int) -> dict[str, bool]:
         "parameters are the same objects": dict(model.named_parameters()) == params,
         "two units": asked == [True, False, True, False, False],
         "asking changes nothing": unchanged,
+        "no static methods of the wrapper": not hasattr(model, "summon_full_params")
+        and not hasattr(model, "state_dict_type"),
         "a method that calls the module": twice,
         "the user's hooks see whole parameters": whole and len(seen) == 2,
         "slices are plain": type(model.inner[:1]) is nn.Sequential,
