@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,14 +29,16 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.agreement import exchange
 from fsdp_dynamo.agreement.comparison import require_agreement, require_same, share_from_first
-from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm import collectives, watchdog
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
-SHORT_S = 3.0
-TIMEOUTS_S = {"busy": 4.0, "slow": 4.0, "absent": 2.0}  # of a rank that is at least so late
-LONGER_S = 6.0
+SHORT_S = 1.5
+TIMEOUTS_S = {"an extra recompile": SHORT_S, "busy": 1.0, "slow": 1.0, "absent": 1.0}
+AMPLE_S = 30.0  # where no rank is to wait in vain
+LONGER_S = 2.0  # than the timeouts above
+PERIOD_S = 0.2  # of the watcher
 BOUND_S = 45.0  # on a busy machine; a hang would last as long as the group's timeout, 60 s
 
 
@@ -81,7 +85,7 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
     if differs and how == "a unit skipped":
         plain.order = [0, 1]
     model = in_way(wrapped, way, bucket=False)
-    set_agreement_timeout(SHORT_S)
+    set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
     exchange.announce_compilations()
     dist.barrier()
     try:
@@ -90,7 +94,7 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
             if differs and step == 2 and how == "an extra recompile":
                 plain.order = [0, 2, 1]
             if differs and step == 0 and how == "late":
-                time.sleep(SHORT_S / 2)
+                time.sleep(0.5)
             longer = differs and step == 2 and how == "a recompile for a shape"
             model(torch.randn(4 if longer else 2, 16)).square().mean().backward()
     except DivergenceError as error:
@@ -105,7 +109,10 @@ DIVERGENCES = {
     "other branch": ["collective 0", "unit 'blocks.0'", "unit 'blocks.1'"],
     "other dtype": ["collective 0", "136 float32", "136 bfloat16"],
     "a unit skipped": ["collective 2", "unit 'blocks.2'", "got no further collective"],
-    "an extra recompile": ["nothing from rank(s) 0 within 3 s", "set_agreement_timeout"],
+    "an extra recompile": [
+        f"nothing from rank(s) 0 within {SHORT_S:g} s",
+        "set_agreement_timeout",
+    ],
 }
 
 
@@ -145,7 +152,9 @@ def test_every_rank_of_every_replica_gets_the_error(ranks: RankPool, how: str) -
     """Rank 3 differs; ranks 0 and 3 have no group in common."""
     answers = ranks.run(run_differently, 4, how, "graph")
     messages = [message for message, _ in answers]
-    wanted = ["rank 3"] if how == "other branch" else ["nothing from rank(s) 2 within 3 s"]
+    wanted = (
+        ["rank 3"] if how == "other branch" else [f"nothing from rank(s) 2 within {SHORT_S:g} s"]
+    )
     assert all(words in messages[0] for words in wanted)
     assert messages == messages[:1] * 4
     assert max(seconds for _, seconds in answers) < BOUND_S
@@ -193,7 +202,7 @@ def world() -> dist.ProcessGroup:
 
 def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
     """Three exchanges between ranks of which one differs, is late, or does not come."""
-    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
+    set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
     odd = rank == 1
     if how == "busy" and odd:
         with exchange.busy():  # as while a frame is compiled
@@ -210,7 +219,7 @@ def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
         set_agreement_timeout(10.0)
 
 
-@pytest.mark.parametrize("how", ["equal", pytest.param("busy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["equal", "busy"])
 def test_equal_texts_agree(ranks: RankPool, how: str) -> None:
     assert ranks.run(compare_texts, 3, how) == [["None", "None"]] * 3
 
@@ -225,7 +234,7 @@ def test_texts_are_compared(ranks: RankPool) -> None:
     assert absent[1] == ["absent"]
     for answer in (absent[0], absent[2]):
         assert "the plan of rank(s) 1" in answer[0]
-        assert "nothing within 2 s" in answer[0]
+        assert "nothing within 1 s" in answer[0]
 
 
 def wait_for_each_other(rank: int, world_size: int) -> str:
@@ -268,7 +277,7 @@ def test_compilations_are_announced(ranks: RankPool) -> None:
 
 def share(rank: int, world_size: int, how: str) -> list[str]:
     """What the first rank makes, twice; it may be slow, fail or not come."""
-    set_agreement_timeout(TIMEOUTS_S.get(how, 30.0))
+    set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
 
     def make() -> str:
         if how == "fails":
@@ -288,7 +297,7 @@ def share(rank: int, world_size: int, how: str) -> list[str]:
         set_agreement_timeout(10.0)
 
 
-@pytest.mark.parametrize("how", ["at once", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["at once", "slow"])
 def test_the_first_rank_decides(ranks: RankPool, how: str) -> None:
     assert ranks.run(share, 3, how) == [["made by 0"] * 2] * 3
 
@@ -313,24 +322,31 @@ def test_without_a_shared_store(tmp_path: Path) -> None:
 
 
 def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
-    """Rank 1 comes after some seconds, or leaves a notice instead; the others are blocked."""
+    """Rank 1 comes after some periods, or leaves a notice instead; the others are blocked."""
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+        return _wait_for_the_late(rank, world_size, how)
+
+
+def _wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     group = world()
     store = exchange.shared_store(group)
     entry = f"all_gather x#0 float32 1 - - {group.group_name}"
     require_agreement(group, entry)
     output = torch.zeros(world_size)
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(4 * PERIOD_S)
         if how == "never":
             exchange.leave_notice(store, DivergenceError("rank 1 does not come"))
-            time.sleep(4)
+            store.wait(["ended/0", "ended/2"], timedelta(seconds=BOUND_S))  # connected until then
             return "rank 1 does not come"
     if how == "reduce":  # on a thread of gloo's, not by sends and receives
         output.fill_(1.0)
         reduce = collectives.issue_reduce_mean(output, output, group)
         return outcome(lambda: reduce.wait() or output.tolist())
     gather = collectives.issue_all_gather(output, torch.ones(1), group)
-    return outcome(lambda: gather.wait() or output.tolist())
+    said = outcome(lambda: gather.wait() or output.tolist())
+    store.set(f"ended/{rank}", "")
+    return said
 
 
 @pytest.mark.parametrize("how", ["gather", "reduce", "never"])

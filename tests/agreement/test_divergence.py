@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from ways import in_way
 
 from fsdp_dynamo import FSDP, DivergenceError
+from fsdp_dynamo.comm import watchdog
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 LIMIT_S = 10.0
+PERIOD_S = 0.2
 
 
 class _Branching(Transformer):
@@ -85,7 +88,8 @@ def _diverge(rank: int, world_size: int, way: str, case: str) -> tuple[str, str,
     loss_of(run, batch(rank, 0)).backward()
     began = time.monotonic()
     try:
-        CASES[case][0](run, rank)
+        with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+            CASES[case][0](run, rank)
         return "", "", time.monotonic() - began
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - began
@@ -133,12 +137,13 @@ def test_another_wrap(ranks: RankPool) -> None:
 def _late(rank: int, world_size: int) -> float:
     """One rank is slow: nothing is wrong with that."""
     model = wrap(make_transformer(num_blocks=2))
-    if rank == 1:
-        time.sleep(3.5)
-    loss = loss_of(model, batch(rank, 0))
-    if rank == 0:
-        time.sleep(2.5)
-    loss.backward()
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+        if rank == 1:
+            time.sleep(5 * PERIOD_S)
+        loss = loss_of(model, batch(rank, 0))
+        if rank == 0:
+            time.sleep(4 * PERIOD_S)
+        loss.backward()
     return loss.item()
 
 
