@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written beside, verified, then made current; checked before loading.
+"""Checkpoints that survive crashes: verified before they are published, and again when loaded.
 
     from fsdp_dynamo import checkpoint
 
@@ -11,7 +11,7 @@
             )
     saving.wait()
 
-Tensors are written and read by torch.distributed.checkpoint, each rank's own part of them.
+Each rank writes and reads its own part of every tensor, through torch.distributed.checkpoint.
 """
 
 from fsdp_dynamo.checkpoint.directory import complete

@@ -1,22 +1,22 @@
-"""A folder of checkpoints of one run, and how one of them comes to be and goes.
+"""The checkpoint folder of a run: its layout, and how checkpoints are created and removed.
 
 ::
 
     run/
-        000001-step-100/              complete: its name says so
+        000001-step-100/              complete, as its name shows
         000002-step-200/
-            manifest.json             what is in it: sizes, checksums, format (manifest.py)
+            manifest.json             contents: sizes, checksums, format (manifest.py)
             .metadata                 torch.distributed.checkpoint's index
             __0_0.distcp              rank 0's parts of tensors
             __1_0.distcp
-            shared.pt                 states that all ranks have in common, by rank 0
-            rank-0.pt                 states that rank 0 alone has
+            shared.pt                 states shared by all ranks, written by rank 0
+            rank-0.pt                 states of rank 0 only
             rank-1.pt
         000003-step-300.part/         being written, or left by a run that was killed
 
-Nothing is ever written into a checkpoint that has its final name: renaming a folder is atomic, so
-whoever looks finds all of it or nothing. It goes the other way round. The number in front tells
-which one is the newest: a run that went back to an earlier step has newer ones of lower steps.
+A checkpoint is never modified under its final name. Renaming a folder is atomic, so a reader sees
+all of a checkpoint or none of it; removal renames first, too. The leading number gives the order of
+saving: a run that was resumed from an earlier step has newer checkpoints of lower steps.
 """
 
 from __future__ import annotations
@@ -29,43 +29,42 @@ from pathlib import Path
 from fsdp_dynamo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-SHARED = "shared.pt"
+SHARED_FILE = "shared.pt"
 _COMPLETE = re.compile(r"(\d+)-step-(\d+)")
 _ANY = re.compile(_COMPLETE.pattern + r"(\.part|\.gone)?")
 
 
-def own_file(rank: int) -> str:
-    """The name of the file of what one rank alone has."""
+def rank_file(rank: int) -> str:
+    """Name of the file with the states of one rank."""
     return f"rank-{rank}.pt"
 
 
 def complete(folder: str | Path) -> list[tuple[int, Path]]:
-    """Steps and folders of complete checkpoints, in the order in which they were saved."""
+    """Steps and folders of the complete checkpoints, in the order of saving."""
     return [(step, path) for _, step, path in sorted(_numbered(Path(folder), _COMPLETE))]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Path]]:
-    """Number, step and folder of each."""
+    """Number, step and path of each folder whose name matches."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     matches = [(pattern.fullmatch(path.name), path) for path in paths]
     return [(int(match[1]), int(match[2]), path) for match, path in matches if match]
 
 
 def find(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint of a step, or the newest; ``None``: there is no checkpoint at all.
+    """The newest checkpoint, or the newest of ``step``; ``None`` if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there is none of this step, or ``folder`` is no folder of checkpoints but
-            one of them, or a file.
+        CheckpointError: no checkpoint of this step, or ``folder`` is a file or a single checkpoint.
     """
-    _require_folder_of_checkpoints(folder)
-    there = complete(folder)
+    _require_run_folder(folder)
+    found = complete(folder)
     if step is None:
-        return there[-1][1] if there else None
-    for number, path in reversed(there):
-        if number == step:
+        return found[-1][1] if found else None
+    for saved_step, path in reversed(found):
+        if saved_step == step:
             return path
-    listed = ", ".join(str(number) for number, _ in there)
+    listed = ", ".join(str(saved_step) for saved_step, _ in found)
     raise CheckpointError(
         expected=f"one of the steps {listed or '(there is none)'}",
         got=f"step {step}",
@@ -74,7 +73,7 @@ def find(folder: Path, step: int | None) -> Path | None:
     )
 
 
-def _require_folder_of_checkpoints(folder: Path) -> None:
+def _require_run_folder(folder: Path) -> None:
     own = _COMPLETE.fullmatch(folder.resolve().name)
     if own is not None and (folder / MANIFEST).exists():
         got, fix = (
@@ -89,43 +88,43 @@ def _require_folder_of_checkpoints(folder: Path) -> None:
     raise CheckpointError(expected=expected, got=got, where=f"'{folder}'", fix=fix)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Make an empty folder to write to; remove what killed runs have left."""
+def create_partial(folder: Path, step: int) -> Path:
+    """Create an empty folder to write to, and remove the incomplete ones of killed runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    there = _numbered(folder, _ANY)
-    for _, _, path in there:
+    found = _numbered(folder, _ANY)
+    for _, _, path in found:
         if path.suffix:
             shutil.rmtree(path)
-    number = 1 + max((number for number, _, _ in there), default=0)
+    number = 1 + max((number for number, _, _ in found), default=0)
     part = folder / f"{number:06d}-step-{step}.part"
     part.mkdir()
     return part
 
 
 def publish(part: Path) -> Path:
-    """Give a folder its final name, for good once this has returned."""
-    sync_folder(part)
+    """Give a folder its final name; durable once this returns."""
+    fsync_folder(part)
     path = part.with_suffix("")
     part.rename(path)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
     return path
 
 
-def keep(folder: Path, last: int | None) -> None:
-    """Remove all but the newest ``last`` checkpoints; ``None``: keep all."""
-    for _, path in complete(folder)[:-last] if last else ():
+def remove_old(folder: Path, keep_last: int | None) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints; ``None``: keep all."""
+    for _, path in complete(folder)[:-keep_last] if keep_last else ():
         gone = path.with_name(f"{path.name}.gone")
-        path.rename(gone)  # half a checkpoint must not look like one
+        path.rename(gone)  # a partly removed checkpoint must not look complete
         shutil.rmtree(gone)
 
 
 def discard(part: Path) -> None:
-    """Remove a folder that will not become a checkpoint."""
+    """Remove a folder that will not be published."""
     shutil.rmtree(part, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make sure that names in a folder outlast the machine."""
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: everything is checked before anything is changed."""
+"""Loading of checkpoints: everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
+from fsdp_dynamo.checkpoint import auxiliary_states, manifest, saving, tensor_states
 from fsdp_dynamo.checkpoint import directory as folders
-from fsdp_dynamo.checkpoint import manifest, other_states, saving, tensor_states
-from fsdp_dynamo.checkpoint.integrity import require_intact, require_present
+from fsdp_dynamo.checkpoint.auxiliary_states import StatefulObject
+from fsdp_dynamo.checkpoint.integrity import require_checksums, require_complete_files
 from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.other_states import Kept
-from fsdp_dynamo.checkpoint.rank_coordination import Concert, meet, torchs_errors
+from fsdp_dynamo.checkpoint.rank_coordination import (
+    RankCoordinator,
+    coordinate_ranks,
+    translate_dcp_errors,
+)
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
 from fsdp_dynamo.checkpoint.storage_reader import LoadPlanner, Reader
 from fsdp_dynamo.errors import CheckpointError
@@ -25,14 +29,14 @@ from fsdp_dynamo.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
-        step: of the run when it was saved.
+        step: the run's step when it was saved.
         path: the checkpoint's folder.
-        world_size: ranks that had saved it.
-        is_exact: whether states of each rank (random numbers, ``per_rank``) were put back, too.
-            Not so with another number of ranks: nobody can say which rank's are whose.
+        world_size: number of ranks that saved it.
+        is_exact: whether the states of single ranks (random numbers, ``per_rank``) were restored.
+            They are not if the number of ranks has changed: they belong to no rank then.
     """
 
     step: int
@@ -47,138 +51,143 @@ def load(
     optimizers: OneOrMore = (),
     *,
     step: int | None = None,
-    shared: Mapping[str, Kept] | None = None,
-    per_rank: Mapping[str, Kept] | None = None,
+    shared: Mapping[str, StatefulObject] | None = None,
+    per_rank: Mapping[str, StatefulObject] | None = None,
 ) -> Loaded | None:
     """Load a checkpoint of ``save`` into a model of any sharding; every rank must call it.
 
-    All files are compared with their checksums first, each by one of the ranks. An optimizer need
+    All files are first compared with their checksums, each by one of the ranks. An optimizer need
     not have made a step.
 
     Args:
-        folder: of all checkpoints of the run.
-        model: of the same parameters as the one that was saved, sharded in any way or not.
-        optimizers: one or several; leave them out to load the model only.
-        step: which one to load; ``None``: the newest complete one.
-        shared: as for ``save``; those that are given are put back.
-        per_rank: as for ``save``; those that are given are put back.
+        folder: the run's checkpoint folder.
+        model: has the same parameters as the one that was saved, under any sharding or none.
+        optimizers: one or several; leave them out to load only the model.
+        step: the checkpoint to load; ``None``: the newest complete one.
+        shared: as for ``save``; the given ones are restored.
+        per_rank: as for ``save``; the given ones are restored.
 
     Returns:
-        What was loaded; ``None`` where there is no checkpoint at all and ``step`` is not given.
+        The checkpoint; ``None`` if there is none at all and ``step`` is not given.
 
     Raises:
-        CheckpointError: a file is missing or damaged (names it, and the FQNs it holds), or the
-            checkpoint is one of another model, or of a newer format. On every rank; nothing was
-            changed. Also where a rank has died, or does not come.
-        DivergenceError: ranks want to load something different.
-        FSDPTypeError: something in ``optimizers``, ``shared`` or ``per_rank`` is not what it is to
-            be; nothing was changed.
+        CheckpointError: a file is missing or damaged (names it and the FQNs it holds), or the
+            checkpoint belongs to another model or has a newer format. On every rank; nothing was
+            changed. Also if a rank has died or does not come.
+        DivergenceError: ranks want to load different checkpoints or states.
+        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
+            nothing was changed.
         FSDPValueError: an optimizer's parameters or groups are not those that were saved; nothing
             was changed.
     """
-    kept, own = dict(shared or {}), dict(per_rank or {})
-    failure = saving.failure_of_last()
-    names = (tuple(sorted(kept)), tuple(sorted(own)))
-    concert = meet("checkpoint to load", f"step {step!r}, states {names}")
-    given: list[list[torch.optim.Optimizer]] = []
+    shared, per_rank = dict(shared or {}), dict(per_rank or {})
+    failure = saving.error_of_pending_save()
+    names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
+    coordinator = coordinate_ranks("checkpoint to load", f"step {step!r}, states {names}")
 
-    def check() -> None:
+    def check() -> list[torch.optim.Optimizer]:
         if failure is not None:
             raise failure
-        other_states.require_stateful(kept, "shared")
-        other_states.require_stateful(own, "per_rank")
-        given.append(as_list(optimizers))
+        auxiliary_states.require_stateful(shared, "shared")
+        auxiliary_states.require_stateful(per_rank, "per_rank")
+        return as_list(optimizers)
 
-    concert.all(check)
-    path = concert.first(lambda: folders.find(Path(folder), step))
+    optimizers = coordinator.run_locally(check)
+    path = coordinator.run_on_first(lambda: folders.find(Path(folder), step))
     if path is None:
         return None
-    found = _checked(concert, path, names)
-    is_exact = found.world_size == concert.size
-    states: list[tuple[Any, Any]] = []
-    concert.all(lambda: states.append(_small_states(path, concert.rank, is_exact)))
-    shared_states, own_states = states[0]
-    _load_tensors(concert, path, model, given[0], shared_states["model"])
-    concert.all(lambda: _put_back(shared_states["shared"], own_states, kept, own))
+    found = _checked_manifest(coordinator, path, names)
+    is_exact = found.world_size == coordinator.size
+    shared_states, own_states = coordinator.run_locally(
+        lambda: _read_auxiliary_states(path, coordinator.rank, is_exact)
+    )
+    _load_tensors(coordinator, path, model, optimizers, shared_states["model"])
+
+    def restore() -> None:
+        auxiliary_states.restore_states(shared, shared_states["shared"])
+        if own_states is not None:
+            auxiliary_states.restore_states(per_rank, own_states["per_rank"])
+            auxiliary_states.set_random_state(own_states["random"])
+
+    coordinator.run_locally(restore)
     if not is_exact:
         warnings.warn(
-            f"'{path}' was saved by {found.world_size} ranks, and {concert.size} load it: states "
-            "of single ranks (random numbers, per_rank) stay as they are.",
+            f"'{path}' was saved by {found.world_size} ranks and is loaded by {coordinator.size}: "
+            "states of single ranks (random numbers, per_rank) stay as they are.",
             stacklevel=2,
         )
     return Loaded(found.step, path, found.world_size, is_exact)
 
 
-def _checked(concert: Concert, path: Path, names: tuple[tuple[str, ...], ...]) -> Manifest:
+def _checked_manifest(
+    coordinator: RankCoordinator, path: Path, names: tuple[tuple[str, ...], ...]
+) -> Manifest:
+    """The manifest, once all files agree with it and have the states of these names."""
+
     def check() -> Manifest:
         found = manifest.read(path)
         for kind, wanted, saved in zip(
             ("shared", "per_rank"), names, (found.shared, found.per_rank), strict=True
         ):
             _require_names(path, kind, wanted, saved)
-        require_present(path, found)
+        require_complete_files(path, found)
         return found
 
-    found = concert.all(check)[0]
-    concert.all(lambda: require_intact(path, found, concert.rank, concert.size))
+    found = coordinator.run_on_all(check)[0]
+    coordinator.run_locally(
+        lambda: require_checksums(path, found, coordinator.rank, coordinator.size)
+    )
     return found
 
 
 def _load_tensors(
-    concert: Concert,
+    coordinator: RankCoordinator,
     path: Path,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     others: Mapping[str, Any],
 ) -> None:
-    """The states of optimizers first, into new memory: until all of it fits, nothing is changed."""
+    """Read optimizer states first, into new memory: nothing is changed unless all of it fits."""
     reader = Reader(path)
     index = reader.read_metadata()
-    states: dict[str, dict[str, Any]] = {}
 
-    def prepare() -> None:
-        states["model"] = tensor_states.model_to_load(index, others, model)
-        states["optimizers"] = tensor_states.optimizers_to_load(index, model, optimizers)
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        return (
+            tensor_states.model_tensors(index, others, model),
+            tensor_states.allocate_optim_states(index, model, optimizers),
+        )
 
     def read(state: dict[str, Any]) -> None:
-        alone = concert.group is None
-        with torchs_errors():
+        with translate_dcp_errors():
             state_dict_loader.load(
                 state,
                 storage_reader=reader,
                 planner=LoadPlanner(),
-                process_group=concert.group,
-                no_dist=alone,
+                process_group=coordinator.group,
+                no_dist=coordinator.group is None,
             )
 
-    concert.all(prepare)
-    give: list[Callable[[], None]] = []
+    model_tensors, optimizer_tensors = coordinator.run_locally(prepare)
+    load_optimizers: Callable[[], None] | None = None
     if optimizers:
-        concert.all(lambda: read(states["optimizers"]))
-        concert.all(
-            lambda: give.append(tensor_states.giver(states["optimizers"], index, model, optimizers))
+        coordinator.run_locally(lambda: read(optimizer_tensors))
+        load_optimizers = coordinator.run_locally(
+            lambda: tensor_states.prepare_optimizer_load(
+                optimizer_tensors, index, model, optimizers
+            )
         )
-    concert.all(lambda: read(states["model"]))
-    concert.all(lambda: tensor_states.take(states["model"], others, model))
-    for one in give:
-        one()
+    coordinator.run_locally(lambda: read(model_tensors))
+    coordinator.run_locally(lambda: tensor_states.load_model(model_tensors, others, model))
+    if load_optimizers is not None:
+        load_optimizers()
 
 
-def _small_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
-    """States of all ranks, and of this one (``None`` where nobody can say which are whose)."""
-    shared = other_states.unpacked((path / folders.SHARED).read_bytes())
+def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
+    """States shared by all ranks, and those of this rank (``None`` unless ``is_exact``)."""
+    shared = auxiliary_states.deserialize((path / folders.SHARED_FILE).read_bytes())
     if not is_exact:
         return shared, None
-    return shared, other_states.unpacked((path / folders.own_file(rank)).read_bytes())
-
-
-def _put_back(
-    shared: Mapping[str, Any], own: Any, kept: Mapping[str, Kept], per_rank: Mapping[str, Kept]
-) -> None:
-    other_states.give_back(kept, shared)
-    if own is not None:
-        other_states.give_back(per_rank, own["per_rank"])
-        other_states.set_random_state(own["random"])
+    return shared, auxiliary_states.deserialize((path / folders.rank_file(rank)).read_bytes())
 
 
 def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:
@@ -188,5 +197,5 @@ def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[
             expected=f"{kind} states {', '.join(wanted)}",
             got=f"a checkpoint without '{missing[0]}' (it has: {', '.join(saved) or 'none'})",
             where=f"checkpoint '{path}'",
-            fix="Leave out what was not saved.",
+            fix="Leave out the states that were not saved.",
         )

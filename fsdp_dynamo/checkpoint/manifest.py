@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: sizes and checksums of its files, and what can be loaded from it.
+"""A checkpoint's manifest: sizes and checksums of its files, and the states that it contains.
 
-The manifest is written last, and read and checked first. Checksums are CRC-32: they find what disks
-and networks do to bytes; they are no protection from somebody who changes files on purpose.
+The manifest is written last, and is read and checked first. Checksums are CRC-32: they detect
+corruption by disks and networks, not deliberate tampering.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_dynamo.checkpoint.directory import MANIFEST
-from fsdp_dynamo.checkpoint.throttle import PIECE, Pace
+from fsdp_dynamo.checkpoint.throttle import CHUNK_BYTES, Throttle
 from fsdp_dynamo.errors import CheckpointError
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Sum:
+class FileChecksum:
     """A file's size in bytes and its CRC-32."""
 
     size: int
@@ -35,36 +35,36 @@ class Manifest:
 
     Attributes:
         step: of the training run.
-        world_size: ranks that have written it.
-        shared: names of states that all ranks have in common.
-        per_rank: names of states of each rank.
-        files: all files but the manifest, by name.
-        format: version of all this.
+        world_size: number of ranks that wrote it.
+        shared: names of the states shared by all ranks.
+        per_rank: names of the states of single ranks.
+        files: all files except the manifest, by name.
+        format: version of the layout.
     """
 
     step: int
     world_size: int
     shared: tuple[str, ...]
     per_rank: tuple[str, ...]
-    files: Mapping[str, Sum]
+    files: Mapping[str, FileChecksum]
     format: int = FORMAT
 
 
-def sum_of(path: Path, pace: Pace | None = None) -> Sum:
-    """Read a file from its begin to its end."""
+def checksum_of(path: Path, throttle: Throttle | None = None) -> FileChecksum:
+    """Checksum of a file, which is read as a whole."""
     size = crc = 0
-    buffer = memoryview(bytearray(PIECE))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             crc = zlib.crc32(buffer[:count], crc)
             size += count
-            if pace is not None:
-                pace.rest()
-    return Sum(size, crc)
+            if throttle is not None:
+                throttle.pause()
+    return FileChecksum(size, crc)
 
 
 def write(manifest: Manifest, folder: Path) -> None:
-    """Write it with a checksum of its own."""
+    """Write a manifest with a checksum of its own."""
     content = _canonical(asdict(manifest))
     text = f'{{"crc32": {zlib.crc32(content.encode())},\n"content": {content}}}\n'
     with (folder / MANIFEST).open("w") as file:
@@ -85,11 +85,11 @@ def read(folder: Path) -> Manifest:
         content = given["content"]
         is_whole = zlib.crc32(_canonical(content).encode()) == given["crc32"]
     except FileNotFoundError:
-        raise _wrong(path, "a manifest", "no such file") from None
+        raise _read_error(path, "a manifest", "no such file") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise _wrong(path, "a manifest", f"something unreadable ({error})") from None
+        raise _read_error(path, "a manifest", f"something unreadable ({error})") from None
     if not is_whole:
-        raise _wrong(path, "content that fits its checksum", "a damaged file")
+        raise _read_error(path, "content that fits its checksum", "a damaged file")
     if content["format"] > FORMAT:
         raise CheckpointError(
             expected=f"format {FORMAT} or older",
@@ -101,7 +101,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    files = {name: Sum(**one) for name, one in content["files"].items()}
+    files = {name: FileChecksum(**one) for name, one in content["files"].items()}
     lists = {name: tuple(content[name]) for name in ("shared", "per_rank")}
     return Manifest(**{**content, **lists, "files": files})
 
@@ -110,7 +110,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def _wrong(path: Path, expected: str, got: str) -> CheckpointError:
+def _read_error(path: Path, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
         expected=expected,
         got=got,

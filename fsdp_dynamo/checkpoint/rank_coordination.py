@@ -1,4 +1,4 @@
-"""Ranks that do something together: what one of them fails at, all of them learn."""
+"""Actions that all ranks run together: a failure on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
 
 T = TypeVar("T")
 
-PATIENCE_S = 300.0
-"""How late a rank may come to a save or load: one of them may have evaluated, or written a log."""
+ARRIVAL_TIMEOUT_S = 300.0
+"""How late a rank may start a save or load: one of them may have run an evaluation before."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""By the default group: one of the same ranks for texts and small objects alone, which may be used
-by another thread while the model communicates."""
+"""By default group: a group of the same ranks that carries only small objects, so that another
+thread may use it while the model communicates."""
 
 
 @dataclass(frozen=True)
-class Concert:
-    """All ranks of a run.
+class RankCoordinator:
+    """Runs actions on all ranks and shares their outcome.
 
     Attributes:
-        group: a gloo group of theirs; ``None``: this process is the only one.
-        rank: this one's.
-        size: how many they are.
+        group: a gloo group of all ranks; ``None`` if this process is the only one.
+        rank: this process's rank.
+        size: number of ranks.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
-    def all(self, act: Callable[[], T]) -> list[T]:
-        """Every rank acts; returns what each returned, by rank.
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Run an action on every rank; returns all ranks' results, by rank.
 
         Raises:
-            CheckpointError: on every rank, if one of them raised, or has died. A rank that raised
-                another error of this package raises that one again.
+            CheckpointError: on every rank, if the action raised on one, or a rank has died. A rank
+                whose action raised another error of this package raises that error instead.
         """
         value: T | None = None
         failure: Exception | None = None
         try:
-            value = act()
+            value = action()
         except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
             failure = error
-        own = (value, None if failure is None else said_of(failure))
+        own = (value, None if failure is None else error_text(failure))
         answers = [own] * self.size
         if self.group is not None:
             self._gather(answers, own)
@@ -64,71 +64,83 @@ class Concert:
             raise CheckpointError(_joined(failures)) from failure
         return [answer for answer, _ in answers]  # type: ignore[misc]
 
+    def run_locally(self, action: Callable[[], T]) -> T:
+        """``run_on_all`` for a result that only this rank needs; it is not sent."""
+        results: list[T] = []
+        self.run_on_all(lambda: results.append(action()))
+        return results[0]
+
     def _gather(self, answers: list[Any], own: object) -> None:
         try:
             dist.all_gather_object(answers, own, group=self.group)
         except RuntimeError as error:
-            raise self.broken(error) from error
+            raise self.unreachable_error(error) from error
 
-    def broken(self, error: RuntimeError) -> CheckpointError:
-        """What is raised when ranks are out of reach."""
+    def unreachable_error(self, error: RuntimeError) -> CheckpointError:
+        """The error for a rank that does not answer."""
         return CheckpointError(
-            expected=f"all {self.size} ranks to come and to go on",
+            expected=f"all {self.size} ranks to take part",
             got=str(error).split("\n")[0],
             where=f"rank {self.rank}",
             fix="A rank has died, is stuck, or does not save or load. Start all ranks again; "
-            "complete checkpoints are as they were.",
+            "complete checkpoints are unchanged.",
         )
 
-    def first(self, act: Callable[[], T]) -> T:
-        """The first rank acts; every rank gets what it returned.
+    def run_on_first(self, action: Callable[[], T]) -> T:
+        """Run an action on the first rank; returns its result on every rank.
 
         Raises:
-            CheckpointError: on every rank, if the first one raised; see ``all``.
+            CheckpointError: on every rank, if the action raised; see ``run_on_all``.
         """
-        return self.all(lambda: act() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        results = self.run_on_all(lambda: action() if self.rank == 0 else None)
+        return results[0]  # type: ignore[return-value]
 
 
-def meet(what: str, text: str) -> Concert:
-    """Bring all ranks together; every rank must call it, with the same text.
+def coordinate_ranks(what: str, text: str) -> RankCoordinator:
+    """Wait for all ranks and compare their texts; every rank must call it.
+
+    Args:
+        what: the operation, for messages.
+        text: its arguments, which must be the same on all ranks.
 
     Raises:
         DivergenceError: a rank's text differs. All ranks may go on.
-        CheckpointError: a rank has died, or has not come within ``PATIENCE_S``.
+        CheckpointError: a rank has died, or has not come within ``ARRIVAL_TIMEOUT_S``.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
-        return Concert(None, 0, 1)
-    concert = Concert(_group_beside(world), world.rank(), world.size())
-    if not _is_same(concert, zlib.crc32(text.encode())):
-        _raise_difference(what, concert.all(lambda: text))
-    return concert
+        return RankCoordinator(None, 0, 1)
+    coordinator = RankCoordinator(_coordination_group(world), world.rank(), world.size())
+    if not _is_same_on_all(coordinator, zlib.crc32(text.encode())):
+        _raise_divergence(what, coordinator.run_on_all(lambda: text))
+    return coordinator
 
 
-def _group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _coordination_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     if world not in _groups:
         try:
-            dist.barrier()  # finds out about a rank that has died, which making a group does not
+            dist.barrier()  # detects a dead rank, which new_group() does not
         except RuntimeError as error:
-            raise Concert(world, world.rank(), world.size()).broken(error) from error
+            coordinator = RankCoordinator(world, world.rank(), world.size())
+            raise coordinator.unreachable_error(error) from error
         _groups[world] = dist.new_group(backend="gloo")
     return _groups[world]
 
 
-def _is_same(concert: Concert, number: int) -> bool:
-    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(concert.size)]
-    work = dist.all_gather(numbers, torch.tensor([number]), group=concert.group, async_op=True)
+def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(coordinator.size)]
+    work = dist.all_gather(numbers, torch.tensor([number]), group=coordinator.group, async_op=True)
     try:
-        work.wait(timedelta(seconds=PATIENCE_S))
+        work.wait(timedelta(seconds=ARRIVAL_TIMEOUT_S))
     except RuntimeError as error:
-        raise concert.broken(error) from error
+        raise coordinator.unreachable_error(error) from error
     return len({int(one) for one in numbers}) == 1
 
 
-def _raise_difference(what: str, texts: list[str]) -> None:
+def _raise_divergence(what: str, texts: list[str]) -> None:
     differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
     raise DivergenceError(
-        expected=f"the same on all ranks, {texts[0]} as on rank 0",
+        expected=f"the same arguments on all ranks, {texts[0]} as on rank 0",
         got=f"{texts[differing[0]]} on rank(s) {', '.join(map(str, differing))}",
         where=what,
         fix="Call it with the same arguments on all ranks. Nothing was changed.",
@@ -136,28 +148,28 @@ def _raise_difference(what: str, texts: list[str]) -> None:
 
 
 @contextmanager
-def torchs_errors() -> Iterator[None]:
-    """Errors of torch.distributed.checkpoint, which are no ``Exception``, as one of ours."""
+def translate_dcp_errors() -> Iterator[None]:
+    """Raise errors of torch.distributed.checkpoint, which are no ``Exception``s, as our own."""
     try:
         yield
     except CheckpointException as error:
-        failures = {rank: said_of(one) for rank, (one, _) in error.failures.items()}
+        failures = {rank: error_text(one) for rank, (one, _) in error.failures.items()}
         raise CheckpointError(_joined(failures)) from error
 
 
-def said_of(error: BaseException) -> str:
-    """What an error says; of ours, what was expected, what came, and what to do."""
+def error_text(error: BaseException) -> str:
+    """An error's message, with its class unless it is a ``CheckpointError``."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _joined(failures: dict[int, str]) -> str:
-    """Texts of ranks; one that several ranks have said comes once."""
+    """Messages with their ranks, each distinct message once."""
     ranks: dict[str, list[int]] = {}
     for rank, text in failures.items():
         ranks.setdefault(text, []).append(rank)
     return "\n".join(
-        text if text.startswith("rank ") else f"rank {', '.join(map(str, who))}: {text}"
-        for text, who in ranks.items()
+        text if text.startswith("rank ") else f"rank {', '.join(map(str, failed))}: {text}"
+        for text, failed in ranks.items()
     )

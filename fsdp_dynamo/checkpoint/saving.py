@@ -1,4 +1,4 @@
-"""Writing a checkpoint: beside the others, verified, then made current."""
+"""Saving of checkpoints: written to a temporary folder, verified, then published."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 
 from fsdp_dynamo.agreement.comparison import difference
+from fsdp_dynamo.checkpoint import auxiliary_states, manifest, tensor_states
 from fsdp_dynamo.checkpoint import directory as folders
-from fsdp_dynamo.checkpoint import manifest, other_states, tensor_states
-from fsdp_dynamo.checkpoint.integrity import require_present, require_written
+from fsdp_dynamo.checkpoint.auxiliary_states import StatefulObject
+from fsdp_dynamo.checkpoint.integrity import require_complete_files, require_readback
 from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.other_states import Kept
-from fsdp_dynamo.checkpoint.rank_coordination import Concert, meet, said_of, torchs_errors
+from fsdp_dynamo.checkpoint.rank_coordination import (
+    RankCoordinator,
+    coordinate_ranks,
+    error_text,
+    translate_dcp_errors,
+)
 from fsdp_dynamo.checkpoint.storage_reader import SavePlanner
 from fsdp_dynamo.checkpoint.storage_writer import Writer
-from fsdp_dynamo.checkpoint.throttle import Pace
+from fsdp_dynamo.checkpoint.throttle import Throttle
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -34,23 +39,24 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.state_dict import optim_state
 
-_SHARE = 0.2
-"""Of a processor's time, for writing in the background."""
+_BACKGROUND_DUTY_CYCLE = 0.2
+"""Fraction of one processor's time that writing in the background may use."""
 
-Told = tuple[Sequence[dist.ProcessGroup], str]
-"""Whose ranks must tell the same, and what this one tells."""
+Comparison = tuple[Sequence[dist.ProcessGroup], str]
+"""Groups whose ranks must have equal texts, and this rank's text."""
 
 OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...]
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What this rank writes: nothing that training changes, where that goes on.
+    """Everything that this rank writes; independent of the model if training goes on.
 
     Attributes:
+        step: of the run.
         tensors: for torch.distributed.checkpoint.
-        shared, own: bytes of the files of small states.
-        names: of small states, shared and of each rank.
+        shared, own: contents of the files of auxiliary states.
+        names: of the auxiliary states, shared and per rank.
     """
 
     step: int
@@ -61,7 +67,7 @@ class _Content:
 
 
 class Saving:
-    """A checkpoint that is being written while training goes on; ``async_save`` makes it."""
+    """A checkpoint that is written while training goes on, from ``async_save``."""
 
     def __init__(self, write: Callable[[], Path]) -> None:
         self._path: Path | None = None
@@ -72,12 +78,12 @@ class Saving:
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self._path = write()
-        except Exception as error:  # noqa: BLE001  # raised where somebody waits; perhaps nobody
+        except Exception as error:  # noqa: BLE001  # raised by wait(), which may never be called
             self._error = error
-            warnings.warn(f"a checkpoint was not saved: {said_of(error)}", stacklevel=1)
+            warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
 
     def is_done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether it is complete or has failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -87,20 +93,20 @@ class Saving:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: it could not be written. Older checkpoints are as they were.
+            CheckpointError: it could not be written. Older checkpoints are unchanged.
         """
-        global _last
+        global _pending
         self._thread.join()
-        if _last is self:
-            _last = None
+        if _pending is self:
+            _pending = None
         if self._error is not None:
-            raise CheckpointError(said_of(self._error)) from self._error
+            raise CheckpointError(error_text(self._error)) from self._error
         assert self._path is not None
         return self._path
 
 
-_last: Saving | None = None
-"""The one that may still be written: there is never more than one."""
+_pending: Saving | None = None
+"""The checkpoint that may still be in progress; there is never more than one."""
 
 
 def async_save(
@@ -109,21 +115,21 @@ def async_save(
     optimizers: OneOrMore = (),
     *,
     step: int,
-    shared: Mapping[str, Kept] | None = None,
-    per_rank: Mapping[str, Kept] | None = None,
+    shared: Mapping[str, StatefulObject] | None = None,
+    per_rank: Mapping[str, StatefulObject] | None = None,
     keep_last: int | None = None,
 ) -> Saving:
-    """``save`` whose writing goes on in the background; every rank must call it.
+    """``save`` that writes in the background; every rank must call it.
 
-    It returns when this rank's part of everything has been copied to memory on the CPU. If an
-    earlier one is still being written, it waits for that first, and raises what that has met.
-    Call ``wait()`` on what it returns before the process group is destroyed. For the arguments and
-    errors see ``save``; what goes wrong while writing is raised by ``wait()``.
+    It returns when this rank's part of everything has been copied to host memory. If an earlier
+    checkpoint is still being written, it waits for that first and raises its error, if any. Call
+    ``wait()`` on the result before the process group is destroyed. Arguments and errors are those
+    of ``save``; errors of the writing itself are raised by ``wait()``.
     """
-    global _last
-    write = _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
-    _last = Saving(write)
-    return _last
+    global _pending
+    write = _prepare(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
+    _pending = Saving(write)
+    return _pending
 
 
 def save(
@@ -132,170 +138,174 @@ def save(
     optimizers: OneOrMore = (),
     *,
     step: int,
-    shared: Mapping[str, Kept] | None = None,
-    per_rank: Mapping[str, Kept] | None = None,
+    shared: Mapping[str, StatefulObject] | None = None,
+    per_rank: Mapping[str, StatefulObject] | None = None,
     keep_last: int | None = None,
 ) -> Path:
     """Write a checkpoint; every rank must call it, with the same arguments.
 
     Each rank writes its own part of the model's and the optimizers' tensors; nothing is gathered.
-    What is written is read back and compared. Only then does the folder get its final name, so a
-    run that is killed at any time leaves the checkpoints that were there, and perhaps this one.
+    The files are read back and compared before the folder gets its final name, so a run that is
+    killed at any time leaves the existing checkpoints, and perhaps this one.
 
     Args:
-        folder: of all checkpoints of the run, on storage that all ranks see.
+        folder: the run's checkpoint folder, on storage that all ranks see.
         model: wrapped, composable, or plain on a single rank.
         optimizers: one or several, of parameters of the model.
-        step: of the run; the checkpoint's name.
-        shared: states that are the same on all ranks (scheduler, gradient scaler), by name; what
-            has ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. Rank 0's is saved.
-        per_rank: the same, of states that each rank has for itself (data loader).
-        keep_last: how many checkpoints to keep, this one among them; ``None``: all.
+        step: of the run; names the checkpoint.
+        shared: objects whose state is the same on all ranks (scheduler, gradient scaler), by name;
+            they have ``state_dict`` and ``load_state_dict``, or are a ``torch.Generator``. Rank 0's
+            states are saved.
+        per_rank: the same, of objects whose state differs between ranks (data loader).
+        keep_last: number of checkpoints to keep, including this one; ``None``: all.
 
-    Random number states of Python, NumPy and torch are always in it, for each rank.
+    Random number states of Python, NumPy and torch are always saved, for each rank.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it could not be written; names the file and what it was to hold. On every
-            rank; older checkpoints are as they were. Also where a rank has died, or does not come.
-        DivergenceError: ranks want to save something different.
-        FSDPTypeError: something in ``optimizers``, ``shared`` or ``per_rank`` is not what it is to
-            be; nothing was written.
-        FSDPValueError: ``step`` or ``keep_last`` is no whole number, or too small; an optimizer of
-            other parameters, or two of the same one; nothing was written.
-        UnsupportedError: a state that could not be read again; nothing was written.
+        CheckpointError: it could not be written; names the file and the entry. On every rank; older
+            checkpoints are unchanged. Also if a rank has died or does not come.
+        DivergenceError: ranks want to save different steps or states.
+        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
+            nothing was written.
+        FSDPValueError: ``step`` or ``keep_last`` is not an integer or too small; an optimizer has
+            parameters of another model, or two have the same one; nothing was written.
+        UnsupportedError: a state could not be loaded again; nothing was written.
     """
-    return _prepared(folder, model, optimizers, step, shared, per_rank, keep_last, copied=False)()
+    return _prepare(folder, model, optimizers, step, shared, per_rank, keep_last, copied=False)()
 
 
-def _prepared(
+def _prepare(
     folder: str | Path,
     model: nn.Module,
     optimizers: OneOrMore,
     step: int,
-    shared: Mapping[str, Kept] | None,
-    per_rank: Mapping[str, Kept] | None,
+    shared: Mapping[str, StatefulObject] | None,
+    per_rank: Mapping[str, StatefulObject] | None,
     keep_last: int | None,
     *,
     copied: bool,
 ) -> Callable[[], Path]:
-    """Collect what is to be written; returns what writes it."""
-    kept, own = dict(shared or {}), dict(per_rank or {})
-    names = (tuple(sorted(kept)), tuple(sorted(own)))
-    failure = failure_of_last()
-    concert = meet("checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}")
-    content: list[_Content] = []
-    told: list[Told] = []
+    """Collect this rank's content; returns the function that writes it."""
+    shared, per_rank = dict(shared or {}), dict(per_rank or {})
+    names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
+    failure = error_of_pending_save()
+    coordinator = coordinate_ranks(
+        "checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}"
+    )
+    comparisons: list[Comparison] = []
 
-    def collect() -> None:  # without communication: a rank may fail alone
+    def collect() -> _Content:  # without communication: a rank may fail alone
         if failure is not None:
             raise failure
         _require_numbers(step, keep_last)
-        other_states.require_stateful(kept, "shared")
-        other_states.require_stateful(own, "per_rank")
-        state, others = tensor_states.to_save(
-            model, as_list(optimizers), lambda *one: told.append(one)
+        auxiliary_states.require_stateful(shared, "shared")
+        auxiliary_states.require_stateful(per_rank, "per_rank")
+        state, others = tensor_states.tensors_to_save(
+            model, as_list(optimizers), lambda *comparison: comparisons.append(comparison)
         )
-        content.append(
-            _Content(
-                step,
-                tensor_states.copied(state) if copied else state,
-                other_states.packed({"shared": other_states.states_of(kept), "model": others}),
-                other_states.packed(
-                    {
-                        "random": other_states.random_state(),
-                        "per_rank": other_states.states_of(own),
-                    }
-                ),
-                names,
-            )
+        shared_states = auxiliary_states.collect_states(shared)
+        own_states = auxiliary_states.collect_states(per_rank)
+        random_state = auxiliary_states.random_state()
+        return _Content(
+            step,
+            tensor_states.copied(state) if copied else state,
+            auxiliary_states.serialize({"shared": shared_states, "model": others}),
+            auxiliary_states.serialize({"random": random_state, "per_rank": own_states}),
+            names,
         )
 
-    concert.all(collect)
-    _require_alike(concert, told)
-    pace = Pace(_SHARE if copied else 1.0)
-    return lambda: _write(concert, Path(folder), content.pop(), keep_last, pace)
+    content = [coordinator.run_locally(collect)]
+    _require_same_optim_states(coordinator, comparisons)
+    throttle = Throttle(_BACKGROUND_DUTY_CYCLE if copied else 1.0)
+    # ``pop``: the content is freed when it has been written, not with the function.
+    return lambda: _write(coordinator, Path(folder), content.pop(), keep_last, throttle)
 
 
-def _require_alike(concert: Concert, told: list[Told]) -> None:
-    """Compare what ranks tell of their optimizers' states; checksums first, which are short."""
-    sums = concert.all(lambda: zlib.crc32("\n".join(text for _, text in told).encode()))
-    if len(set(sums)) == 1:
+def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[Comparison]) -> None:
+    """Compare the ranks' descriptions of optimizer states; their checksums first, for speed."""
+    own = [text for _, text in comparisons]
+    checksums = coordinator.run_on_all(lambda: zlib.crc32("\n".join(own).encode()))
+    if len(set(checksums)) == 1:
         return
-    every = concert.all(lambda: [text for _, text in told])
+    all_texts = coordinator.run_on_all(lambda: own)
 
     def compare() -> None:
-        for position, (groups, _) in enumerate(told):
+        for position, (groups, _) in enumerate(comparisons):
             for group in groups:
                 ranks = dist.get_process_group_ranks(group)
-                texts = {rank: every[rank][position] for rank in ranks}
+                texts = {rank: all_texts[rank][position] for rank in ranks}
                 message = difference(optim_state.STATES, texts, optim_state.ALIKE)
                 if message is not None:
                     raise DivergenceError(message)
 
-    concert.all(compare)
+    coordinator.run_on_all(compare)
 
 
 def _write(
-    concert: Concert, folder: Path, content: _Content, keep_last: int | None, pace: Pace
+    coordinator: RankCoordinator,
+    folder: Path,
+    content: _Content,
+    keep_last: int | None,
+    throttle: Throttle,
 ) -> Path:
-    pace.begin()
-    part = concert.first(lambda: folders.begin(folder, content.step))
+    throttle.begin()
+    part = coordinator.run_on_first(lambda: folders.create_partial(folder, content.step))
     try:
-        sums = _written(concert, part, content, pace)
-        listed = Manifest(content.step, concert.size, *content.names, sums)
-        concert.all(lambda: require_present(part, listed))  # is it one storage that all ranks see?
-        path = concert.first(lambda: _published(part, listed))
+        checksums = _write_files(coordinator, part, content, throttle)
+        listed = Manifest(content.step, coordinator.size, *content.names, checksums)
+        # On every rank, which shows that all of them see the same storage.
+        coordinator.run_locally(lambda: require_complete_files(part, listed))
+        path = coordinator.run_on_first(lambda: _publish(part, listed))
     except CheckpointError:
-        with suppress(CheckpointError):  # a rank has died: the next save removes it
-            concert.first(lambda: folders.discard(part))
+        with suppress(CheckpointError):  # if a rank has died, the next save removes it
+            coordinator.run_on_first(lambda: folders.discard(part))
         raise
-    concert.first(lambda: folders.keep(folder, keep_last))
+    coordinator.run_on_first(lambda: folders.remove_old(folder, keep_last))
     return path
 
 
-def _written(
-    concert: Concert, part: Path, content: _Content, pace: Pace
-) -> dict[str, manifest.Sum]:
-    """Write all files; the sums of those of all ranks."""
-    writer = Writer(part, pace)
-    alone = concert.group is None
+def _write_files(
+    coordinator: RankCoordinator, part: Path, content: _Content, throttle: Throttle
+) -> dict[str, manifest.FileChecksum]:
+    """Write and verify this rank's files; returns the checksums of all ranks' files."""
+    writer = Writer(part, throttle)
 
     def write_tensors() -> None:
-        with torchs_errors():
+        with translate_dcp_errors():
             state_dict_saver.save(
                 content.tensors,
                 storage_writer=writer,
                 planner=SavePlanner(),
-                process_group=concert.group,
-                no_dist=alone,
+                process_group=coordinator.group,
+                no_dist=coordinator.group is None,
             )
 
-    def write_the_rest() -> dict[str, manifest.Sum]:
-        writer.write_bytes(folders.own_file(concert.rank), content.own)
-        if concert.rank == 0:
-            writer.write_bytes(folders.SHARED, content.shared)
-        for name, meant in writer.sums.items():
-            require_written(part / name, meant, pace)
-        return writer.sums
+    def write_auxiliary_states() -> dict[str, manifest.FileChecksum]:
+        writer.write_bytes(folders.rank_file(coordinator.rank), content.own)
+        if coordinator.rank == 0:
+            writer.write_bytes(folders.SHARED_FILE, content.shared)
+        for name, written in writer.checksums.items():
+            require_readback(part / name, written, throttle)
+        return writer.checksums
 
-    concert.all(write_tensors)
-    every = concert.all(write_the_rest)
-    return {name: one for sums in every for name, one in sums.items()}
+    coordinator.run_locally(write_tensors)
+    of_ranks = coordinator.run_on_all(write_auxiliary_states)
+    return {name: one for checksums in of_ranks for name, one in checksums.items()}
 
 
-def _published(part: Path, listed: Manifest) -> Path:
+def _publish(part: Path, listed: Manifest) -> Path:
     manifest.write(listed, part)
     return folders.publish(part)
 
 
-def failure_of_last() -> CheckpointError | None:
-    """Wait for a checkpoint that is still being written; why it could not be, if nobody knows."""
+def error_of_pending_save() -> CheckpointError | None:
+    """Wait for a checkpoint that is still being written; its error, if it was not raised yet."""
     try:
-        if _last is not None:
-            _last.wait()
+        if _pending is not None:
+            _pending.wait()
     except CheckpointError as error:
         return error
     return None
@@ -305,16 +315,16 @@ def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:
     """Optimizers as a list.
 
     Raises:
-        FSDPTypeError: something else.
+        FSDPTypeError: a value that is not an optimizer.
     """
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise FSDPTypeError(
-                expected="an optimizer, or a list of some",
+                expected="an optimizer or a list of optimizers",
                 got=type(one).__name__,
                 where="checkpoint",
-                fix="Pass torch.optim.Optimizer objects; other states go to shared.",
+                fix="Pass torch.optim.Optimizer objects; pass other objects as shared.",
             )
     return given
 
@@ -325,7 +335,7 @@ def _require_numbers(step: int, keep_last: int | None) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise FSDPValueError(
-                expected=f"a whole number, {least} or more",
+                expected=f"an integer of at least {least}",
                 got=repr(value),
                 where=name,
                 fix="Nothing was written.",

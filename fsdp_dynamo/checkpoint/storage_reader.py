@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's reader, which runs no code that a file names.
+"""torch.distributed.checkpoint's reader, restricted so that no code from a file runs.
 
-Its index is a pickle, and entries that are no tensors are, too. Unpickling calls whatever the file
-asks for, so only the few classes that an index consists of are let in, and other entries are read
-with ``weights_only=True``.
+The index is a pickle, and so are entries that are not tensors. Unpickling can call any function
+that the file names, so only the few classes of which an index consists are allowed, and other
+entries are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.serialization import _get_layout
 
-from fsdp_dynamo.checkpoint.other_states import require_readable
+from fsdp_dynamo.checkpoint.auxiliary_states import require_readable
 from fsdp_dynamo.errors import CheckpointError
 
-INDEX = ".metadata"
-_HARMLESS: dict[tuple[str, str], Any] = {
+INDEX_FILE = ".metadata"
+_ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
     (one.__module__, one.__qualname__): one
     for one in (
         *(
@@ -51,11 +51,11 @@ _HARMLESS: dict[tuple[str, str], Any] = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads an index, and nothing else."""
+    """Unpickler of indexes; any class that they do not need is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _HARMLESS:
-            return _HARMLESS[module, name]
+        if (module, name) in _ALLOWED_CLASSES:
+            return _ALLOWED_CLASSES[module, name]
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, (torch.dtype, torch.layout)):
             return value
@@ -63,9 +63,9 @@ class _IndexUnpickler(pickle.Unpickler):
             return pathlib.PurePath
         raise CheckpointError(
             expected="an index of tensors",
-            got=f"one that asks for '{module}.{name}'",
-            where=f"file '{INDEX}'",
-            fix="Nothing was run. torch.distributed.checkpoint does not write such a file: do "
+            got=f"one that refers to '{module}.{name}'",
+            where=f"file '{INDEX_FILE}'",
+            fix="No code was run. torch.distributed.checkpoint does not write such a file: do "
             "not load this checkpoint.",
         )
 
@@ -74,7 +74,7 @@ class Reader(FileSystemReader):
     """Reads a checkpoint's files without running code from them."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        content = (pathlib.Path(self.path) / INDEX).read_bytes()
+        content = (pathlib.Path(self.path) / INDEX_FILE).read_bytes()
         found: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
@@ -83,7 +83,7 @@ class Reader(FileSystemReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads entries that are no tensors with ``weights_only=True``."""
+    """Reads entries that are not tensors with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
@@ -91,16 +91,16 @@ class LoadPlanner(DefaultLoadPlanner):
             plain = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                expected="tensors, numbers, texts, lists and dicts",
+                expected="tensors, numbers, strings, lists and dicts",
                 got=str(error).split("\n")[0],
                 where=f"'{fqn}'",
-                fix="Nothing was run. Load a checkpoint that fsdp_dynamo has written.",
+                fix="No code was run. Load a checkpoint that fsdp_dynamo has written.",
             ) from error
         set_element(self.original_state_dict, self.mappings[fqn], plain)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Refuses what ``LoadPlanner`` would not read; knows which entry is being written."""
+    """Refuses values that ``LoadPlanner`` would not read, and tracks the entry being written."""
 
     current: str | None = None
 

@@ -1,7 +1,7 @@
-"""A model's and its optimizers' tensors as what torch.distributed.checkpoint writes and reads.
+"""Tensors of a model and its optimizers, in the form that torch.distributed.checkpoint takes.
 
-What is written has the form of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"state":
-{fqn: {...}}, "param_groups": [...]}}``, so FSDP2 and a plain model read it, too.
+The form is that of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"state": {fqn: {...}},
+"param_groups": [...]}}``, so that FSDP2 and a plain model can read it, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.methods import state_dict_type, uncompiled
 
 MODEL, OPTIM = "model", "optim"
-_SHOWN = 3
+_MAX_SHOWN = 3
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -40,26 +40,26 @@ _SETTINGS = StateDictSettings(
 )
 
 
-def _in_parts(model: nn.Module) -> AbstractContextManager[None]:
-    """While open, state dicts are of parts; those of a model without units are what they are."""
+def _sharded_form(model: nn.Module) -> AbstractContextManager[None]:
+    """While open, state dicts are sharded; that of a model without units stays as it is."""
     has_units = bool(units_in(model))
     form = (_SETTINGS.state_dict_type, _SETTINGS.state_dict_config)
     return state_dict_type(model, *form) if has_units else nullcontext()
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    with _in_parts(model):
+    with _sharded_form(model):
         state: dict[str, Any] = model.state_dict()
     return state
 
 
-def to_save(
+def tensors_to_save(
     model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's parts of all tensors, and what else is in the model's state dict (extra states).
+    """This rank's parts of all tensors, and the model's other state dict values (extra states).
 
     Args:
-        agree: as for ``optim_state.save``, which alone would communicate.
+        agree: as for ``optim_state.save``; nothing else here communicates.
 
     Raises:
         FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
@@ -88,19 +88,19 @@ def copied(value: Any) -> Any:
 # -- loading -------------------------------------------------------------------------------------
 
 
-def model_to_load(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The model's own memory, for torch.distributed.checkpoint to fill.
+def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The model's own memory, to be filled by torch.distributed.checkpoint.
 
     Args:
-        others: what else is in the saved state dict (extra states).
+        others: the saved state dict's other values (extra states).
 
     Raises:
-        CheckpointError: the checkpoint is one of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     model = uncompiled(model)
     optim_state.named_places(model, units_in(model))
     state = _model_state(model)
-    saved = {path[1]: index.state_dict_metadata[key] for key, path in _below(index, MODEL)}
+    saved = {path[1]: index.state_dict_metadata[key] for key, path in _entries_in(index, MODEL)}
     _require_same_keys({*saved, *others}, set(state), "state dict")
     for fqn, entry in saved.items():
         shape = entry.size if isinstance(entry, TensorStorageMetadata) else ()
@@ -108,23 +108,26 @@ def model_to_load(index: Metadata, others: Mapping[str, Any], model: nn.Module) 
     return {MODEL: {fqn: state[fqn] for fqn in saved}}
 
 
-def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """New memory for the states of optimizers, as the checkpoint has them; flat, with its keys.
+def allocate_optim_states(
+    index: Metadata, model: nn.Module, optimizers: Optimizers
+) -> dict[str, Any]:
+    """New memory for the optimizer states of a checkpoint, flat, under its keys.
 
-    Nothing need exist in the optimizers.
+    The optimizers themselves need no states yet.
 
     Raises:
-        CheckpointError: the checkpoint has none, or of parameters that the optimizers lack.
+        CheckpointError: the checkpoint has no states, or states of parameters that the optimizers
+            lack.
     """
     if not optimizers:
         return {}
     model = uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
     own = {place.fqn: place for one in optimizers for _, _, place in named.of(one)}
-    entries = list(_below(index, OPTIM))
+    entries = list(_entries_in(index, OPTIM))
     if not entries:
         raise CheckpointError(
-            expected="states of optimizers",
+            expected="optimizer states",
             got="none in the checkpoint",
             where="checkpoint",
             fix="Load without optimizers.",
@@ -140,26 +143,26 @@ def optimizers_to_load(index: Metadata, model: nn.Module, optimizers: Optimizers
         shape, dtype = tuple(entry.size), entry.properties.dtype
         if path[1] == "state" and len(path) == 4:
             result[key] = optim_state.empty_like_saved(own[path[2]], path[3], shape, dtype)
-        else:  # within a list, or a learning rate
+        else:  # in a list, or a learning rate
             result[key] = torch.empty(shape, dtype=dtype)
     return result
 
 
-def _below(index: Metadata, top: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Keys and paths of what a checkpoint has below ``top``."""
+def _entries_in(index: Metadata, top: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Key and path of each entry below ``top``."""
     for key in index.state_dict_metadata:
         path = index.planner_data[key]
         if path[0] == top:
             yield key, path
 
 
-def giver(
+def prepare_optimizer_load(
     state: Mapping[str, Any], index: Metadata, model: nn.Module, optimizers: Optimizers
 ) -> Callable[[], None]:
-    """What gives the optimizers their states, once ``optimizers_to_load`` has been filled.
+    """Prepare the loading of filled ``allocate_optim_states``; returns the function that loads.
 
     Raises:
-        FSDPValueError: their parameter groups are not those that were saved.
+        FSDPValueError: the optimizers' parameter groups differ from those that were saved.
     """
     model = uncompiled(model)
     merged = unflatten_state_dict(dict(state), {key: index.planner_data[key] for key in state})
@@ -172,32 +175,32 @@ def giver(
         given = {"state": own, "param_groups": merged[OPTIM]["param_groups"]}
         ready.append((optimizer, optim_state.load(named, optimizer, given, _SETTINGS)))
 
-    def give() -> None:
+    def load() -> None:
         for optimizer, one in ready:
             optimizer.load_state_dict(one)
 
-    return give
+    return load
 
 
-def take(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
-    """Give the model what was filled: parts are its own memory already, other values are not."""
+def load_model(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
+    """Load filled ``model_tensors`` into the model.
+
+    Sharded values share the model's memory already; others (extra states) are copied here.
+    """
     model = uncompiled(model)
-    with _in_parts(model):
+    with _sharded_form(model):
         model.load_state_dict({**state[MODEL], **others})
 
 
 def _require_same_keys(
     saved: set[str], own: set[str], what: str, *, may_lack: bool = False
 ) -> None:
-    unexpected, missing = saved - own, set() if may_lack else own - saved
-    if unexpected or missing:
+    lacking = {"the model": saved - own, "the checkpoint": set() if may_lack else own - saved}
+    got = [f"{len(k)} that {who} lacks ({_listed(k)})" for who, k in lacking.items() if k]
+    if got:
         raise CheckpointError(
             expected=f"a checkpoint of this model's {what}",
-            got=" and ".join(
-                f"{len(some)} that {what_is} ({_listed(some)})"
-                for some, what_is in ((unexpected, "it lacks"), (missing, "are not saved"))
-                if some
-            ),
+            got=" and ".join(got),
             where="checkpoint",
             fix="Build the model and the optimizers as they were when it was saved.",
         )
@@ -216,5 +219,5 @@ def _require_shape(key: str, saved: Iterable[int], own: object) -> None:
 
 def _listed(names: set[str]) -> str:
     shown = sorted(names)
-    more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in shown[:_SHOWN]) + more
+    more = f", and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    return ", ".join(f"'{name}'" for name in shown[:_MAX_SHOWN]) + more

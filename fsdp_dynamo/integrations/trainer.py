@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from fsdp_dynamo.checkpoint.other_states import set_random_state
+from fsdp_dynamo.checkpoint.auxiliary_states import set_random_state
 from fsdp_dynamo.config import FullStateDictConfig, MixedPrecision, StateDictType
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.integrations import trainer_files

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.checkpoint.other_states import random_state, set_random_state
+from fsdp_dynamo.checkpoint.auxiliary_states import random_state, set_random_state
 from fsdp_dynamo.errors import CheckpointError
 
 FOLDER = "fsdp_dynamo"

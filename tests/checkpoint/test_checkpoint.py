@@ -475,11 +475,11 @@ class _Unreadable:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"step": -1}, FSDPValueError, "step: expected a whole number, 0 or more, got -1"),
-        ({"keep_last": 0}, FSDPValueError, "keep_last: expected a whole number, 1 or more, got 0"),
+        ({"step": -1}, FSDPValueError, "step: expected an integer of at least 0, got -1"),
+        ({"keep_last": 0}, FSDPValueError, "keep_last: expected an integer of at least 1, got 0"),
         ({"shared": {"a": 3}}, FSDPTypeError, r"shared\['a'\]: expected state_dict"),
         ({"per_rank": {"b": object()}}, FSDPTypeError, r"per_rank\['b'\]"),
-        ({"optimizers": [3]}, FSDPTypeError, "expected an optimizer, or a list of some, got int"),
+        ({"optimizers": [3]}, FSDPTypeError, "an optimizer or a list of optimizers, got int"),
         ({"shared": {"u": _Unreadable()}}, UnsupportedError, r"shared\['u'\]: expected a state of"),
     ],
 )

@@ -92,7 +92,7 @@ def _of_newer_format(path: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte of a weight": (
         _flip_weight,
-        r"__0_0.distcp', in it 'model.last.weight': expected checksum \w{8}, got checksum \w{8}",
+        r"__0_0.distcp', containing 'model.last.weight': expected checksum \w{8}, got checksum",
     ),
     "flipped byte of an index": (
         _flip_in(".metadata", 0.5),
@@ -100,7 +100,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "flipped byte of shared states": (
         _flip_in("shared.pt", 0.5),
-        r"shared.pt', states that all ranks have in common: expected checksum",
+        r"shared.pt', states shared by all ranks: expected checksum",
     ),
     "flipped byte of a rank's states": (
         _flip_in("rank-0.pt", 0.9),
@@ -112,12 +112,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "truncated tensors": (
         _cut_off("__0_0.distcp"),
-        r"__0_0.distcp', in it '[\w.]+': expected a file of \d+ bytes, got \d+ bytes",
+        r"__0_0.distcp', containing '[\w.]+': expected a file of \d+ bytes, got \d+ bytes",
     ),
     "truncated index": (_cut_off(".metadata"), r".metadata', the index of all tensors: expected a"),
     "missing tensors": (
         lambda path: (path / "__0_0.distcp").unlink(),
-        r"__0_0.distcp', in it '[\w.]+', .* and \d+ more: expected a file of .* no such file",
+        r"__0_0.distcp', containing '[\w.]+', .* and \d+ more: expected a file of .* no such file",
     ),
     "missing index": (
         lambda path: (path / ".metadata").unlink(),
@@ -168,8 +168,8 @@ def _renamed() -> nn.Module:
         (lambda: _model(width=5)[0], r"'model.first.\w+': expected shape \(5.*, got \(4.* in the"),
         (
             _renamed,
-            r"2 that it lacks \('last.bias', 'last.weight'\) and 2 that are not saved "
-            r"\('head.bias', 'head.weight'\)",
+            r"2 that the model lacks \('last.bias', 'last.weight'\) and 2 that the checkpoint "
+            r"lacks \('head.bias', 'head.weight'\)",
         ),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected one of the steps \(there is none\), got"):
         checkpoint.load(tmp_path, model, step=3)
     checkpoint.save(tmp_path, model, step=1)
-    with pytest.raises(CheckpointError, match="expected states of optimizers, got none in the"):
+    with pytest.raises(CheckpointError, match="expected optimizer states, got none in the"):
         checkpoint.load(tmp_path, model, optimizer)
     with pytest.raises(CheckpointError, match="expected one of the steps 1, got step 3"):
         checkpoint.load(tmp_path, model, step=3)
@@ -209,7 +209,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
 
 def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _model()
-    close = storage_writer._SummingFiles.__dict__["create_stream"].__wrapped__
+    close = storage_writer._ChecksummingFileSystem.__dict__["create_stream"].__wrapped__
 
     def lying(self: Any, path: Path, mode: str) -> Iterator[Any]:
         yield from close(self, path, mode)
@@ -218,7 +218,9 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
 
     from contextlib import contextmanager
 
-    monkeypatch.setattr(storage_writer._SummingFiles, "create_stream", contextmanager(lying))
+    monkeypatch.setattr(
+        storage_writer._ChecksummingFileSystem, "create_stream", contextmanager(lying)
+    )
     message = r"__0_0.distcp': expected \d+ bytes with checksum \w{8}, as written, got"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(folder, model, optimizer, step=3)
@@ -244,7 +246,7 @@ def _replace(path: Path, name: str, content: bytes) -> None:
     """Put other content into a file, and make the manifest agree."""
     (path / name).write_bytes(content)
     found = manifest.read(path)
-    files = {**found.files, name: manifest.sum_of(path / name)}
+    files = {**found.files, name: manifest.checksum_of(path / name)}
     manifest.write(dataclasses.replace(found, files=files), path)
 
 
@@ -257,7 +259,7 @@ def test_no_code_is_run(folder: Path, tmp_path: Path, name: str) -> None:
     _replace(folder / NEWEST, name, evil)
     model, _ = _model()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(CheckpointError, match=r"asks for 'posix.mkdir'|weights_only|Weights only"):
+    with pytest.raises(CheckpointError, match=r"refers to 'posix.mkdir'|weights_only|Weights only"):
         checkpoint.load(folder, model)
     assert not mark.exists()
     assert all(map(torch.equal, before, model.parameters()))
@@ -337,8 +339,8 @@ def test_full_disk(ranks: RankPool, small_disk: Path) -> None:
     for found in ranks.run(_full_disk, 2, str(small_disk)):
         for kind, message in found["errors"]:
             assert kind == "CheckpointError"
-            assert ".distcp', while it got 'optim." in message or "'model." in message
-            assert "expected to write all of it, got" in message
+            assert ".distcp', while writing 'optim." in message or "'model." in message
+            assert "expected to write the whole file, got" in message
         assert found["names"] == ["000001-step-1", "ballast"]
     assert [step for step, _ in checkpoint.complete(small_disk)] == [1, 2]
 
@@ -368,6 +370,6 @@ def test_all_ranks_learn_it(ranks: RankPool, tmp_path: Path) -> None:
         assert "step 0" in step[1]
         assert "step 1" in step[1]
         assert flipped[0] == missing[0] == CheckpointError.__name__
-        assert "__0_0.distcp', in it 'model." in flipped[1]
-        assert "__1_0.distcp', in it '" in missing[1]
+        assert "__0_0.distcp', containing 'model." in flipped[1]
+        assert "__1_0.distcp', containing '" in missing[1]
         assert "no such file" in missing[1]

@@ -21,7 +21,7 @@ from fsdp_dynamo import FSDP, checkpoint
 
 RANKS = 2
 SURVIVORS_SAY = re.compile(
-    r"errors\.(CheckpointError: rank \d: expected all 2 ranks to come and to go on, got "
+    r"errors\.(CheckpointError: rank \d: expected all 2 ranks to take part, got "
     r"|RankFailedError: rank \d: expected its part of the )"
 )
 """In the saving, or in the step after it."""

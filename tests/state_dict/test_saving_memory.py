@@ -21,7 +21,7 @@ from fsdp_dynamo import (
     checkpoint,
     record_events,
 )
-from fsdp_dynamo.checkpoint.throttle import PIECE
+from fsdp_dynamo.checkpoint.throttle import CHUNK_BYTES
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 DIM = 128
@@ -75,7 +75,7 @@ def test_memory_of_saving(ranks: RankPool, tmp_path: Path, what: str) -> None:
     if what in ("checkpoint", "torch"):
         for found in (first, other):
             assert found["gathers"] == 0
-            assert found["extra"] <= 4 * found["largest"] + PIECE + slack
+            assert found["extra"] <= 4 * found["largest"] + CHUNK_BYTES + slack
         return
     shard = first["unit"] // 2 if what == "full optimizer" else 0  # states are put together first
     collected = first["whole"] * (2 if what == "full optimizer" else 1)

@@ -1,7 +1,7 @@
-"""States of everything but tensors of the model: schedulers, scalers, loaders, random numbers.
+"""States beside the model and its optimizers: schedulers, scalers, loaders, random numbers.
 
-They are kept in two small files: one for all ranks, one for each. Only what ``torch.load`` reads
-with ``weights_only=True`` is let in, so that loading never runs code out of the file.
+They are stored in small files: one for all ranks, and one per rank. Only values that
+``torch.load(weights_only=True)`` reads are accepted, so that loading never runs code from a file.
 """
 
 from __future__ import annotations
@@ -19,96 +19,96 @@ from fsdp_dynamo.errors import FSDPTypeError, UnsupportedError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever has a state: a scheduler, a gradient scaler, a data loader."""
+    """An object with a state: a scheduler, a gradient scaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of tensors, numbers, texts, lists and dicts."""
+        """The state, of tensors, numbers, strings, lists and dicts."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take what ``state_dict`` gave."""
+        """Restore a state that ``state_dict`` returned."""
 
 
-Kept = Stateful | torch.Generator
-"""What ``shared`` and ``per_rank`` may hold."""
+StatefulObject = Stateful | torch.Generator
+"""A value of ``shared`` or ``per_rank``."""
 
 
-def require_stateful(kept: Mapping[str, Any], where: str) -> None:
-    """Raise for what has no state.
+def require_stateful(objects: Mapping[str, Any], where: str) -> None:
+    """Require that each object has a state.
 
     Raises:
-        FSDPTypeError: naming the entry.
+        FSDPTypeError: naming the entry without one.
     """
-    for name, one in kept.items():
-        if not isinstance(one, (Stateful, torch.Generator)):
+    for name, value in objects.items():
+        if not isinstance(value, (Stateful, torch.Generator)):
             raise FSDPTypeError(
                 expected="state_dict() and load_state_dict(), or a torch.Generator",
-                got=type(one).__name__,
+                got=type(value).__name__,
                 where=f"{where}['{name}']",
                 fix="Wrap the value in an object that has them.",
             )
 
 
-def states_of(kept: Mapping[str, Kept]) -> dict[str, Any]:
-    """The state of each one."""
+def collect_states(objects: Mapping[str, StatefulObject]) -> dict[str, Any]:
+    """The state of each object."""
     return {
-        name: one.get_state() if isinstance(one, torch.Generator) else one.state_dict()
-        for name, one in kept.items()
+        name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+        for name, value in objects.items()
     }
 
 
-def give_back(kept: Mapping[str, Kept], states: Mapping[str, Any]) -> None:
-    """Put states back, each into the one of its name."""
-    for name, one in kept.items():
-        if isinstance(one, torch.Generator):
-            one.set_state(states[name])
+def restore_states(objects: Mapping[str, StatefulObject], states: Mapping[str, Any]) -> None:
+    """Restore each object's state, by name."""
+    for name, value in objects.items():
+        if isinstance(value, torch.Generator):
+            value.set_state(states[name])
         else:
-            one.load_state_dict(states[name])
+            value.load_state_dict(states[name])
 
 
-def packed(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """States, by kind and name, as the bytes of a file; a copy.
+def serialize(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Content of a file with states, by kind and name.
 
     Raises:
-        UnsupportedError: a state has an object that would not be read again.
+        UnsupportedError: a state has an object that could not be loaded.
     """
-    content = _saved({kind: dict(states) for kind, states in kinds.items()})
+    content = _to_bytes({kind: dict(states) for kind, states in kinds.items()})
     try:
         require_readable(content, "states")
     except UnsupportedError:
         for kind, states in kinds.items():
             for name, state in states.items():
-                require_readable(_saved(state), f"{kind}['{name}']")
+                require_readable(_to_bytes(state), f"{kind}['{name}']")
         raise
     return content
 
 
-def _saved(state: Any) -> bytes:
+def _to_bytes(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def require_readable(content: bytes, where: str) -> None:
-    """Raise for bytes that loading would refuse.
+    """Require that ``torch.load(weights_only=True)`` accepts a file's content.
 
     Raises:
-        UnsupportedError: there is an object in them that ``weights_only=True`` does not read.
+        UnsupportedError: it has an object of another kind.
     """
     try:
-        unpacked(content)
+        deserialize(content)
     except Exception as error:
         raise UnsupportedError(
-            expected="a state of tensors, numbers, texts, lists and dicts",
+            expected="a state of tensors, numbers, strings, lists and dicts",
             got="an object that torch.load(weights_only=True) does not read",
             where=where,
-            fix="Leave the object out of its state (of get_extra_state(), say), or say it with "
-            "numbers and texts.",
+            fix="Leave the object out of the state (of get_extra_state(), for example), or "
+            "represent it by numbers and strings.",
         ) from error
 
 
-def unpacked(content: bytes) -> Any:
-    """What ``packed`` was given."""
+def deserialize(content: bytes) -> Any:
+    """States that ``serialize`` was given."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -116,7 +116,7 @@ def unpacked(content: bytes) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """States of the random number generators of this process: Python's, NumPy's, torch's."""
+    """States of this process's random number generators: Python's, NumPy's and torch's."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -132,7 +132,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what ``random_state`` gave; CUDA's where there is a device."""
+    """Restore a ``random_state``; CUDA's only where there is a device."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
