@@ -10,7 +10,9 @@ from types import ModuleType
 import pytest
 
 import graph_passes
-from fsdp_dynamo.graph_path import backends as graph_compile
+from fsdp_dynamo.graph_path import cache_keys
+from fsdp_dynamo.graph_path.inductor import ScheduleAndLower
+from fsdp_dynamo.graph_path.partitioner import Partitioner
 from graph_passes import pipeline
 from graph_passes.pipeline import Pipeline
 from graph_passes.planner import Planner
@@ -18,8 +20,8 @@ from graph_passes.source_digest import source_digest
 
 KEYS: dict[str, Callable[[], str]] = {
     "pipeline": lambda: Pipeline().cache_key(),
-    "passes": lambda: graph_compile._ScheduleAndLower(Pipeline(), "").uuid(),
-    "partition": lambda: graph_compile._Partitioner(Planner(), True).uuid(),
+    "passes": lambda: ScheduleAndLower(Pipeline(), "").uuid(),
+    "partition": lambda: Partitioner(Planner(), True).uuid(),
 }
 
 
@@ -67,6 +69,6 @@ def test_every_file_of_the_passes(
 def test_every_file_beside_the_backend(
     copy: Callable[[ModuleType], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copy(graph_compile)
-    monkeypatch.setattr(graph_compile, "__file__", str(folder / "compile.py"))
+    folder = copy(cache_keys)
+    monkeypatch.setattr(cache_keys, "__file__", str(folder / "cache_keys.py"))
     _check_every_file(folder, {"passes", "partition"})

@@ -14,8 +14,7 @@ from pool import RankPool
 from torch import fx
 from torch._inductor.utils import run_and_get_code
 
-from fsdp_dynamo.graph_path import backends as graph_compile
-from fsdp_dynamo.graph_path import generated_code
+from fsdp_dynamo.graph_path import generated_code, inductor
 from fsdp_dynamo.graph_path.generated_code import OrderError, check_order, order_in_code
 from graph_passes.text.boundary_labels import Label
 
@@ -60,7 +59,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
     """Of every graph, the order handed over and the order in the code."""
     planned: list[list[str]] = []
     generated: list[list[str]] = []
-    lower, check = graph_compile.lower_to_operators, generated_code.check_order
+    lower, check = inductor.lower_to_operators, generated_code.check_order
 
     def watch_lower(graph: fx.Graph) -> None:
         lower(graph)
@@ -70,7 +69,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
         check(source)
         generated.append(_in_code(source))
 
-    graph_compile.lower_to_operators, generated_code.check_order = watch_lower, watch_check
+    inductor.lower_to_operators, generated_code.check_order = watch_lower, watch_check
     options = {"bucket": bucket, "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6}}
     options |= {"memory_budget_bytes": 10**9, "max_in_flight": 64}
     try:
@@ -79,7 +78,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
             model = torch.compile(wrapped, fullgraph=True, backend="fsdp_dynamo", options=options)
             loss_of(model, batch(rank, 0)).backward()
     finally:
-        graph_compile.lower_to_operators, generated_code.check_order = lower, check
+        inductor.lower_to_operators, generated_code.check_order = lower, check
     return list(zip(planned, generated, strict=True))
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_dynamo import FSDP, MixedPrecision
-from fsdp_dynamo.graph_path import backends as graph_compile
+from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.gradients.flat_gradient import copied_bytes, reductions
 from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node
@@ -410,7 +410,7 @@ def _writes(reduction: fx.Node) -> bool:
 def test_results_are_those_without_the_pass(ranks: RankPool, case: str, world_size: int) -> None:
     """Bitwise, except where a weight used twice is accumulated."""
     for (off, on), (before, after) in ranks.run(
-        _two_steps, world_size, case, graph_compile.fsdp_dynamo_aot_eager.__name__
+        _two_steps, world_size, case, backends.fsdp_dynamo_aot_eager.__name__
     ):
         assert len(off) == len(on) > 0
         assert after < before

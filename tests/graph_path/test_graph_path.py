@@ -11,7 +11,8 @@ from pool import RankPool
 from torch._dynamo.utils import counters
 
 from fsdp_dynamo import ShardingStrategy
-from fsdp_dynamo.graph_path import backends as graph_compile
+from fsdp_dynamo.graph_path import backends
+from fsdp_dynamo.graph_path.cache_keys import marks_key
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import UNIT, mark_of
 from graph_passes.pipeline import Pipeline
@@ -98,7 +99,7 @@ def test_backends_are_registered() -> None:
     from torch._dynamo import list_backends
 
     assert set(BACKENDS) <= set(list_backends())
-    assert graph_compile.fsdp_dynamo.__name__ == "fsdp_dynamo"
+    assert backends.fsdp_dynamo.__name__ == "fsdp_dynamo"
     assert Block.__name__ == "Block"
 
 
@@ -114,5 +115,5 @@ def _marked(units: list[str]) -> torch.fx.GraphModule:
 
 def test_units_are_part_of_the_cache_key() -> None:
     """Graphs that differ only in the order of equal blocks must not share generated code."""
-    digests = [graph_compile._digest_of_marks(_marked(list(units))) for units in ("ab", "ba", "ab")]
+    digests = [marks_key(_marked(list(units))) for units in ("ab", "ba", "ab")]
     assert digests[0] == digests[2] != digests[1]

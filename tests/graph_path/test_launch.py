@@ -20,8 +20,7 @@ from ways import in_way
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
 from fsdp_dynamo.agreement.comparison import require_agreement
 from fsdp_dynamo.comm import collectives
-from fsdp_dynamo.graph_path import backends as graph_compile
-from fsdp_dynamo.graph_path import operators
+from fsdp_dynamo.graph_path import backends, inductor, operators
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
 from graph_passes.markers import launch_of, set_launch
@@ -71,21 +70,21 @@ class _Count:
 class _Graphs:
     """Operators of all lowered graphs, counted."""
 
-    NAMES = ("lower_to_functions", "lower_to_operators")
+    PLACES = ((backends, "lower_to_functions"), (inductor, "lower_to_operators"))
 
     def __init__(self) -> None:
         self.seen: list[Counter[str]] = []
         self.casts: list[tuple[int, int]] = []
-        self.originals = {n: getattr(graph_compile, n) for n in self.NAMES}
+        self.originals = [(m, name, getattr(m, name)) for m, name in self.PLACES]
 
     def __enter__(self) -> _Graphs:
-        for name, original in self.originals.items():
-            setattr(graph_compile, name, self._watching(original))
+        for module, name, original in self.originals:
+            setattr(module, name, self._watching(original))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, original in self.originals.items():
-            setattr(graph_compile, name, original)
+        for module, name, original in self.originals:
+            setattr(module, name, original)
 
     def _watching(self, original: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], None]:
         def lower(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_dynamo import FSDP, ShardingStrategy, events
-from fsdp_dynamo.graph_path import backends as graph_compile
+from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import is_backward, is_region, op_name
 from graph_passes.markers import BODY, UNIT
@@ -172,13 +172,13 @@ def _losses_of(
     plain = make_transformer()
     plain.blocks = nn.ModuleList(block(16) for _ in range(NUM_BLOCKS))
     reports: list[RegionReport] = []
-    outline = graph_compile.outline_regions
+    outline = backends.outline_regions
 
     def watch(gm: fx.GraphModule) -> RegionReport:
         reports.append(outline(gm))
         return reports[-1]
 
-    graph_compile.outline_regions = watch
+    backends.outline_regions = watch
     try:
         model = torch.compile(
             FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({block})),
@@ -188,7 +188,7 @@ def _losses_of(
         )
         losses, _ = train(model, rank, steps=3)
     finally:
-        graph_compile.outline_regions = outline
+        backends.outline_regions = outline
     return losses, {why for report in reports for unit, why in report.left if unit}
 
 
