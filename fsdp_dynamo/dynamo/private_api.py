@@ -1,6 +1,7 @@
-"""Every question this package asks Dynamo that has no public answer, and one answer it lacks.
+"""All uses of Dynamo's private API, and the one method of its that is replaced.
 
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
+``TracingContext.extract_stack`` (whether a nested unit's call is the frame being compiled),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
 code is shared), ``cached_backends`` (to let go of such an object with what it compiled),
@@ -26,21 +27,22 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import PackageError
+from torch._guards import TracingContext
 
 from fsdp_dynamo.errors import FSDPStateError, error_message
 
-GRAPH_WAY = "graph"
-LEAF_WAY = "leaf"
-HOOKS_WAY = "hooks"
+GRAPH_MODE = "graph"
+LEAF_MODE = "leaf"
+HOOKS_MODE = "hooks"
 NO_BACKEND = -1
 
-_WAY_ATTRIBUTE = "_fsdp_dynamo_way"
+_MODE_ATTRIBUTE = "_fsdp_dynamo_mode"
 
 Backend = Callable[..., Any]
 
 
 class CompileRefusedError(FSDPStateError, PackageError):
-    """A way of compiling that cannot work. (Dynamo hands errors of its own to the user as they
+    """A use of torch.compile that cannot work. (Dynamo hands errors of its own to the user as they
     are and wraps all others; ``PackageError`` is one of the former that breaks no graph.)"""
 
 
@@ -49,9 +51,9 @@ _backends: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictiona
 _keys: dict[int, int] = {}  # of the backends that are alive, by id
 
 
-def declare_way(backend: Backend, way: str) -> None:
-    """Say which way a backend of ours takes."""
-    setattr(backend, _WAY_ATTRIBUTE, way)
+def declare_mode(backend: Backend, mode: str) -> None:
+    """Declare the mode in which a backend of ours compiles units."""
+    setattr(backend, _MODE_ATTRIBUTE, mode)
 
 
 def key_of(backend: Backend) -> int:
@@ -69,15 +71,18 @@ def backend_of(key: int) -> Backend:
     return _backends[key]
 
 
-def way_of(backend: Backend) -> str:
-    """The declared way of a backend, looking through torch.compile's own wrapper."""
+def mode_of(backend: Backend) -> str:
+    """The declared mode of a backend, or of the one that torch.compile has put into its own."""
     inner = getattr(backend, "compiler_fn", backend)
-    return str(getattr(inner, _WAY_ATTRIBUTE, HOOKS_WAY))
+    return str(getattr(inner, _MODE_ATTRIBUTE, HOOKS_MODE))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def which_way() -> tuple[str, int]:
-    """Which way the trace that runs now takes, and the number of its backend.
+def traced_mode() -> tuple[str, int]:
+    """The mode of the trace that runs now, and the number of its backend.
+
+    A nested unit whose own call is the frame that is compiled is no leaf of a graph: the graph
+    around it ended at this call, which takes what no node can (a dataclass, say).
 
     Raises:
         CompileRefusedError: for ``fullgraph=True`` with a backend that knows nothing of units.
@@ -86,8 +91,10 @@ def which_way() -> tuple[str, int]:
 
     translator: Any = InstructionTranslator.current_tx()
     backend = innermost_backend(translator.output.compiler_fn)
-    way = way_of(backend)
-    if way == HOOKS_WAY and translator.one_graph:
+    mode = mode_of(backend)
+    if mode == LEAF_MODE and len(TracingContext.extract_stack()) == 1:
+        mode = HOOKS_MODE
+    if mode == HOOKS_MODE and translator.one_graph:
         raise CompileRefusedError(
             expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
             got=f'backend "{getattr(backend, "compiler_name", backend)}"',
@@ -96,7 +103,7 @@ def which_way() -> tuple[str, int]:
             "between compiled regions.",
             see="another-backend-with-fullgraph",
         )
-    if way != HOOKS_WAY and translator.output.current_tracer.parent is not None:
+    if mode != HOOKS_MODE and translator.output.current_tracer.parent is not None:
         raise CompileRefusedError(
             expected="activation checkpointing inside a unit",
             got="a unit called inside a checkpointed region (or another operator with a body)",
@@ -105,7 +112,7 @@ def which_way() -> tuple[str, int]:
             "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
             see="checkpointing-around-a-unit",
         )
-    return way, key_of(backend)
+    return mode, key_of(backend)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]

@@ -20,8 +20,8 @@ from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 from fsdp_dynamo.agreement.exchange import announce_compilations, announce_this_compilation
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
-    GRAPH_WAY,
-    declare_way,
+    GRAPH_MODE,
+    declare_mode,
     one_schema_a_region,
     warn_if_the_graph_breaks,
 )
@@ -148,6 +148,6 @@ def fsdp_dynamo(
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
-    declare_way(_backend, GRAPH_WAY)
+    declare_mode(_backend, GRAPH_MODE)
     register_backend(_backend, name=_backend.__name__)
 announce_compilations()

@@ -29,13 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
-    LEAF_WAY,
+    LEAF_MODE,
     NO_BACKEND,
     Backend,
     backend_of,
     cannot_capture,
     compile_with,
-    declare_way,
+    declare_mode,
     entry_of,
     key_of,
 )
@@ -248,7 +248,7 @@ class SegmentBackend:
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        declare_way(self, LEAF_WAY)
+        declare_mode(self, LEAF_MODE)
         self._cache: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

@@ -12,11 +12,11 @@ from torch import nn
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.dynamo.private_api import (
-    GRAPH_WAY,
+    GRAPH_MODE,
     compile_again,
     compiled_parts,
     entry_of,
-    way_of,
+    mode_of,
 )
 from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, error_message
 from fsdp_dynamo.pytree import tensors_of
@@ -78,7 +78,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
             "a model that was compiled before it was wrapped, or by model.compile()",
             "Compile the wrapper by torch.compile for the explanation.",
         )
-    is_graph = backend is None or way_of(backend) == GRAPH_WAY
+    is_graph = backend is None or mode_of(backend) == GRAPH_MODE
     if options is not None and not is_graph:
         raise _wrong(
             FSDPTypeError,

@@ -17,12 +17,12 @@ from fsdp_dynamo.core.original_parameter import mark_managed
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
 from fsdp_dynamo.dynamo.private_api import (
-    GRAPH_WAY,
-    LEAF_WAY,
+    GRAPH_MODE,
+    LEAF_MODE,
     NO_BACKEND,
     active_backend_key,
     refuse_without_orig_params,
-    which_way,
+    traced_mode,
     with_own_code,
 )
 from fsdp_dynamo.eager import hooks
@@ -120,13 +120,13 @@ class UnitModule(UserMethods):
         if torch.compiler.is_dynamo_compiling():
             if not self._fsdp_may_compile:
                 refuse_without_orig_params()
-            way, key = which_way()
-            if way == GRAPH_WAY:
+            mode, key = traced_mode()
+            if mode == GRAPH_MODE:
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 return traced_forward(
                     self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
                 )
-            if way == LEAF_WAY:
+            if mode == LEAF_MODE:
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
         if leaves.is_faking():

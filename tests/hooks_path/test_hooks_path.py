@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -291,3 +293,59 @@ def _attributes(rank: int, world_size: int, way: str) -> tuple[list[int], bool]:
 def test_attributes_that_a_forward_sets(ranks: RankPool, way: str) -> None:
     """Tracing runs a nested unit's forward on fake tensors: nothing of that is left."""
     assert ranks.run(_attributes, 2, way) == [([1, 2, 3], True)] * 2
+
+
+@dataclass
+class _State:
+    hidden: torch.Tensor
+
+
+class _StateBlock(nn.Module):
+    """Takes and returns what cannot be an argument of a graph's node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, state: _State) -> _State:
+        return _State(torch.relu(self.linear(state.hidden)))
+
+
+class _StateModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_StateBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = _State(x)
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden
+
+
+def _dataclass_inputs(rank: int, world_size: int, kind: str) -> bool:
+    torch.manual_seed(0)
+    plain = _StateModel()
+    model, policy = copy.deepcopy(plain), ModuleWrapPolicy({_StateBlock})
+    if kind == "wrapper":
+        model = FSDP(model, auto_wrap_policy=policy)
+    else:
+        fully_shard(model, policy=policy)
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(2, 4)  # the same on all ranks
+    same = True
+    for _ in range(2):
+        expected = plain(x)
+        output = compiled(x)
+        expected.sum().backward()
+        output.sum().backward()
+        same &= torch.allclose(output, expected)
+    with FSDP.summon_full_params(model, with_grads=True):
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return same and all(torch.allclose(ours.grad, theirs.grad) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "fully_shard"])
+def test_a_unit_that_takes_a_dataclass(ranks: RankPool, kind: str) -> None:
+    """It cannot be a node of the graph around: it is compiled by itself, between its hooks."""
+    assert ranks.run(_dataclass_inputs, 2, kind) == [True, True]
