@@ -23,7 +23,7 @@ CommHook = Callable[..., Any]
 
 
 class HookState:
-    """What the hooks of this file need: the process groups. Made for hooks registered without one.
+    """Process groups for the hooks of this file. Made for hooks registered without a state.
 
     Args:
         groups: of the units whose gradients are reduced.
@@ -38,7 +38,7 @@ class HookState:
         return self.groups.reduce
 
     def mean(self, grad: torch.Tensor, output: torch.Tensor | None) -> None:
-        """What is done without a hook, and waited for; for the arguments see ``default_hook``."""
+        """The reduction without a hook, waited for; for the arguments see ``default_hook``."""
         target = grad if output is None else output
         collectives.issue_reduce_mean(target, grad, self.groups.reduce).wait()
 

@@ -21,7 +21,7 @@ _SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unsha
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What may stand in ``options``; everything has a default.
+    """Keys of ``options``; each has a default.
 
     They are checked when the first graph is compiled; so is whether a graph keeps the budget
     (``graph_passes.limits.BudgetError``) and fits the plan (``graph_passes.plan.PlanError``).

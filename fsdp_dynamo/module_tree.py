@@ -36,7 +36,7 @@ def is_unit(module: object) -> bool:
 
 
 def is_inside_wrapper(prefix: str) -> bool:
-    """Whether what has this prefix was reached through a wrapper right around it."""
+    """Whether the module with this prefix was reached through a wrapper right around it."""
     names = reversed(prefix.rstrip(".").split("."))
     return WRAPPED in itertools.takewhile(WRAPPER_NAMES.__contains__, names)
 

@@ -16,7 +16,7 @@ from fsdp_dynamo.errors import FSDPValueError
 
 @dataclass(frozen=True)
 class ExecutionTrace:
-    """What a forward uses, each once, in the order of its first use.
+    """Modules and parameters that a forward uses, in the order of first use.
 
     Attributes:
         modules: by FQN; containers before what they call.
@@ -79,7 +79,7 @@ class _Recorder(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """What ``torch.fx`` calls for each attribute of a module that is not a module."""
+        """Called by ``torch.fx`` for each attribute of a module that is not a module."""
         proxy = super().getattr(attr, attr_val, parameter_proxy_cache)
         if isinstance(attr_val, nn.Parameter):
             self._use(proxy.node.target, attr_val)

@@ -1,8 +1,8 @@
-"""What compilation makes, as structured artifacts of torch's own trace log.
+"""Structured artifacts of compilation in torch's own trace log.
 
 Graphs are emitted at every stage of the pass pipeline under names like
 ``fsdp_dynamo.backward.after_planner``, beside torch's own: ``TORCH_TRACE=DIR`` and ``tlparse DIR``
-show them. Where nobody listens nothing is written down. ``record_artifacts`` listens.
+show them. Without a listener nothing is formatted. ``record_artifacts`` is one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Artifact:
 
 
 def emit(name: str, text: Callable[[], str]) -> None:
-    """Write an artifact to torch's trace log; ``text`` is called only if somebody listens."""
+    """Write an artifact to torch's trace log; ``text`` is called only if there is a listener."""
 
     def metadata() -> dict[str, Any]:
         return {"name": name, "encoding": "string"}
@@ -129,7 +129,7 @@ def record_artifacts() -> Iterator[list[Artifact]]:
 
 
 def is_recording() -> bool:
-    """Whether what is compiled now is written down, so that it must not come from a cache."""
+    """Whether compilations are being recorded, so that none may come from a cache."""
     return bool(_listeners)
 
 

@@ -198,7 +198,7 @@ def with_own_code(fn: Any) -> Any:
 
 
 def entry_of(body: Callable[..., Any], own_code: bool) -> Callable[..., Any]:
-    """What to compile of a module so that Dynamo sees a frame that it may compile.
+    """The callable to compile for a module, whose frame Dynamo compiles.
 
     Args:
         body: the module, or its bound ``_call_impl``.
@@ -224,7 +224,7 @@ _has_warned = False
 
 
 def warn_if_the_graph_breaks(gm: torch.fx.GraphModule) -> None:
-    """Say, once, that a graph break ends a graph that is to be compiled."""
+    """Warn, once, that a graph break ends a graph that is to be compiled."""
     global _has_warned
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if _has_warned or reason is None or not reason.graph_break:

@@ -1,8 +1,8 @@
 """Backends of the graph path: ``"fsdp_dynamo"`` (Inductor) and ``"fsdp_dynamo_aot_eager"``.
 
 Both partition the joint graph with functorch's min-cut partitioner under our recompute tags,
-run the pass pipeline over forward and backward, and lower the collectives. What they return
-goes through ``with_entry``, which leads the shards' gradients to the original parameters.
+run the pass pipeline over forward and backward, and lower the collectives.
+``route_gradients`` around the result leads the shards' gradients to the original parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import generated_code, operators
 from fsdp_dynamo.graph_path.cache_keys import marks_key
-from fsdp_dynamo.graph_path.entry import with_entry
+from fsdp_dynamo.graph_path.gradient_routing import route_gradients
 from fsdp_dynamo.graph_path.inductor import MAX_AUTOTUNE, inductor_settings, mode_settings
 from fsdp_dynamo.graph_path.lowering import (
     lower_regions_to_modules,
@@ -118,7 +118,7 @@ def fsdp_dynamo_aot_eager(
         partition_fn=Partitioner(planner, parsed.selective_unshard),
     )
     with one_schema_a_region():
-        return with_entry(compile_(gm, example_inputs))
+        return route_gradients(compile_(gm, example_inputs))
 
 
 def fsdp_dynamo(
@@ -144,7 +144,7 @@ def fsdp_dynamo(
     inner_compile = generated_code.checking(compile_fx_inner)
     with one_schema_a_region():
         compiled: Any = compile_fx(gm, example_inputs, inner_compile, config_patches=config)
-    return with_entry(compiled)
+    return route_gradients(compiled)
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):

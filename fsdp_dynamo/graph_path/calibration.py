@@ -30,7 +30,7 @@ from fsdp_dynamo.comm import collectives
 
 _SMALL_NUMEL = 256
 _LARGE_BYTES = 1 << 24
-"""What a rank receives: enough that neither a burst nor a latency counts for much."""
+"""Bytes that a rank receives: enough that neither bursts nor latency matter much."""
 _REPEATS = 5
 _MANY = 50
 _PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")

@@ -126,7 +126,7 @@ def _wrong(position: int, expected: str, got: str, call: CodeCall) -> OrderError
 def checking(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """``compile_fx``'s inner compiler, with ``check_order`` of what it returns.
 
-    What comes out of Inductor's cache of graphs passes here as well. The cache in front of it, of
+    Code from Inductor's cache of graphs is checked as well. The cache in front of it, of
     whole joint graphs, holds only what has once passed here.
     """
 

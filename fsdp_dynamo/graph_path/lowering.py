@@ -31,7 +31,7 @@ _ISSUES: dict[str, tuple[_Function, _Function]] = {
     ),
     "_c10d_functional::all_reduce": (operators.all_reduce, operators.all_reduce_together),
 }
-"""What runs a collective alone, and several of them as one launch."""
+"""Functions that run a collective alone, and several of them as one launch."""
 
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -99,7 +99,7 @@ def _merge(
 
 
 def _source_of(output: fx.Node) -> Any:
-    """What a lowered collective sends."""
+    """The tensor that a lowered collective sends."""
     if output.target is operator.getitem:
         call, position = output.args
         return call.args[0][position]  # type: ignore[union-attr,index]

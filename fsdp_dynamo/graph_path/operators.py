@@ -1,4 +1,4 @@
-"""What collectives of a compiled graph run: the same eager collectives, recorded if asked.
+"""Collectives of a compiled graph at run time: the eager ones, recorded on request.
 
 ``lower`` replaces functional collectives by these at the very end, after all passes. An issue
 returns a tensor that must not be read before its wait. Under aot_eager the nodes call these
@@ -60,7 +60,7 @@ class GraphRecording:
         return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
 
     def close(self) -> None:
-        """What computed until now has stopped: a collective begins, or the graph ends."""
+        """End the compute events in progress: a collective begins, or the graph ends."""
         now = time.perf_counter_ns()
         for event in self.compute:
             event.waited_ns = now

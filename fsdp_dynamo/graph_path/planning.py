@@ -1,4 +1,4 @@
-"""From a traced graph and the user's options to what the planner decides from.
+"""Inputs of the planner, from a traced graph and the user's options.
 
 All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
 what is decided follows from those and the graph alone. Where a compiled graph comes from a cache,
@@ -36,7 +36,7 @@ _measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakK
 
 
 class PlanLog(list[Planned]):
-    """What was decided for every graph that was compiled while the log was open, as ``Planned``.
+    """Decisions for every graph that was compiled while the log was open, as ``Planned``.
 
     Attributes:
         kept: units that stay unsharded between forward and backward.
@@ -167,7 +167,7 @@ def _group_names(gm: fx.GraphModule) -> list[str]:
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device:
-    """Where the first collective's tensors are."""
+    """Device of the first collective's tensors."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in collectives(module.graph):

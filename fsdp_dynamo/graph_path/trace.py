@@ -23,7 +23,7 @@ from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, 
 
 
 class TracedFlat(NamedTuple):
-    """What the graph needs to know of one flat parameter: constants only, no guards.
+    """Constants of one flat parameter in the graph; they make no guards.
 
     Attributes:
         group_name: the shard group's registered name (no rank number is baked in).
@@ -59,7 +59,7 @@ class TracedFlat(NamedTuple):
 
 
 class TracedUnit(NamedTuple):
-    """What the graph needs to know of one unit.
+    """Constants of one unit in the graph.
 
     Attributes:
         fqn: the unit's FQN.
@@ -75,7 +75,7 @@ class TracedUnit(NamedTuple):
 
 
 class TracedTensors(NamedTuple):
-    """What a unit gives to the graph, one a flat parameter.
+    """A unit's inputs of the graph, one per flat parameter in each field.
 
     Attributes:
         shards: the sharded flat parameters.

@@ -1,9 +1,9 @@
 """The hooks path: every unit's body compiled by itself, hooks eager in between.
 
 A unit without nested units is compiled as it is; identical units share the code object and so
-the compiled code. A unit that holds nested units (the root, mostly) is another matter: a graph
+the compiled code. A unit that holds nested units (the root, mostly) is different: a graph
 break at each nested call would fall into the loop over the blocks, and Dynamo leaves a frame
-that breaks inside a loop uncompiled. So there Dynamo records each nested unit's call as one
+that breaks inside a loop uncompiled. There Dynamo records each nested unit's call as one
 opaque *leaf* of the graph, and ``SegmentBackend`` cuts the graph at the leaves::
 
     embed -> [leaf: blocks.0] -> [leaf: blocks.1] -> norm, head
@@ -171,11 +171,11 @@ def _unflatten(spec: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     return items if kind == "dict" else _classes[spec[3]](**items)
 
 
-# -- what a leaf's output looks like -----------------------------------------------------------
+# -- a leaf's output on fake tensors -----------------------------------------------------------
 
 
 def is_faking() -> bool:
-    """Whether a leaf's output is being worked out on fake tensors."""
+    """Whether a leaf's output is being computed on fake tensors."""
     return _faking.get()
 
 
@@ -184,7 +184,7 @@ def fake_forward(
 ) -> Any:
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
 
-    What it sets on modules (a counter, the last output) is forgotten: it will run once more.
+    Attributes that it sets on modules (a counter, the last output) are restored: it will run again.
     """
     unit = unit_module._fsdp_unit
     dtype = unit_module._fsdp_input_dtype
@@ -211,14 +211,14 @@ def fake_forward(
         return unit_module._fsdp_body()(*args, **kwargs)
     finally:
         for module, attributes, *_ in kept:
-            _put_back(module.__dict__, attributes)
+            _restore(module.__dict__, attributes)
         unit.use_sharded_views()
         for module, _, parameters, buffers in kept:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
 
 
-def _put_back(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore(namespace: dict[str, Any], before: dict[str, Any]) -> None:
     for name in namespace.keys() - before.keys():
         del namespace[name]
     for name, value in before.items():
@@ -260,7 +260,7 @@ _segment_backends: WeakValueDictionary[int, SegmentBackend] = WeakValueDictionar
 
 
 def _segment_backend(key: int) -> SegmentBackend:
-    """That of the backend with this number; what it compiles keeps it alive."""
+    """The segment backend around the backend with this number; its compiled code keeps it alive."""
     backend = _segment_backends.get(key)
     if backend is None:
         backend = _segment_backends[key] = SegmentBackend(backend_of(key))

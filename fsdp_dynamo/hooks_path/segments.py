@@ -1,4 +1,4 @@
-"""Cut a Dynamo graph at opaque nodes and compile what lies between."""
+"""Split a Dynamo graph at opaque nodes and compile the segments in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split_at_leaves(
         gm: the graph that Dynamo captured.
         example_inputs: its example inputs.
         leaf: target of the opaque nodes.
-        run_leaf: what to call instead at run time.
+        run_leaf: called in its place at run time.
         backend: compiles one segment: ``backend(gm, example_inputs)``.
         cache: segments compiled before; equal segments are compiled once.
     """
@@ -92,7 +92,7 @@ def _compile(
     """Compile one segment; backends expect a tuple of outputs, so one output is wrapped."""
     single = _return_tuple(part)
     inputs = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
-    key = _structure(part, inputs)
+    key = _sharing_key(part, inputs)
     compiled = cache.get(key) if key is not None else None
     if compiled is None:
         compiled = backend(part, inputs)
@@ -113,8 +113,8 @@ def _return_tuple(part: fx.GraphModule) -> bool:
     return False
 
 
-def _structure(part: fx.GraphModule, inputs: list[Any]) -> Any:
-    """What two segments must share to share compiled code; ``None``: never shared."""
+def _sharing_key(part: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Key of segments that can share compiled code; ``None``: never shared."""
     numbers: dict[fx.Node, int] = {}
     rows: list[Any] = []
     for node in part.graph.nodes:

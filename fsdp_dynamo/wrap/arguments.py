@@ -56,16 +56,16 @@ def check_module(module: object) -> None:
 
 
 def strategy_of(strategy: object | None) -> ShardingStrategy:
-    """The strategy that was asked for; FULL_SHARD by default."""
+    """The requested strategy; FULL_SHARD by default."""
     if strategy is None:
         return ShardingStrategy.FULL_SHARD
     return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
 
 
-def strategy_for(
+def fully_shard_strategy(
     strategy: ShardingStrategy | None, reshard_after_forward: bool | None, mesh: DeviceMesh | None
 ) -> object | None:
-    """The strategy that ``fully_shard`` was asked for by any of its arguments."""
+    """The strategy requested by any of the arguments of ``fully_shard``."""
     if reshard_after_forward is None:
         if strategy is None and mesh is not None and mesh.ndim == 2:
             return ShardingStrategy.HYBRID_SHARD
@@ -84,8 +84,8 @@ def strategy_for(
     return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
 
 
-def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
-    """The precision that ``fully_shard`` was asked for, in our words or in upstream's.
+def fully_shard_precision(mixed_precision: object, mp_policy: object) -> object | None:
+    """The precision requested of ``fully_shard``, by our argument or by upstream's.
 
     ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
     precision, and all units treat their inputs alike.
@@ -117,8 +117,8 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
     )
 
 
-def clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
-    """The strategy in force: NO_SHARD where a rank has nobody to shard with."""
+def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
+    """The strategy in force: NO_SHARD in a group of one rank."""
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
 
 
@@ -134,11 +134,11 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
             where="a policy's dict of constructor arguments",
             fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
         )
-    return clamped(strategy, config.groups)
+    return effective_strategy(strategy, config.groups)
 
 
 def offloads(cpu_offload: object | None, device: torch.device) -> bool:
-    """Whether shards and gradients are to be in host memory, and the device computes elsewhere."""
+    """Whether shards and gradients are kept in host memory while another device computes."""
     if cpu_offload is None:
         return False
     wanted = getattr(cpu_offload, "offload_params", None)
@@ -191,7 +191,7 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
 
 
 def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
-    """What a unit casts its floating-point inputs to; ``None``: nothing."""
+    """The dtype that a unit casts its floating-point inputs to; ``None``: not cast."""
     precision = unit.config.precision
     if precision is None or precision.param_dtype is None:
         return None

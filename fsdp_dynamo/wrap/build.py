@@ -18,14 +18,14 @@ from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
 from fsdp_dynamo.module_tree import WRAPPER_NAMES, is_unit, join_fqn, plain_fqn, raw_named_modules
-from fsdp_dynamo.wrap.initial_values import Values
+from fsdp_dynamo.wrap.initial_values import InitialValues
 
 _SPLIT_BYTES = 1 << 20
 
 
 @dataclass
 class Ignored:
-    """What a wrapper leaves alone: whole modules, and single parameters."""
+    """Modules and single parameters that a unit does not manage."""
 
     modules: set[nn.Module] = field(default_factory=set)
     parameters: set[nn.Parameter] = field(default_factory=set)
@@ -48,8 +48,8 @@ def collect_ignored(
 ) -> Ignored:
     """Read the two arguments; ignored modules' subtrees and parameters are ignored too.
 
-    What units that are nested already have ignored stays ignored; so does what torch's own
-    ``replicate`` takes care of.
+    Modules and parameters ignored by nested units stay ignored; so do modules that torch's own
+    ``replicate`` manages.
     """
     result = Ignored()
     for item in [*(ignored_modules or ()), *(ignored_states or ())]:
@@ -92,7 +92,7 @@ def build_units(
     targets: Sequence[nn.Module],
     ignored: Ignored,
     config_of: Callable[[nn.Module], UnitConfig],
-    values: Values,
+    values: InitialValues,
 ) -> dict[nn.Module, Unit]:
     """Make one unit for ``root`` and one for each target, with all parameters below them.
 
@@ -148,7 +148,7 @@ class _Walk:
     """All places of parameters, left to right, depth first; units that exist are not entered.
 
     Attributes:
-        late: FQNs of parameters that stand behind a unit nested in their own.
+        late: FQNs of parameters that come after a unit nested in their own.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def _build_unit(
 
 
 def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:
-    """Whether parameters before and behind nested units get flat parameters of their own.
+    """Whether parameters before and after nested units get flat parameters of their own.
 
     Then the embedding's all-gather alone precedes the forward, and the head's gradient is reduced
     while the blocks' backward runs. Small ones are not worth a second launch.

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.wrap.arguments import check_module, precision_for, strategy_for
+from fsdp_dynamo.wrap.arguments import check_module, fully_shard_precision, fully_shard_strategy
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
 class FSDPModule(UnitModule):
-    """What ``fully_shard`` adds to a module's class.
+    """Methods that ``fully_shard`` adds to a module's class.
 
     Source: the methods' names are those of ``torch.distributed.fsdp.FSDPModule``.
     """
@@ -83,7 +83,7 @@ class FSDPModule(UnitModule):
 
 
 class UnshardHandle:
-    """An unshard that may still be under way; what ``unshard(async_op=True)`` returns."""
+    """Handle of an unshard in progress, returned by ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -159,11 +159,11 @@ def fully_shard(
         target,
         Arguments(
             process_group=process_group,
-            sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+            sharding_strategy=fully_shard_strategy(strategy, reshard_after_forward, mesh),
             cpu_offload=cpu_offload,
             auto_wrap_policy=policy,
             backward_prefetch=backward_prefetch,
-            mixed_precision=precision_for(mixed_precision, mp_policy),
+            mixed_precision=fully_shard_precision(mixed_precision, mp_policy),
             ignored_modules=ignored_modules,
             ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
             param_init_fn=param_init_fn,

@@ -1,4 +1,4 @@
-"""From a module and the user's arguments to units: the same for both ways to shard a module."""
+"""From a module and the user's arguments to units, for the wrapper and for ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_preci
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
-    clamped,
+    effective_strategy,
     override,
     strategy_of,
     warn_of_cpu_start,
 )
-from fsdp_dynamo.wrap.initial_values import Values, device_for
+from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
 from fsdp_dynamo.wrap_policy import run_policy
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the user gave, as given: see ``FullyShardedDataParallel`` for each."""
+    """The user's arguments, unchecked; ``FullyShardedDataParallel`` documents each."""
 
     process_group: object | None
     sharding_strategy: object | None
@@ -51,7 +51,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Constructed:
-    """What came of it: sharded already, but no module is changed in any other way.
+    """New units, already sharded; modules are not changed in any other respect.
 
     Attributes:
         units: by their outermost module, the root's first.
@@ -90,7 +90,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     prefetch = given.backward_prefetch
     config = UnitConfig(
         groups=groups,
-        strategy=clamped(strategy, groups),
+        strategy=effective_strategy(strategy, groups),
         precision=coerce_mixed_precision(given.mixed_precision),
         backward_prefetch=None
         if prefetch is None
@@ -107,7 +107,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     configs = {m: override(config, overrides) for m, overrides in targets.items()}
     if given.device_id is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    values = Values(
+    values = InitialValues(
         build.managed_modules(module, ignored),
         given.param_init_fn,
         device,

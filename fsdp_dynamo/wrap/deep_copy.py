@@ -14,7 +14,7 @@ from fsdp_dynamo.errors import FSDPStateError, unit_name
 def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outermost: bool) -> Any:
     """A copy of a wrapper and all below, as ``copy.deepcopy`` wants it.
 
-    What refers to the process (its registered name, compiled code) is left for the caller.
+    State that belongs to the process (registered name, compiled code) is left to the caller.
 
     Raises:
         FSDPStateError: a nested wrapper by itself, whose unit belongs to its root's schedule.

@@ -5,8 +5,8 @@ Modules are initialised in the order of ``modules()``, each by ``param_init_fn``
 as a model that was never on the meta device. As soon as all modules of a unit have their values,
 the unit is sharded: no rank ever holds more than the units that are not complete.
 
-New floating-point tensors are filled with NaN, others are watched by their version: what nobody
-wrote is found, and listed.
+New floating-point tensors are filled with NaN and the versions of others are recorded, so that
+tensors that were never written are found and listed.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class DeferredInit:
         """Raise if there is nothing to initialise a module with; changes nothing."""
         if self._init is not None:
             return
-        helpless = [
+        without_init = [
             slot.fqn
             for module, slots in self._slots.items()
             if not callable(getattr(module, "reset_parameters", None))
             for slot in slots
         ]
-        if helpless:
+        if without_init:
             raise FSDPValueError(
                 expected="modules on the meta device with a reset_parameters() method",
-                got=f"none for {', '.join(map(repr, helpless))}",
+                got=f"none for {', '.join(map(repr, without_init))}",
                 where="deferred initialisation",
                 fix="Add the method to the modules that hold these tensors, or pass param_init_fn.",
                 see="no-values-on-the-meta-device",
@@ -96,7 +96,7 @@ class DeferredInit:
         Parameters and buffers stay the objects that they were: an optimizer that holds them fits.
 
         Raises:
-            FSDPValueError: at the end, listing every tensor that nobody wrote; a tensor that
+            FSDPValueError: at the end, listing every tensor that was not written; a tensor that
                 something holds weakly, or that the initialisation ties; or what the
                 initialisation raises. The model has its meta tensors again.
         """
@@ -124,7 +124,7 @@ class DeferredInit:
         for slot in new:
             if slot.owned.is_meta:  # one module may hold it twice
                 self._take(slot, _without_values(slot.owned, self._device))
-        before = {slot.name: _Trace(slot.owned) for slot in new}
+        before = {slot.name: _WriteDetector(slot.owned) for slot in new}
         if self._init is not None:
             self._init(module)
         else:
@@ -190,8 +190,8 @@ def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return new
 
 
-class _Trace:
-    """What tells whether somebody has written a tensor since."""
+class _WriteDetector:
+    """Detects whether a tensor has been written since."""
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""Where parameters get their values from before they are sharded.
+"""Initial values of parameters before they are sharded.
 
 A module may hold its values already, may be on the meta device (see ``deferred_init``), and may be
 given rank 0's. Each unit is sharded as soon as it has its values.
@@ -18,7 +18,7 @@ from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.deferred_init import DeferredInit, InitFn
 
 
-class Values:
+class InitialValues:
     """Values of the parameters and buffers that one wrapper call manages.
 
     Args:
@@ -73,11 +73,11 @@ class Values:
         for owner in sorted(owned, key=last.__getitem__):
             while holders[owner] & missing:
                 missing.remove(next(steps))
-            self._spread([original.param for original in owned[owner]])
+            self._broadcast([original.param for original in owned[owner]])
             yield owner
         for _ in steps:
             pass  # modules that hold buffers only
-        self._spread(list(self._buffers()))
+        self._broadcast(list(self._buffers()))
 
     def _buffers(self) -> Iterator[torch.Tensor]:
         """All buffers, each once."""
@@ -89,7 +89,7 @@ class Values:
                     yield buffer
 
     @torch.no_grad()
-    def _spread(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks rank 0's values."""
         if self._source is None:
             return
@@ -105,8 +105,8 @@ def _serves_cpu(group: dist.ProcessGroup) -> bool:
 def device_for(
     module: nn.Module, group: dist.ProcessGroup, device_id: int | torch.device | None
 ) -> torch.device:
-    """Where deferred values are made: as asked for, else where the module has others, else where
-    the group's collectives work."""
+    """Device of deferred values: as requested, else that of the module's other tensors, else one
+    that the group's collectives support."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     if device_id is not None:

@@ -1,4 +1,4 @@
-"""A module that is a unit, whichever way it became one: its state, and the ways it runs."""
+"""A module that is a unit, by the wrapper or by ``fully_shard``: its state and its three modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.graph_path.entry import carrier_of, mark_shard
+from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.trace import TracedTensors, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import join_fqn
@@ -39,7 +39,7 @@ from fsdp_dynamo.wrap.user_methods import UserMethods
 
 
 class UnitModule(UserMethods):
-    """What the wrapper and a module of ``fully_shard`` share.
+    """Base class of the wrapper and of modules of ``fully_shard``.
 
     All of its state is in attributes that begin with ``_fsdp_``: a module of ``fully_shard`` is
     the user's own.
@@ -49,7 +49,7 @@ class UnitModule(UserMethods):
     """Name of the method that is ``_fsdp_run``."""
 
     def _fsdp_body(self) -> Callable[..., Any]:
-        """What runs between the unit's hooks."""
+        """The callable between the unit's hooks."""
         raise NotImplementedError
 
     # -- becoming a unit -------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class UnitModule(UserMethods):
         return self._fsdp_run_hooked(args, kwargs, key)
 
     def _fsdp_tensors(self) -> TracedTensors:
-        """What a graph takes of this unit in a step that reduces gradients, or not (traced)."""
+        """This unit's inputs of a graph, in a step that reduces gradients or not (traced)."""
         accumulation = self._fsdp_own_root.accumulation
         sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
         carriers = sums
@@ -229,12 +229,12 @@ def _load_hook(
     *reports: Any,
 ) -> None:
     assert isinstance(module, UnitModule)
-    _cut_out(module, source, prefix, local_metadata, *reports)
+    _load_shards(module, source, prefix, local_metadata, *reports)
     if module._fsdp_inner() is not module:
         model.plain_names_before_load(source, prefix, module_tree.WRAPPED)
 
 
-def _cut_out(
+def _load_shards(
     module: UnitModule,
     source: dict[str, Any],
     prefix: str,
@@ -289,4 +289,4 @@ def _inner_load_hook(
 ) -> None:
     wrapper = _called_on(module, prefix)
     if wrapper is not None:
-        _cut_out(wrapper, source, prefix, local_metadata, *reports)
+        _load_shards(wrapper, source, prefix, local_metadata, *reports)

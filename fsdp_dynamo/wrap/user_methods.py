@@ -1,4 +1,4 @@
-"""What users call on a wrapper besides its forward."""
+"""Public methods of a unit module besides its forward."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class UserMethods(nn.Module):
     _fsdp_input_dtype: torch.dtype | None
     _fsdp_runs_method: bool
 
-    # After a backward that raised, views of freed storage stand in the modules: the engine tells
-    # nobody. So whoever asks for the root or the unit finds them usable again. Traced code reads
-    # the attributes.
+    # After a backward that raised, views of freed storage are left in the modules: autograd has no
+    # hook for it. These properties recover before they return; traced code reads the attributes.
 
     @property
     def _fsdp_root(self) -> Root:
@@ -76,8 +75,8 @@ class UserMethods(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate unsharded gradients without communication while open.
 
-        Costs one unsharded gradient a unit of memory; without it, gradients accumulate in
-        sharded form at the cost of one reduction a backward.
+        Costs the memory of one unsharded gradient per unit; without it, gradients accumulate in
+        sharded form at the cost of one reduction per backward.
 
         Raises:
             FSDPStateError: entered within a step, or not on the outermost unit.
@@ -215,9 +214,9 @@ class UserMethods(nn.Module):
     def update_whole(
         self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
     ) -> dict[str, torch.Tensor]:
-        """Let one rank each update whole tensors of which every rank has its part.
+        """Update whole tensors, each on one rank, of which every rank holds its part.
 
-        What optimizers on matrices need: each matrix is gathered on one rank, updated there, and
+        For optimizers on matrices: each matrix is gathered on one rank, updated there, and
         every rank gets its part of the result. All ranks must call it with the same names.
 
         Args:

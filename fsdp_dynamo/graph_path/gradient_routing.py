@@ -1,4 +1,4 @@
-"""Between the user's autograd graph and a compiled one: where the shards go in."""
+"""Shards as inputs of a compiled graph, and the route of their gradients back to the units."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp_dynamo.graph_path import operators
 _OWNER = "_fsdp_dynamo_flat"
 _CARRIED = "_fsdp_dynamo_carried"
 
-Taker = Callable[[torch.Tensor], None]
-"""Does with an input's gradient what is to be done."""
+GradHandler = Callable[[torch.Tensor], None]
+"""Called with the gradient of an input of the graph."""
 
 
 def mark_shard(flat: FlatParameter) -> None:
     """Let a shard that is handed to a compiled graph lead back to its flat parameter.
 
-    Weakly: autograd's nodes hold the shard, and nobody finds cycles through them.
+    Weakly: autograd's nodes hold the shard, and the collector does not see cycles through them.
     """
     setattr(flat.sharded, _OWNER, ref(flat))
 
@@ -39,17 +39,17 @@ def carrier_of(flat: FlatParameter) -> torch.Tensor:
     return carrier
 
 
-def _nobody() -> None:
-    """Of a tensor that is no unit's."""
+def _no_flat() -> None:
+    """In place of the weak reference, for a tensor that is not a unit's."""
 
 
-def _taker_of(flat: FlatParameter) -> Taker:
-    """Takes a reduced gradient. A sum that was there before the forward is part of it."""
+def _grad_handler(flat: FlatParameter) -> GradHandler:
+    """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
     total = flat.unsharded_grad_sum
     if total is None or not flat.accumulation.sync:
         return flat.accumulate_grad
 
-    def take(grad: torch.Tensor) -> None:
+    def handle(grad: torch.Tensor) -> None:
         # Other forwards that wait for their backward, and this one's where its graph is retained,
         # would add the sum once more: from now on they add nothing.
         if flat.unsharded_grad_sum is total:
@@ -58,11 +58,11 @@ def _taker_of(flat: FlatParameter) -> Taker:
         total.data.zero_()
         flat.accumulate_grad(grad)
 
-    return take
+    return handle
 
 
-class _ShardsIn(torch.autograd.Function):
-    """Takes the gradients of all shards, and of their carriers.
+class _RouteGradients(torch.autograd.Function):
+    """Passes the gradients of all shards, and of their carriers, to the units.
 
     Forward: the inputs, unchanged. Backward: each shard's gradient, already reduced, is added to
     the original parameters' ``.grad``; each carrier's, unsharded, to what waits for a reduction.
@@ -70,10 +70,10 @@ class _ShardsIn(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, takers: Collection[Taker], *inputs: torch.Tensor
+        ctx: Any, handlers: Collection[GradHandler], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.takers = takers
+        ctx.handlers = handlers
         return tuple([tensor.view_as(tensor) for tensor in inputs])
 
     @staticmethod
@@ -81,9 +81,9 @@ class _ShardsIn(torch.autograd.Function):
         if events.recorder is not None:
             operators.end_of_graph()
         with torch.no_grad():
-            for take, grad in zip(ctx.takers, grads, strict=True):
+            for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
-                    take(grad)
+                    handle(grad)
         return (None,) * (len(grads) + 1)
 
 
@@ -95,20 +95,20 @@ def _run(compiled: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         raise
 
 
-def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Route the shards among a compiled graph's inputs through ``_ShardsIn``."""
+def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Route the shards among a compiled graph's inputs through ``_RouteGradients``."""
 
     def run(*inputs: Any) -> Any:
         operators.abandon()  # a backward that failed may have left some
-        takers = _takers_of(inputs)
-        if not takers or not torch.is_grad_enabled():
+        handlers = _grad_handlers(inputs)
+        if not handlers or not torch.is_grad_enabled():
             return _run(compiled, inputs)
         arguments = list(inputs)
-        tracked = _ShardsIn.apply(list(takers.values()), *[inputs[i] for i in takers])  # type: ignore[no-untyped-call]
-        for position, shard in zip(takers, tracked, strict=True):
+        tracked = _RouteGradients.apply(list(handlers.values()), *[inputs[i] for i in handlers])  # type: ignore[no-untyped-call]
+        for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments)
-        _drop_dropped_first(inputs, outputs)
+        _drop_dropped_before_backward(inputs, outputs)
         if events.recorder is not None:
             operators.end_of_graph()
         return outputs
@@ -116,9 +116,9 @@ def with_entry(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _drop_dropped_first(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Let the backward of a graph that adds sums add what the user has kept of them until then."""
-    flats: list[FlatParameter | None] = [getattr(value, _OWNER, _nobody)() for value in inputs]
+def _drop_dropped_before_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Before the backward of a graph that adds sums, drop gradients that the user has dropped."""
+    flats: list[FlatParameter | None] = [getattr(value, _OWNER, _no_flat)() for value in inputs]
     summed = [flat for flat in flats if flat is not None and flat.unsharded_grad_sum is not None]
     if not summed:
         return
@@ -132,21 +132,21 @@ def _drop_dropped_first(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             output.register_hook(drop_dropped)
 
 
-def _takers_of(inputs: Sequence[Any]) -> dict[int, Taker]:
-    """By position, who takes the gradients of the shards, and of their carriers, that need one."""
-    takers: dict[int, Taker] = {}
+def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
+    """By position, the gradient handlers of shards, and of their carriers, that need one."""
+    handlers: dict[int, GradHandler] = {}
     has_units = False
     for position, value in enumerate(inputs):
-        flat: FlatParameter | None = getattr(value, _OWNER, _nobody)()
-        carried: FlatParameter | None = getattr(value, _CARRIED, _nobody)()
+        flat: FlatParameter | None = getattr(value, _OWNER, _no_flat)()
+        carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
         if flat is not None:
             has_units = True
             flat.check_originals()
             flat.refuse_comm_hook()
         if flat is not None and value.requires_grad:
-            takers[position] = _taker_of(flat)
+            handlers[position] = _grad_handler(flat)
         elif carried is not None and value.requires_grad:
-            takers[position] = carried.add_unsharded_grad
+            handlers[position] = carried.add_unsharded_grad
     if has_units:
         collective_log.begin_step()
-    return takers
+    return handlers
