@@ -55,6 +55,8 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], tolerance: floa
     assert len(got["losses"]) == 8
     assert expected["losses"][-1] < expected["losses"][0]
     assert got["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=10 * tolerance)
+    assert expected["norms"]
     assert got["eval"] == pytest.approx(expected["eval"], rel=tolerance)
     for fqn, value in expected["whole"].items():
         torch.testing.assert_close(got["whole"][fqn], value, rtol=0, atol=tolerance)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -36,6 +37,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         self.dropout = nn.Dropout(dropout)
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
         self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.net(tokens)) + self.bias
@@ -54,6 +56,15 @@ class Module(pl.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: torch.Tensor) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        """Records the norm of the gradients before they are clipped."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        if isinstance(self.trainer.strategy, FSDPDynamoStrategy):  # of this rank's shards
+            dist.all_reduce(squares)
+        self.norms.append(squares.sqrt().item())
+        super().configure_gradient_clipping(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
@@ -173,6 +184,7 @@ def trained(rank: int, kind: str, compiled: Any, changed: dict[str, Any]) -> dic
             trainer = _fit(rank, strategy, module, **arguments)
         found[name] = {
             "losses": module.losses,
+            "norms": module.norms,
             "eval": _validated(rank, trainer, module),
             "whole": _whole(module),
             "numel": sum(p.numel() for p in module.parameters()),
