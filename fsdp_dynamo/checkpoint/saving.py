@@ -211,7 +211,7 @@ def _prepare(
         random_state = auxiliary_states.random_state()
         return _Content(
             step,
-            tensor_states.copied(state) if copied else state,
+            optim_state.copied(state, to_cpu=True, is_deep=True) if copied else state,
             auxiliary_states.serialize({"shared": shared_states, "model": others}),
             auxiliary_states.serialize({"random": random_state, "per_rank": own_states}),
             names,
@@ -237,7 +237,7 @@ def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[C
             for group in groups:
                 ranks = dist.get_process_group_ranks(group)
                 texts = {rank: all_texts[rank][position] for rank in ranks}
-                message = difference(optim_state.STATES, texts, optim_state.ALIKE)
+                message = difference(optim_state.STATES_NAME, texts, optim_state.SAME_STATES_FIX)
                 if message is not None:
                     raise DivergenceError(message)
 

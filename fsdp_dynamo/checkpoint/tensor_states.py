@@ -6,7 +6,6 @@ The form is that of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -54,12 +53,12 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def tensors_to_save(
-    model: nn.Module, optimizers: Optimizers, agree: optim_state.Agree
+    model: nn.Module, optimizers: Optimizers, compare: optim_state.Compare
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's parts of all tensors, and the model's other state dict values (extra states).
 
     Args:
-        agree: as for ``optim_state.save``; nothing else here communicates.
+        compare: as for ``optim_state.save``; nothing else here communicates.
 
     Raises:
         FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
@@ -70,19 +69,8 @@ def tensors_to_save(
     others = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
     state: dict[str, Any] = {MODEL: {k: v for k, v in found.items() if k not in others}}
     if optimizers:
-        state[OPTIM] = optim_state.save_several(named, optimizers, _SETTINGS, agree)
+        state[OPTIM] = optim_state.save_several(named, optimizers, _SETTINGS, compare)
     return state, others
-
-
-def copied(value: Any) -> Any:
-    """All tensors on the CPU, none of them shared with the training; other values as copies."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copied(one) for one in value)
-    return copy.deepcopy(value)
 
 
 # -- loading -------------------------------------------------------------------------------------

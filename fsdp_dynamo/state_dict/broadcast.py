@@ -1,4 +1,4 @@
-"""Nested states that rank 0 alone has, brought to all ranks one tensor at a time."""
+"""Broadcast of nested states from the first rank, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What the first rank of a group gives, on every rank, with its tensors on the CPU.
+def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The first rank's value on every rank of a group, with its tensors on the CPU.
 
     Args:
         value: nested dicts, lists and tuples of tensors and other values; ignored on other ranks.
-        group: whose ranks; the default group if ``None``.
+        group: by default, the default group.
     """
     if not dist.is_initialized():
         return value

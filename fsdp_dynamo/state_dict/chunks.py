@@ -1,14 +1,14 @@
-"""A range of a row-major tensor as boxes: what checkpoints can describe.
+"""Division of a range of a row-major tensor into chunks, rectangular as checkpoints need them.
 
-Flattened row by row, the part that a rank holds of a tensor is a contiguous range. In the tensor it
+A rank holds a contiguous range of a tensor that is flattened row by row. In the tensor, the range
 begins somewhere in a row, spans whole rows, and ends somewhere in a row::
 
-    . . . # #        1 box:  the rest of the first row
-    # # # # #        1 box:  all whole rows
+    . . . # #        1 chunk:  the rest of the first row
+    # # # # #        1 chunk:  all whole rows
     # # # # #
-    # # . . .        1 box:  the begin of the last row
+    # # . . .        1 chunk:  the beginning of the last row
 
-In more dimensions the first and the last row are ranges themselves: at most ``2 * ndim - 1`` boxes.
+In more dimensions, the first and last row are ranges themselves: at most ``2 * ndim - 1`` chunks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Box:
-    """A block of a tensor, contiguous in it.
+class Chunk:
+    """A rectangular block of a tensor, contiguous in memory.
 
     Attributes:
-        offsets: where it begins, one a dimension.
-        sizes: how long it is, one a dimension.
-        start: its first element within the range.
+        offsets: where it begins, per dimension.
+        sizes: its lengths, per dimension.
+        start: position of its first element in the range.
     """
 
     offsets: tuple[int, ...]
@@ -38,25 +38,25 @@ class Box:
         return math.prod(self.sizes)
 
 
-def boxes_of(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Cut elements ``begin`` to ``end`` of a flattened tensor of this shape into boxes.
+def chunks_of(shape: Sequence[int], begin: int, end: int) -> list[Chunk]:
+    """Divide elements ``begin`` to ``end`` of a flattened tensor of this shape into chunks.
 
-    They are disjoint, in order, and each is contiguous in the range; none for an empty range.
+    They are disjoint and in order, and each is contiguous in the range; an empty range has none.
     """
     if end <= begin:
         return []
-    boxes: list[Box] = []
+    chunks: list[Chunk] = []
     start = 0
     for offsets, sizes in _cut(tuple(shape), begin, end):
-        boxes.append(Box(offsets, sizes, start))
+        chunks.append(Chunk(offsets, sizes, start))
         start += math.prod(sizes)
-    return boxes
+    return chunks
 
 
 def _cut(
     shape: tuple[int, ...], begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes."""
+    """Offsets and sizes of the chunks."""
     if len(shape) < 2:
         yield (begin,) * len(shape), (end - begin,) * len(shape)
         return

@@ -1,4 +1,4 @@
-"""Between a rank's part of a tensor and the whole: parameters, and states as large as they are."""
+"""Conversion of parameters, and of equally large states, between local and unsharded tensors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch.utils._pytree import tree_map_only
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.state_dict.tensor_part import LocalTensor, TensorPart, require_same_part
+from fsdp_dynamo.state_dict.tensor_shard import RankLocalTensor, TensorShard, require_same_shard
 
 
-def gather_originals(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """Whole original parameters in their own dtype: every rank must call it, and take the first.
+def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
+    """Unsharded original parameters in their own dtype; gathered when the first one is taken.
 
-    They share the memory of one unsharded flat parameter: copy what is to stay.
+    Every rank must take the first one. They share the memory of one unsharded flat parameter: copy
+    those that must outlive it.
     """
     return _gathered(flat, flat.shard_on_device())
 
 
-def gather_like(
+def gather_states(
     flat: FlatParameter, locals_: Sequence[torch.Tensor | None]
 ) -> Iterator[torch.Tensor | None]:
-    """The same of tensors of one dtype, each as large as this rank's part of an original parameter.
+    """``gather_params`` for tensors of one dtype, each as large as its local original parameter.
 
-    Where one is ``None`` it is so on every rank.
+    A tensor that is ``None`` must be so on every rank.
     """
     shard = shard_of(flat, locals_)
     for value, local in zip(_gathered(flat, shard), locals_, strict=True):
@@ -41,54 +42,54 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
             yield view if original.parallel is None else original.parallel.whole(view)
 
 
-def part_of(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
-    """A tensor as large as this rank's part of an original parameter, as a part of the whole.
+def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
+    """A tensor as large as a local original parameter, as a shard of the unsharded tensor.
 
-    Memory is shared. Where nothing is sharded it is the whole, a plain tensor.
+    Memory is shared. If nothing is sharded, the result is a plain tensor of the original shape.
     """
     part, slot = flat.ranges[index], flat.layout.slots[index]
     parallel = flat.originals[index].parallel
     if parallel is not None:
         within = (tuple(parallel.shape), parallel.offsets(slot.shape))
-        return TensorPart(local.view(-1), slot.shape, part.param_start, within)
+        return TensorShard(local.view(-1), slot.shape, part.param_start, within)
     if flat.is_sharded and slot.numel:
-        return TensorPart(local, slot.shape, part.param_start)
+        return TensorShard(local, slot.shape, part.param_start)
     return local.view(slot.shape)
 
 
-def local_only(flat: FlatParameter, value: Any) -> Any:
-    """The tensors of a value of one rank, marked as such where other ranks have others."""
+def mark_rank_local(flat: FlatParameter, value: Any) -> Any:
+    """Mark the tensors of a value as rank-local, if other ranks have different ones."""
     if not flat.is_sharded:
         return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(LocalTensor), value)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(RankLocalTensor), value)
 
 
-def plain_local(value: Any) -> Any:
-    """What ``local_only`` marked, as plain tensors."""
-    return tree_map_only(LocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
+def unmark_rank_local(value: Any) -> Any:
+    """Plain tensors instead of those that ``mark_rank_local`` marked."""
+    return tree_map_only(RankLocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
 
 
-def whole_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
-    """The shape of an original parameter in the plain model."""
+def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
+    """Shape of an original parameter in the plain model."""
     parallel = flat.originals[index].parallel
     return flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
 
 
-def local_of(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
-    """This rank's part of a whole tensor, or of what ``part_of`` gave; no communication.
+def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
+    """This rank's part of an unsharded tensor or ``TensorShard``, without communication.
 
     Raises:
-        FSDPValueError: another shape, or another part, naming ``key``.
+        FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
     part, original = flat.ranges[index], flat.originals[index]
-    if isinstance(value, TensorPart):
-        own = part_of(flat, index, original.param.detach())
-        require_same_part(own, value, f"key '{key}'")
+    if isinstance(value, TensorShard):
+        own = as_tensor_shard(flat, index, original.param.detach())
+        require_same_shard(own, value, f"key '{key}'")
         return value.local.view(original.param.shape)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-    if shape != whole_shape(flat, index):
+    if shape != unsharded_shape(flat, index):
         raise FSDPValueError(
-            expected=f"a tensor of shape {whole_shape(flat, index)}",
+            expected=f"a tensor of shape {unsharded_shape(flat, index)}",
             got=str(shape),
             where=f"key '{key}'",
             fix="Load a full state dict of the same model.",

@@ -1,9 +1,9 @@
-"""``torch.distributed.checkpoint.state_dict`` for models of ours.
+"""Support for our units in ``torch.distributed.checkpoint.state_dict``.
 
-Its ``get_state_dict``, ``set_state_dict`` and their kind look for torch's own wrappers, and take
-the states of any other optimizer for what a plain one would have: of ours they would save one
-rank's elements as the whole. Four internal functions, through which all of them go, are replaced;
-each asks first whether the model has units of ours, and is torch's own if it has none.
+``get_state_dict``, ``set_state_dict`` and related functions know only torch's own wrappers and take
+any other optimizer's states for unsharded ones: they would save one rank's elements as the whole
+tensor. All of them use four internal functions, which are replaced here; the replacements call
+torch's own function for a model without our units.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_dynamo.config import (
@@ -30,15 +30,15 @@ from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict import methods, optim_state
-from fsdp_dynamo.state_dict.broadcast import from_first
+from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
 from fsdp_dynamo.state_dict.methods import uncompiled
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
 @contextmanager
-def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
-    """State dicts as torch's ``StateDictOptions`` ask for."""
+def _configured(model: nn.Module, info: Any) -> Iterator[None]:
+    """While open, state dicts have the form that torch's ``StateDictOptions`` ask for."""
     to_cpu = info.cpu_offload
     form: Any = (
         StateDictType.SHARDED_STATE_DICT,
@@ -58,9 +58,9 @@ def _as_asked(model: nn.Module, info: Any) -> Iterator[None]:
 def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
     if not info.handle_model:
         return {}
-    with _as_asked(model, info):
+    with _configured(model, info):
         state: dict[str, Any] = model.state_dict()
-    if info.full_state_dict and info.cpu_offload:  # of parameters that no unit holds, too
+    if info.full_state_dict and info.cpu_offload:  # including parameters that no unit holds
         state = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         if dist.is_initialized() and dist.get_rank() != 0:
             return {}
@@ -79,11 +79,11 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
 
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    # Ranks that receive were given nothing, which torch takes for "the optimizer only".
-    given = _given(state_dict if info.handle_model else {}, info)
+    # A rank that receives a broadcast has an empty dict, which torch takes for "optimizer only".
+    given = _received(state_dict if info.handle_model else {}, info)
     if not given:
         return _IncompatibleKeys([], [])
-    with _as_asked(model, info):
+    with _configured(model, info):
         return model.load_state_dict(given, strict=info.strict)
 
 
@@ -91,15 +91,15 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
     if not info.handle_optim:
         return {}
     for optimizer in optimizers:
-        torchs._init_optim_state(optimizer)
-    with _as_asked(model, info):
+        torch_state_dict._init_optim_state(optimizer)
+    with _configured(model, info):
         settings = methods.get_state_dict_type(model)
     named = optim_state.named_places(model, units_in(model))
     merged = optim_state.save_several(named, optimizers, settings)
-    if not merged["param_groups"]:  # rank 0 alone has them
+    if not merged["param_groups"]:  # only rank 0 has them
         return {}
     if info.flatten_optimizer_state_dict:
-        return torchs._flatten_optim_state_dict(merged)  # type: ignore[arg-type]
+        return torch_state_dict._flatten_optim_state_dict(merged)  # type: ignore[arg-type]
     return merged
 
 
@@ -108,13 +108,13 @@ def _load_optim_state(
 ) -> None:
     if not info.handle_optim:
         return
-    given = _given(state_dict, info)
+    given = _received(state_dict, info)
     named = optim_state.named_places(model, units_in(model))
     for optimizer in optimizers:
-        torchs._init_optim_state(optimizer)
+        torch_state_dict._init_optim_state(optimizer)
         one: Any = given
         if "state" not in given:
-            one = torchs._unflatten_optim_state_dict(optimizer, given, info)
+            one = torch_state_dict._unflatten_optim_state_dict(optimizer, given, info)
         fqns = {place.fqn for _, _, place in named.of(optimizer)}
         if info.strict:
             _require_states(optimizer, one["state"], named)
@@ -122,33 +122,35 @@ def _load_optim_state(
             "state": {fqn: state for fqn, state in one["state"].items() if fqn in fqns},
             "param_groups": one["param_groups"],
         }
-        with _as_asked(model, info):
+        with _configured(model, info):
             loaded = methods.optim_state_dict_to_load(model, optimizer, own)
         optimizer.load_state_dict(loaded)
 
 
 def _require_states(
-    optimizer: torch.optim.Optimizer, states: dict[str, Any], named: optim_state.Named
+    optimizer: torch.optim.Optimizer, states: dict[str, Any], named: optim_state.NamedParams
 ) -> None:
-    """As torch does: a trained parameter without a state in the checkpoint is an error."""
+    """Refuse, as torch does, a checkpoint without the state of a trained parameter."""
     for _, _, place in named.of(optimizer):
         if optimizer.state.get(place.param) and place.fqn not in states:
             raise FSDPValueError(
-                expected="a state of every parameter that the optimizer has one of",
+                expected="a state for every parameter that has one in the optimizer",
                 got="none in the checkpoint",
                 where=f"parameter '{place.fqn}'",
-                fix="Use StateDictOptions(strict=False) to let it begin anew.",
+                fix="Use StateDictOptions(strict=False) to start without it.",
             )
 
 
-def _given(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
-    """What rank 0 was given, if the others were given nothing."""
-    received: dict[str, Any] = from_first(state_dict) if info.broadcast_from_rank0 else state_dict
+def _received(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+    """The state dict of this rank, or of rank 0 if the options ask for a broadcast."""
+    if not info.broadcast_from_rank0:
+        return state_dict
+    received: dict[str, Any] = broadcast_from_first(state_dict)
     return received
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
-    original = getattr(torchs, name)
+    original = getattr(torch_state_dict, name)
 
     @functools.wraps(original)
     def either(model: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -157,7 +159,7 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
             return ours(inner, *arguments, **named)
         return original(model, *arguments, **named)
 
-    setattr(torchs, name, either)
+    setattr(torch_state_dict, name, either)
 
 
 _replace("_get_model_state_dict", _model_state)

@@ -1,9 +1,9 @@
-"""Full state dicts through module hooks: plain FQNs, whole tensors.
+"""Model state dicts through module hooks, with plain FQNs.
 
-Saving: the default code puts this rank's parts under wrapped names; the post-hook gathers each
-flat parameter once, in its original dtype, and writes whole tensors under plain names.
-Loading: the pre-hook cuts this rank's part out of each whole tensor, and the default code
-copies it in place. Loading needs no communication.
+Saving: the default code writes local parameters under wrapped names; the post-hook replaces them by
+values of the chosen form under plain names. For full state dicts it gathers each flat parameter
+once, in its original dtype. Loading: the pre-hook cuts this rank's part out of each value, and the
+default code copies it in place; this needs no communication.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn, plain_fqn, without_wrapper_names
-from fsdp_dynamo.state_dict.conversion import gather_originals, local_of, local_only, part_of
+from fsdp_dynamo.state_dict.conversion import (
+    as_tensor_shard,
+    extract_local,
+    gather_params,
+    mark_rank_local,
+)
 
 
 def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: str) -> None:
-    """Rename everything below ``prefix`` to ``new_prefix`` and plain FQNs, keeping the order.
+    """Rename all keys below ``prefix`` to ``new_prefix`` and plain FQNs, keeping the order.
 
-    What a module's children wrote is the end of the dict when its own hook runs.
+    When a module's hook runs, the entries of its children are at the end of the dict.
     """
     tail: list[str] = []
     for key in reversed(state_dict):
@@ -44,10 +49,11 @@ def save_unit(
     is_root: bool,
     buffer_dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Replace this rank's parts by whole tensors, under plain names; buffers by those of the dtypes
-    given, which they had before mixed precision.
+    """Replace a unit's local parameters by values of the chosen form, under plain names.
 
-    The root also takes out of ``prefix`` what ``torch.compile`` has put in.
+    Args:
+        is_root: also remove the names that ``torch.compile`` has inserted from ``prefix``.
+        buffer_dtypes: dtypes that buffers had before mixed precision, by FQN; they are restored.
     """
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
@@ -61,7 +67,7 @@ def save_unit(
     for fqn, dtype in buffer_dtypes.items():
         if base + fqn in state_dict:
             state_dict[base + fqn] = state_dict[base + fqn].to(dtype)
-    if unit.is_summoned:  # what the default code has written is whole (perhaps on rank 0 alone)
+    if unit.is_summoned:  # the parameters are unsharded already (perhaps only on rank 0)
         return
     settings = unit.state_dict_settings
     unit.check_membership()
@@ -69,34 +75,34 @@ def save_unit(
     for flat in unit.flats:
         values = _VALUES[settings.state_dict_type](flat)
         for original in flat.originals:
-            value = _kept(next(values), flat, settings)
+            value = _value_to_keep(next(values), flat, settings)
             for _, _, fqn in original.sites:
                 if base + fqn in state_dict:
                     state_dict[base + fqn] = value
 
 
-def _kept(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
-    """A value as the settings want it; ``None`` where this rank is to have none."""
+def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
+    """A value as the settings require it; ``None`` if they require none on this rank."""
     config = settings.state_dict_config
-    if _is_left_out(flat.groups, config):
+    if _is_omitted(flat.groups, config):
         return None
     if config.offload_to_cpu:
         return value.to("cpu", copy=True)
     return value.clone() if settings.copies_model else value
 
 
-def _is_left_out(groups: Groups, config: StateDictConfig) -> bool:
+def _is_omitted(groups: Groups, config: StateDictConfig) -> bool:
     first_only = getattr(config, "rank0_only", False)
     return first_only and any(group.rank() != 0 for group in groups.all)
 
 
 def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) -> None:
-    """When all units have saved: what none holds (buffers, ignored parameters) goes their way."""
+    """Apply the settings to values that no unit holds (buffers, ignored parameters)."""
     root = units[0]
     if root.is_summoned:
         return
     config = root.state_dict_settings.state_dict_config
-    left_out = _is_left_out(root.config.groups, config)
+    left_out = _is_omitted(root.config.groups, config)
     if not (left_out or config.offload_to_cpu):
         return
     base = _plain_prefix(prefix)
@@ -110,31 +116,31 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
 
 
 def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """This rank's part of each original parameter; of those that are not sharded, the whole."""
+    """This rank's part of each original parameter, or all of it if it is not sharded."""
     for index, original in enumerate(flat.originals):
-        yield part_of(flat, index, original.param.detach())
+        yield as_tensor_shard(flat, index, original.param.detach())
 
 
 def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """The parameters as they are."""
-    return (local_only(flat, original.param.detach()) for original in flat.originals)
+    """The local parameters as they are."""
+    return (mark_rank_local(flat, original.param.detach()) for original in flat.originals)
 
 
 _VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {
-    StateDictType.FULL_STATE_DICT: gather_originals,
+    StateDictType.FULL_STATE_DICT: gather_params,
     StateDictType.SHARDED_STATE_DICT: _sharded,
     StateDictType.LOCAL_STATE_DICT: _local,
 }
 
 
 def _plain_prefix(prefix: str) -> str:
-    """A prefix (empty or with a dot at its end) without the parts of wrappers."""
+    """A prefix (empty or ending in a dot) without the names of wrappers."""
     name = plain_fqn(prefix.rstrip("."))
     return f"{name}." if name else ""
 
 
 def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-    """Cut this rank's parts out of whole tensors, or take the parts that are there."""
+    """Replace values by this rank's part of them, for the default code to load."""
     if assign:
         raise UnsupportedError(
             expected="load_state_dict(..., assign=False)",
@@ -149,7 +155,7 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
                 if key is not None and not is_local:
-                    state_dict[key] = local_of(flat, index, state_dict[key], plain_fqn(key))
+                    state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
 
 
 def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: str) -> None:
@@ -161,12 +167,12 @@ def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: s
 
 
 def plain_names_after_load(prefix: str, keys: Sequence[list[str]], messages: list[str]) -> None:
-    """Rename what ``load_state_dict`` is about to report of keys below ``prefix``, in place.
+    """Rename keys below ``prefix`` in the report of ``load_state_dict``, in place.
 
     Args:
         prefix: of the module whose hook runs.
         keys: lists of missing and of unexpected keys.
-        messages: sentences that name keys.
+        messages: error messages that name keys.
     """
     for names in keys:
         names[:] = [plain_fqn(name) if name.startswith(prefix) else name for name in names]

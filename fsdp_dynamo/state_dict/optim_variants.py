@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_dynamo.config import FullOptimStateDictConfig, StateDictType
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
-from fsdp_dynamo.state_dict.broadcast import from_first
+from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
 from fsdp_dynamo.state_dict.methods import (
     optim_state_dict,
     optim_state_dict_to_load,
@@ -135,7 +135,7 @@ def scatter_full_optim_state_dict(
     Raises:
         FSDPValueError: no ``optim``; else see ``optim_state_dict_to_load``.
     """
-    given = from_first(full_optim_state_dict, group)
+    given = broadcast_from_first(full_optim_state_dict, group)
     return shard_full_optim_state_dict(given, model, None, optim)
 
 

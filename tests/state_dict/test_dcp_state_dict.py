@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy1
 
 from fsdp_dynamo import FSDP, FSDPValueError, OptimStateKeyType, checkpoint, fully_shard
-from fsdp_dynamo.state_dict.tensor_part import TensorPart
+from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 FSDP1 = upstream.FullyShardedDataParallel
@@ -209,9 +209,9 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
     )
     return {
         "rank 0 alone": bool(alone) is bool(optim_alone) is (rank == 0),
-        "flat": isinstance(flat["state.head.weight.exp_avg"], TensorPart),
+        "flat": isinstance(flat["state.head.weight.exp_avg"], TensorShard),
         "flat groups": flat["param_groups.head.weight.lr"] == 1e-2,
-        "parts": all(isinstance(value, TensorPart) for value in parts.values()),
+        "parts": all(isinstance(value, TensorShard) for value in parts.values()),
         "frozen left out": sorted(set(parts) - set(trained_only))
         == ["blocks.1.norm1.bias", "blocks.1.norm1.weight"],
         "received": _same(_whole(receiver), expected) == [],

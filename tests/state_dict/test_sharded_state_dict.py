@@ -35,30 +35,30 @@ from fsdp_dynamo import (
     fully_shard,
     record_events,
 )
-from fsdp_dynamo.state_dict.chunks import boxes_of
-from fsdp_dynamo.state_dict.tensor_part import TensorPart
+from fsdp_dynamo.state_dict.chunks import chunks_of
+from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
-# -- boxes -----------------------------------------------------------------------------------------
+# -- chunks ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_are_the_range(shape: list[int], data: st.DataObject) -> None:
+def test_chunks_are_the_range(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     begin = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(begin, numel))
     whole = torch.arange(numel).view(shape)
-    boxes = boxes_of(shape, begin, end)
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    chunks = chunks_of(shape, begin, end)
+    assert len(chunks) <= max(1, 2 * len(shape) - 1)
     found = []
-    for box in boxes:
-        assert box.start == len(found)
+    for chunk in chunks:
+        assert chunk.start == len(found)
         block = whole
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             block = block.narrow(dim, offset, size)
         found += block.flatten().tolist()
     assert found == list(range(begin, end))
@@ -166,7 +166,7 @@ def test_another_sharding_loads_it(
 
 
 def _chunks(folder: Path) -> dict[str, list[int]]:
-    """The sizes of all boxes of each tensor in a checkpoint."""
+    """The sizes of all chunks of each tensor in a checkpoint."""
     with (folder / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     return {
@@ -176,7 +176,7 @@ def _chunks(folder: Path) -> dict[str, list[int]]:
 
 
 def test_no_padding_in_the_files(ranks: RankPool, tmp_path: Path) -> None:
-    """Every element once: as many boxes' bytes as the model has, and what a file adds to a box."""
+    """Every element once: as many bytes as the model has, and what a file adds to a chunk."""
     ranks.run(_save, 4, "blocks", str(tmp_path))
     chunks = _chunks(tmp_path)
     numels = {name: value.numel() for name, value in _model().state_dict().items()}
@@ -353,7 +353,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 def _tensors(state: Any) -> list[torch.Tensor]:
     """The memory of all tensors of a state dict."""
     found = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
-    return [one.local if isinstance(one, TensorPart) else one for one in found]
+    return [one.local if isinstance(one, TensorShard) else one for one in found]
 
 
 def _changed_by_a_step(rank: int, world_size: int, form: str) -> tuple[list[bool], bool]:
@@ -452,8 +452,8 @@ def test_torchs_async_save(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(_in_the_background, 2, str(tmp_path)) == [True, True]
 
 
-def _other_part() -> TensorPart:
-    return TensorPart(torch.zeros(1), (16,), 3)
+def _other_part() -> TensorShard:
+    return TensorShard(torch.zeros(1), (16,), 3)
 
 
 def test_forms(ranks: RankPool) -> None:

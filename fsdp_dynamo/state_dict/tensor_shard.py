@@ -1,0 +1,177 @@
+"""Values of sharded and local state dicts, for torch.distributed.checkpoint (DCP).
+
+A ``TensorShard`` has the shape and dtype of the unsharded tensor and the memory of this rank's
+range of it. DCP asks it for chunks (``state_dict.chunks``), writes their memory to a file, and
+reads into it in place. No file has padding or other ranks' elements, and no tensor is ever
+gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
+from fsdp_dynamo.state_dict.chunks import Chunk, chunks_of
+
+
+class TensorShard(torch.Tensor):
+    """A contiguous range of a flattened tensor, with the unsharded tensor's shape.
+
+    Args:
+        local: the elements, 1-D and contiguous; shared, not copied.
+        shape: of the tensor.
+        begin: the first element's position in the flattened tensor.
+        within: if the tensor is itself a chunk of a larger one (tensor parallelism): the larger
+            one's shape, which the result then has, and the chunk's offsets in it.
+    """
+
+    local: torch.Tensor
+    chunks: list[Chunk]
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        shape: tuple[int, ...],
+        begin: int,
+        within: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> TensorShard:
+        outer_shape, at = within or (shape, (0,) * len(shape))
+        shard: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, outer_shape, dtype=local.dtype, device=local.device
+        )
+        shard.local = local
+        shard.chunks = [
+            Chunk(tuple(a + b for a, b in zip(at, c.offsets, strict=True)), c.sizes, c.start)
+            for c in chunks_of(shape, begin, begin + local.numel())
+        ]
+        return shard
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TensorShard({self.local.numel()} elements of {tuple(self.shape)}, {self.dtype})"
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of each chunk, in its shape."""
+        return [self.local[c.start : c.start + c.numel].view(c.sizes) for c in self.chunks]
+
+    def like(self, local: torch.Tensor) -> TensorShard:
+        """The same shard with other memory, dtype or device."""
+        new: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            TensorShard, self.shape, dtype=local.dtype, device=local.device
+        )
+        new.local, new.chunks = local, self.chunks
+        return new
+
+    # -- DCP's protocol ``_Checkpointable`` ------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for chunk in self.chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, tensor in zip(self.chunks, self.tensors(), strict=True):
+            if index.offset == torch.Size(chunk.offsets):
+                return tensor
+        raise FSDPValueError(
+            expected=f"the offset of one of {len(self.chunks)} chunks",
+            got=str(index.offset),
+            where=f"'{index.fqn}'",
+            fix="Load into a state dict of the model as it is sharded now.",
+        )
+
+    # -- supported operations --------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func in _ELEMENTWISE:
+            return args[0].like(func(args[0].local, *args[1:], **(kwargs or {})))
+        if func is aten.new_empty.default and tuple(args[1]) == args[0].shape:
+            return args[0].like(func(args[0].local, args[0].local.shape, **(kwargs or {})))
+        if func is aten.copy_.default and all(isinstance(a, TensorShard) for a in args[:2]):
+            require_same_shard(args[0], args[1], "copy_()")
+            args[0].local.copy_(args[1].local)
+            return args[0]
+        raise FSDPTypeError(
+            expected="detach(), clone(), to() or copy_()",
+            got=str(func),
+            where="a value of a sharded state dict",
+            fix="Save it with torch.distributed.checkpoint, or use a full state dict.",
+        )
+
+
+class RankLocalTensor(torch.Tensor):
+    """A tensor in a local state dict; other ranks have different tensors of the same name.
+
+    torch.distributed.checkpoint takes tensors of one name to be the same on all ranks and would
+    keep one rank's, so it is refused. Otherwise this is a plain tensor, and is pickled as one.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        raise _local(f"'{fqn}'")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        raise _local("a value of a local state dict")
+
+
+def _local(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        expected="a sharded state dict for torch.distributed.checkpoint",
+        got="a LOCAL_STATE_DICT, whose values of one name differ between ranks",
+        where=where,
+        fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file per rank.",
+    )
+
+
+_ELEMENTWISE: set[Callable[..., Any]] = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}
+
+
+def require_same_shard(expected: torch.Tensor, got: TensorShard, where: str) -> None:
+    """Raise unless two shards are the same chunks of tensors of the same shape."""
+    if (
+        not isinstance(expected, TensorShard)
+        or expected.shape != got.shape
+        or expected.chunks != got.chunks
+    ):
+        raise FSDPValueError(
+            expected=f"this rank's shard, {expected!r}",
+            got=repr(got),
+            where=where,
+            fix="Load with torch.distributed.checkpoint into model.state_dict(), which reads the "
+            "elements that each rank needs.",
+        )
