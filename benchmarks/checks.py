@@ -1,9 +1,9 @@
-"""What the checks for divergence cost: steps with them and without, in turn, in one run.
+"""Cost of the checks for divergence: steps with and without them, alternating in one run.
 
-With them, every collective is noted, its messages carry a tag of their own, and a thread looks at
-waits. Each is taken out for every second step, on all ranks alike. ``step`` is the ratio of paired
-steps, the slowest rank's; ``direct`` is what the checks of a step's collectives take in a loop of
-their own, over the step: far more exact where the cost is small.
+With them, every collective is logged, its messages carry a tag of their own, and the watchdog is
+told of each wait. All are disabled in every second step, on all ranks. ``step`` is the ratio of
+paired steps of the slowest rank; ``direct`` is the time of the checks of a step's collectives in a
+loop of their own, relative to the step: far more exact where the cost is small.
 
     python benchmarks/checks.py [--decoder small] [--world_size 2] [--rounds 9] [--json FILE]
 """
@@ -42,7 +42,7 @@ _ENTRIES = {
 }
 
 
-def _note_nothing(group: object, kind: str, *rest: object) -> collective_log.Entry:
+def _record_nothing(group: object, kind: str, *rest: object) -> collective_log.Entry:
     return _ENTRIES[kind]
 
 
@@ -52,12 +52,12 @@ def _one_tag(kind: str, *rest: object) -> int:
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """Nothing is noted, all messages of a kind have one tag, nobody looks at waits."""
-    nobody: WeakKeyDictionary[object, object] = WeakKeyDictionary()
+    """No log and no watchdog; all messages of a kind have the same tag."""
+    no_groups: WeakKeyDictionary[object, object] = WeakKeyDictionary()
     with (
-        mock.patch.object(collective_log, "note", _note_nothing),
-        mock.patch.object(collective_log, "tag_of", _one_tag),
-        mock.patch.object(watchdog, "_looks", nobody),
+        mock.patch.object(collective_log, "record", _record_nothing),
+        mock.patch.object(collective_log, "message_tag", _one_tag),
+        mock.patch.object(watchdog, "_notice_checks", no_groups),
     ):
         yield
 
@@ -85,9 +85,9 @@ class Row:
 
     def collectives(self) -> int:
         """Of one step."""
-        before = sum(count for _, count, _ in collective_log.all_recent())
+        before = sum(count for _, count, _ in collective_log.recent_by_group())
         self.train()
-        return sum(count for _, count, _ in collective_log.all_recent()) - before
+        return sum(count for _, count, _ in collective_log.recent_by_group()) - before
 
     def round(self) -> dict[str, float]:
         """Pairs of steps, in turn."""
@@ -104,16 +104,16 @@ class Row:
 
 
 def microseconds_of_a_check() -> float:
-    """To note a collective, make its tag, and begin and end to look at its wait."""
+    """To log a collective, make its tag, and begin and end its wait for the watchdog."""
     group = dist.group.WORLD
     assert group is not None
     began = time.perf_counter()
     for number in range(LOOPS):
         label = f"blocks.{number % 8}"
-        collective_log.note(group, "all_gather", label, 4096)
-        collective_log.tag_of("all_gather", label, 4096, "forward")
-        watchdog._watcher.begin(group)
-        watchdog._watcher.end()
+        collective_log.record(group, "all_gather", label, 4096)
+        collective_log.message_tag("all_gather", label, 4096, "forward")
+        watchdog._watchdog.begin(group)
+        watchdog._watchdog.end()
     return (time.perf_counter() - began) / LOOPS * 1e6
 
 

@@ -1,4 +1,4 @@
-"""Explain what ``record_flight`` has left of a run that failed.
+"""Explanation of the flight records of a run that failed.
 
 python -m fsdp_dynamo.flight FOLDER
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_dynamo.agreement.flight_report import explained
+from fsdp_dynamo.agreement.flight_report import explain_records
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    print(explained(records))
+    print(explain_records(records))
     return 0
 
 

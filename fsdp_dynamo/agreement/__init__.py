@@ -1,4 +1,4 @@
-"""Ranks that compare what they are about to run, through the store that they share.
+"""Ranks that compare their graphs, options and collectives through the store; flight records.
 
 Imports: ``comm``.
 """

@@ -1,8 +1,8 @@
-"""Ranks that wait for one another compare what they have issued, and say where they part.
+"""Comparison of the order of collectives between ranks that wait for each other.
 
-Nothing is exchanged while all goes well. A rank that waits for longer than a second writes its last
-collectives into the store, and looks for those of the others: of two ranks that issued different
-collectives under one number, the earlier number is where they went apart.
+In normal operation nothing is exchanged. A rank that waits for longer than a second writes its last
+collectives into the store and reads those of the others: ranks have diverged at the first number
+under which two of them issued different collectives.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ _CAUSE = (
     "order, then start all ranks again."
 )
 
+_MAX_EXCHANGED = 128
+"""Collectives that ranks exchange."""
 
-_TOLD = 128
-"""Collectives that ranks show each other."""
 
-
-def difference_of_orders(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
-    """Tell the others of a group what this rank has issued; what is said where one differs.
+def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
+    """Publish this rank's collectives of a group; returns an error message if another's differ.
 
     Args:
-        group: whose collectives.
+        group: of the collectives.
         store: of the group's ranks.
-        name: of the group among those of the same ranks, the same on all of them.
+        name: tells groups of the same ranks apart; the same on all ranks.
     """
-    own = recent(group, _TOLD)
+    own = recent(group, _MAX_EXCHANGED)
     ranks = dist.get_process_group_ranks(group)
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
@@ -54,17 +53,17 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
     known = {entry.number: entry for entry in own}
     for entry in theirs:
         mine = known.get(entry.number)
-        if mine is not None and mine.what != entry.what:
+        if mine is not None and mine.signature != entry.signature:
             return mine, entry
     return None
 
 
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
-    """The same on both ranks: what the first of them does is what is expected of the other."""
+    """The same message on both ranks: the lower rank's collective is the expected one."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
     return error_message(
-        expected=f"rank {second} to issue what rank {first} does, {expected.described()}",
-        got=got.described(),
+        expected=f"rank {second} to issue what rank {first} does, {expected.description()}",
+        got=got.description(),
         where=f"step {expected.step}, {unit_name(expected.label)}",
         fix=_CAUSE,
         see="other-units-on-one-rank",

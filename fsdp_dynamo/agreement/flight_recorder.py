@@ -1,12 +1,12 @@
-"""The last collectives of every rank, written down when one fails, and explained afterwards.
+"""Flight recorder: a rank that fails writes its last collectives to a file.
 
     python -m fsdp_dynamo.flight FOLDER
 
-A rank writes its record when an exception ends it, and says where. One that was killed leaves none,
-which is a statement, too. Records go to ``$FSDP_DYNAMO_FLIGHT`` (``0``: none are made), or to a
-folder of the run beside other temporary files. ``record_flight`` names another folder, and lets the
-rank write also when it is told to end (SIGTERM, which torchrun sends to the others), even while it
-waits inside a collective.
+explains the records of all ranks. A rank writes its record when an exception ends it, and prints
+the path. A rank that was killed leaves none, which is informative, too. Records go to
+``$FSDP_DYNAMO_FLIGHT`` (``0``: no records), or to a folder of the run among other temporary files.
+``record_flight`` chooses another folder, and also writes a record on SIGTERM (which torchrun sends
+to the other ranks), even while the rank waits inside a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.comm.exit_callbacks import on_failure
+from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.errors import FSDPStateError
 
 VARIABLE = "FSDP_DYNAMO_FLIGHT"
@@ -37,30 +37,30 @@ _STACK_FRAMES = 12
 
 
 class _Recorder:
-    """Where this rank writes its record: once, and again only when it has gone on since."""
+    """Writer of this rank's record: once, and again only if collectives were issued since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._lock = threading.RLock()  # a second signal may come while the first is served
+        self._lock = threading.RLock()  # a second signal may arrive during the first one's handler
         self._written_at = -1
 
     @property
     def path(self) -> Path:
-        """Of the record."""
+        """The record's file."""
         return self.folder / f"rank-{self._rank}.json"
 
     def remove_old(self) -> None:
-        """This rank's record of an earlier run, and those of ranks that are no more."""
+        """Remove this rank's record of an earlier run, and those of ranks beyond the world size."""
         for path in self.folder.glob("rank-*.json"):
             number = path.stem.partition("-")[2]
             if number == str(self._rank) or (number.isdigit() and int(number) >= self._world_size):
                 path.unlink(missing_ok=True)
 
     def write(self, reason: str, stack: Sequence[str]) -> None:
-        """Write the record, if nobody has, and say where."""
+        """Write the record, unless it is up to date, and print its path."""
         with self._lock:
-            groups = collective_log.all_recent()
+            groups = collective_log.recent_by_group()
             issued = sum(count for _, count, _ in groups)
             if self._written_at == issued:
                 return
@@ -68,14 +68,14 @@ class _Recorder:
             draft = self.path.with_suffix(".part")
             draft.write_text(json.dumps(self._content(reason, stack, groups)))
             draft.rename(self.path)
-            # Inside: who finds it written may end the process at once.
-            if issued:  # a script that fails before it trains needs none to be understood
+            # With the lock held: another thread may end the process once the record is written.
+            if issued:  # of no use for a script that fails before it trains
                 explainer = f"python -m fsdp_dynamo.flight {self.folder}"
-                _say(f"rank {self._rank}: flight record in {self.path} ({explainer})")
+                _print_error(f"rank {self._rank}: flight record in {self.path} ({explainer})")
             self._written_at = issued
 
     def _content(
-        self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.Recent]
+        self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.GroupRecord]
     ) -> dict[str, Any]:
         return {
             "rank": self._rank,
@@ -90,8 +90,8 @@ class _Recorder:
         }
 
 
-def _say(line: str) -> None:
-    """To standard error, also while a signal has interrupted who writes there."""
+def _print_error(line: str) -> None:
+    """Print to standard error, even if a signal has interrupted another print."""
     try:
         print(line, file=sys.stderr, flush=True)
     except RuntimeError:  # a reentrant call inside the buffered writer
@@ -102,16 +102,16 @@ _recorder: _Recorder | None = None
 
 
 def record_flight(folder: str | Path) -> None:
-    """From now on, write this rank's last collectives to ``folder/rank-N.json`` when it fails.
+    """Write this rank's last collectives to ``folder/rank-N.json`` when it fails from now on.
 
-    It fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
-    removed. Handlers of exceptions and of SIGTERM that are there keep their part.
+    A rank fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
+    removed. Existing handlers of exceptions and of SIGTERM still run.
 
     Args:
-        folder: made when the first record is written.
+        folder: created with the first record.
 
     Raises:
-        FSDPStateError: there is no process group, or another thread than the main one calls it.
+        FSDPStateError: there is no process group, or the call is not in the main thread.
     """
     if not dist.is_initialized() or threading.current_thread() is not threading.main_thread():
         raise FSDPStateError(
@@ -125,15 +125,15 @@ def record_flight(folder: str | Path) -> None:
 
 
 def record_flight_by_default() -> None:
-    """Where the user has said nothing: record all the same."""
-    wanted = os.environ.get(VARIABLE, "")
-    if _recorder is None and wanted != "0":
-        with suppress(OSError):  # no place for files: no reason not to train
-            _begin(Path(wanted) if wanted else _default_folder())
+    """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless a recorder is set up."""
+    configured = os.environ.get(VARIABLE, "")
+    if _recorder is None and configured != "0":
+        with suppress(OSError):  # training does not depend on records
+            _begin(Path(configured) if configured else _default_folder())
 
 
 def _default_folder() -> Path:
-    """The same for all ranks of a run on a machine."""
+    """A folder that is the same for all ranks of a run on a machine."""
     environment = os.environ
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":  # torchrun with a fixed address, or another launcher
@@ -154,7 +154,7 @@ def _begin(folder: Path) -> None:
     recorder = _Recorder(folder)
     recorder.remove_old()
     _recorder = recorder
-    on_failure(_record_error)
+    register_exit_callback(_record_error)
 
 
 def _record_error(error: BaseException) -> None:
@@ -163,13 +163,16 @@ def _record_error(error: BaseException) -> None:
 
 
 _process = 0
-"""The one in which SIGTERM is looked for."""
+"""The process that handles SIGTERM; 0: none yet."""
 
 
 def _write_at_termination() -> None:
-    """A handler in Python runs when the main thread comes back from a collective, which may be
-    never: the signal's number goes through a pipe to a thread that waits for it. Who has such a
-    pipe already keeps it; then the record is written when the handler runs."""
+    """Write a record on SIGTERM.
+
+    A Python handler runs only when the main thread returns from a collective, which may be never,
+    so the signal's number goes through a pipe to a thread that waits for it. If such a pipe exists
+    already it is kept, and the record is written when the handler runs.
+    """
     global _process
     if _process == os.getpid():
         return
@@ -195,7 +198,7 @@ def _write_at_termination() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def wait() -> None:
-        """While the main thread may be stuck; a handler of the user's is left to that thread."""
+        """Serve signals while the main thread may be stuck; the user's handler is left to it."""
         while number := os.read(reader, 1):
             if number[0] == signal.SIGTERM:
                 _write_stack("SIGTERM", sys._current_frames().get(_main_thread()))
@@ -210,7 +213,7 @@ def _main_thread() -> int:
 
 
 def _write_stack(reason: str, frame: FrameType | None) -> None:
-    """Of the main thread, as it is."""
+    """Write a record with the main thread's current stack."""
     if _recorder is not None:
-        with suppress(Exception):  # what is to happen at the signal happens all the same
+        with suppress(Exception):  # the signal must take effect in any case
             _recorder.write(reason, traceback.format_stack(frame))

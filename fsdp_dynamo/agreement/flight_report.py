@@ -1,4 +1,4 @@
-"""What records of ranks say together, in words."""
+"""Report of a failed run from the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from fsdp_dynamo.errors import RankFailedError
 
 Record = Mapping[str, Any]
 
-_FOUND_OUT = RankFailedError.__name__
 
-
-def explained(records: Sequence[Record]) -> str:
-    """Who failed first or left nothing, and where the ranks' collectives part.
+def explain_records(records: Sequence[Record]) -> str:
+    """The ranks that failed or left no record, and where the ranks' collectives diverged.
 
     Args:
-        records: what ranks have written, in any order.
+        records: of the ranks, in any order.
     """
     by_rank = {record["rank"]: record for record in records}
     size = max(record["world_size"] for record in records)
@@ -25,13 +23,13 @@ def explained(records: Sequence[Record]) -> str:
     missing = [rank for rank in range(size) if rank not in by_rank]
     if missing:
         lines.append(
-            f"{_ranks(missing)} left none: killed (kill -9, no memory, a machine that is gone), "
-            "ended without an error, or their records are on another machine."
+            f"{_ranks(missing)} left none: killed (kill -9, out of memory, machine down), ended "
+            "without an error, or the record is on another machine."
         )
     for rank in sorted(by_rank):
         lines.append(f"rank {rank}: {by_rank[rank]['reason'].splitlines()[0]}")
     for ranks, logs in _groups(by_rank):
-        lines += _about(ranks, logs)
+        lines += _compare_logs(ranks, logs)
     causes = [r for r in sorted(by_rank) if not _is_consequence(by_rank[r]["reason"])]
     if causes and not missing:
         lines.append(f"Look first at rank {causes[0]}:")
@@ -40,17 +38,19 @@ def explained(records: Sequence[Record]) -> str:
 
 
 def _is_consequence(reason: str) -> bool:
-    """Whether a rank has only found out that another one failed."""
-    return reason == "SIGTERM" or reason.startswith(_FOUND_OUT) or "Connection" in reason
+    """Whether a rank ended only because another one failed."""
+    return (
+        reason == "SIGTERM" or reason.startswith(RankFailedError.__name__) or "Connection" in reason
+    )
 
 
 Logs = dict[int, tuple[int, list[Entry]]]
 
 
 def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[tuple[int, ...], Logs]]:
-    """Each group's ranks, and of each rank how many collectives it issued, and the last ones.
+    """Ranks of each group, with each rank's number of collectives and the last of them.
 
-    Groups of the same ranks are told apart by the order in which they were first used.
+    Groups of the same ranks are distinguished by the order of their first use.
     """
     found: dict[tuple[tuple[int, ...], int], Logs] = {}
     for rank, record in sorted(by_rank.items()):
@@ -64,20 +64,21 @@ def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[tuple[int, ...], Lo
         yield ranks, logs
 
 
-def _about(ranks: tuple[int, ...], logs: Logs) -> list[str]:
-    """Where the ranks of one group part, or who is behind."""
+def _compare_logs(ranks: tuple[int, ...], logs: Logs) -> list[str]:
+    """The first mismatch between the ranks of a group, or the ranks that are behind."""
     if len(logs) < 2:
         return []
     known = {r: {entry.number: entry for entry in entries} for r, (_, entries) in logs.items()}
     first = min(known)
     for number in sorted(set.intersection(*(set(entries) for entries in known.values()))):
         mine = known[first][number]
-        other = next((r for r in sorted(known) if known[r][number].what != mine.what), None)
+        differing = (r for r in sorted(known) if known[r][number].signature != mine.signature)
+        other = next(differing, None)
         if other is not None:
             return [
                 f"Among {_ranks(ranks)}, collective {number}: rank {first} issued "
-                f"{mine.described()}, rank {other} {known[other][number].described()}. They went "
-                "apart here: a unit left out or run once more, another branch, another wrap."
+                f"{mine.description()}, rank {other} {known[other][number].description()}. They "
+                "diverged here: a unit left out or run once more, another branch, another wrap."
             ]
     least, most = min(c for c, _ in logs.values()), max(c for c, _ in logs.values())
     if least == most:
@@ -85,7 +86,7 @@ def _about(ranks: tuple[int, ...], logs: Logs) -> list[str]:
     behind = [rank for rank, (count, _) in logs.items() if count == least]
     ahead = next(rank for rank, (count, _) in logs.items() if count == most)
     following = known[ahead].get(least)
-    what = "the next" if following is None else following.described()
+    what = "the next" if following is None else following.description()
     return [
         f"Among {_ranks(ranks)}, {_ranks(behind)} issued {least} collectives, rank {ahead} {most}: "
         f"{_ranks(behind)} did not come to {what}."

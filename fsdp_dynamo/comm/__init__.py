@@ -1,4 +1,4 @@
-"""Process groups, collectives and what watches them; knows tensors and ranks, not units.
+"""Process groups, collectives and their watchdog; knows tensors and ranks, not units.
 
 Imports: ``errors`` and ``events``.
 """

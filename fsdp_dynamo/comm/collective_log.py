@@ -1,8 +1,9 @@
-"""What this rank has issued lately: every rank must issue a group's collectives in one order.
+"""Log of the collectives that this rank has issued recently.
 
-Collectives that differ do not fail. Those of one size mix up their data, others wait for ever. So
-each message carries a tag made from what it belongs to (another one never matches), and each rank
-remembers its last collectives, so that ranks which wait can compare (``order_check``).
+All ranks must issue a group's collectives in the same order. Mismatched collectives do not fail: of
+equal size, they mix up their data; otherwise they wait forever. So each message carries a tag made
+from its collective's signature (other tags never match), and each rank keeps its last collectives,
+so that ranks which wait can compare them (``agreement.collective_order``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import torch.distributed as dist
 
 from fsdp_dynamo.errors import unit_name
 
-KEPT = 1000
-WHOLE = "whole parameters"
-"""What a collective is for that state dicts and ``summon_full_params`` issue."""
-_GATHERS, _EXCHANGES = 0x0E, 0x0F
+MAX_ENTRIES = 1000
+"""Collectives kept per group."""
+
+FULL_PARAMS = "whole parameters"
+"""The use of a collective that a state dict or ``summon_full_params`` issues."""
+
+_ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0E, 0x0F
 _LABEL_BITS = 24
 
 
@@ -31,11 +35,11 @@ class Entry(NamedTuple):
 
     Attributes:
         number: in its group, from 0.
-        step: how many outermost forwards had begun.
-        kind: of the collective.
-        label: FQN of the unit; empty for the root and for what belongs to none.
-        numel: elements of the unsharded side.
-        use: what it is for: ``"forward"``, ``"backward"`` or ``WHOLE``.
+        step: number of outermost forwards that had begun.
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        label: FQN of the unit; empty for the root and for collectives of no unit.
+        numel: elements of the unsharded tensor.
+        use: ``"forward"``, ``"backward"`` or ``FULL_PARAMS``.
     """
 
     number: int
@@ -46,40 +50,40 @@ class Entry(NamedTuple):
     use: str = ""
 
     @property
-    def what(self) -> tuple[str, str, int, str]:
-        """What must be the same on all ranks."""
+    def signature(self) -> tuple[str, str, int, str]:
+        """The fields that must be the same on all ranks."""
         return self.kind, self.label, self.numel, self.use
 
-    def described(self) -> str:
-        """In words."""
+    def description(self) -> str:
+        """The collective in words, for messages."""
         name = unit_name(self.label)
         kind = self.kind.replace("_", "-")
         use = f"{self.use}, " if self.use else ""
         return f"the {kind} of {name} ({self.numel} elements, {use}step {self.step})"
 
 
-class _Log:
+class _GroupLog:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = list(range(group.size()))
         with suppress(ValueError, RuntimeError, KeyError):  # a group that torch does not know
             self.ranks = dist.get_process_group_ranks(group)
         self.count = 0
-        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
 
-_logs: WeakKeyDictionary[dist.ProcessGroup, _Log] = WeakKeyDictionary()
+_logs: WeakKeyDictionary[dist.ProcessGroup, _GroupLog] = WeakKeyDictionary()
 _step = 0
-_newest: Entry | None = None
+_latest: Entry | None = None
 
 
 def begin_step() -> None:
-    """An outermost forward begins."""
+    """Count an outermost forward that begins."""
     global _step
     _step += 1
 
 
 def current_step() -> int:
-    """How many outermost forwards have begun."""
+    """Number of outermost forwards that have begun."""
     return _step
 
 
@@ -87,7 +91,7 @@ NO_GRAPH_TASK = -1
 
 
 def current_graph_task() -> int:
-    """The engine's number of the backward that it runs in this thread, or ``NO_GRAPH_TASK``."""
+    """Autograd's number of the backward that runs in this thread, or ``NO_GRAPH_TASK``."""
     task: int = torch._C._current_graph_task_id()
     return task
 
@@ -97,48 +101,55 @@ def is_in_backward() -> bool:
     return current_graph_task() != NO_GRAPH_TASK
 
 
-def newest() -> Entry | None:
-    """The collective that this rank has issued last."""
-    return _newest
+def latest() -> Entry | None:
+    """The last collective that this rank has issued."""
+    return _latest
 
 
-def note(group: dist.ProcessGroup, kind: str, label: str, numel: int, use: str = "") -> Entry:
-    """A collective is issued; without a ``use``, for the forward or backward that runs."""
+def record(group: dist.ProcessGroup, kind: str, label: str, numel: int, use: str = "") -> Entry:
+    """Log a collective that is issued.
+
+    Args:
+        use: by default, ``"forward"`` or ``"backward"``, whichever is running.
+    """
     log = _logs.get(group)
     if log is None:
-        log = _logs[group] = _Log(group)
-    global _newest
+        log = _logs[group] = _GroupLog(group)
+    global _latest
     use = use or ("backward" if is_in_backward() else "forward")
-    _newest = Entry(log.count, _step, kind, label, numel, use)
-    log.entries.append(_newest)
+    _latest = Entry(log.count, _step, kind, label, numel, use)
+    log.entries.append(_latest)
     log.count += 1
-    return _newest
+    return _latest
 
 
-def recent(group: dist.ProcessGroup, most: int = KEPT) -> list[Entry]:
-    """The last collectives of a group, the newest last."""
+def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
+    """The last ``most`` collectives of a group, oldest first."""
     log = _logs.get(group)
     return [] if log is None else list(log.entries)[-most:]
 
 
-Recent = tuple[list[int], int, list[Entry]]
+GroupRecord = tuple[list[int], int, list[Entry]]
 
 
-def all_recent() -> list[Recent]:
-    """Of each group, in the order of first use: its ranks, how many, and the last ``KEPT``."""
+def recent_by_group() -> list[GroupRecord]:
+    """Ranks, number of collectives and last ``MAX_ENTRIES`` of each group, by first use."""
     return [(log.ranks, log.count, list(log.entries)) for log in list(_logs.values())]
 
 
 @lru_cache(maxsize=4096)
-def tag_of(kind: str, label: str, numel: int, use: str) -> int:
-    """A message's tag: the same on all ranks, apart from a user's, and another one for another
-    kind, unit, size or use (but for one pair in 16 million). gloo ends a process that gets more
-    than it expects."""
-    first = _GATHERS if kind == "all_gather" else _EXCHANGES
+def message_tag(kind: str, label: str, numel: int, use: str) -> int:
+    """The tag of a collective's messages, the same on all ranks.
+
+    Tags differ from those of the user's messages, and between kinds, units, sizes and uses (except
+    for one pair in 16 million): gloo aborts a process that receives more than it expects.
+    """
+    prefix = _ALL_GATHER_TAG if kind == "all_gather" else _REDUCE_SCATTER_TAG
     digest = zlib.crc32(f"{label} {numel} {use}".encode())
-    return first << _LABEL_BITS | digest >> (32 - _LABEL_BITS)
+    return prefix << _LABEL_BITS | digest >> (32 - _LABEL_BITS)
 
 
 def kind_of_tag(tag: int) -> str | None:
-    """Of a message; ``None``: it is none of ours."""
-    return {_GATHERS: "all_gather", _EXCHANGES: "reduce_scatter"}.get(tag >> _LABEL_BITS)
+    """The kind of collective that a message belongs to; ``None`` if it is not ours."""
+    kinds = {_ALL_GATHER_TAG: "all_gather", _REDUCE_SCATTER_TAG: "reduce_scatter"}
+    return kinds.get(tag >> _LABEL_BITS)

@@ -1,4 +1,4 @@
-"""What is done when an exception ends this rank: once set up, for all who want to know of it."""
+"""Callbacks that run when an uncaught exception ends this rank."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-OnFailure = Callable[[BaseException], None]
-"""Is called with the exception; what it raises itself is dropped."""
+ExitCallback = Callable[[BaseException], None]
+"""Called with the exception; an exception that it raises itself is dropped."""
 
 _TIMEOUT_S = 5.0
 
-_wanted: list[OnFailure] = []
+_callbacks: list[ExitCallback] = []
 
 
-def on_failure(do: OnFailure) -> None:
-    """Call ``do`` when an exception that nobody has caught ends the main thread.
+def register_exit_callback(callback: ExitCallback) -> None:
+    """Call ``callback`` when an uncaught exception ends the main thread.
 
-    Who was called before (``sys.excepthook``) is called first.
+    The previous ``sys.excepthook`` is called first.
     """
-    if not _wanted:
+    if not _callbacks:
         _install()
-    if do not in _wanted:
-        _wanted.append(do)
+    if callback not in _callbacks:
+        _callbacks.append(callback)
 
 
 def _install() -> None:
-    before, process = sys.excepthook, os.getpid()
+    previous, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        for do in _wanted if os.getpid() == process else ():  # a forked child is no rank
-            within(_TIMEOUT_S, lambda do=do: do(error))  # type: ignore[misc]
+        previous(kind, error, trace)
+        for callback in _callbacks if os.getpid() == process else ():  # a forked child is no rank
+            run_with_timeout(_TIMEOUT_S, lambda callback=callback: callback(error))  # type: ignore[misc]
 
     sys.excepthook = hook
 
 
-def within(seconds: float, do: Callable[[], object]) -> Exception | None:
-    """Run something that may block for ever, and leave it there; returns what it has raised."""
+def run_with_timeout(timeout_s: float, action: Callable[[], object]) -> Exception | None:
+    """Run an action that may block forever on a thread, and abandon it after ``timeout_s``.
+
+    Returns:
+        The exception that it raised, if any.
+    """
     raised: list[Exception] = []
 
     def run() -> None:
         try:
-            do()
+            action()
         except Exception as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="fsdp_dynamo failing", daemon=True)
+    thread = threading.Thread(target=run, name="fsdp_dynamo diagnostics", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_s)
     return raised[0] if raised else None

@@ -1,4 +1,4 @@
-"""What a collective that failed says about the rank at the other end."""
+"""Error messages for collectives that failed because of another rank."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from fsdp_dynamo.errors import error_message
 
 _LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
 _GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
+_FULL_PARAMS_FIX = " All ranks must call state_dict() and summon_full_params()."
 
 
-_ALONE = " All ranks must call state_dict() and summon_full_params()."
-
-
-def message_of_loss(
-    error: RuntimeError, peer: int | None, what: str, is_whole: bool = False
+def peer_failure_message(
+    error: RuntimeError, peer: int | None, collective: str, is_full_params: bool = False
 ) -> str | None:
-    """In words; ``None``: it is about something else.
+    """The message for a peer that is late or gone; ``None`` if the error has another cause.
 
     Args:
-        error: of the backend. gloo has no kinds of errors, only texts.
-        peer: global rank at the other end, where it is known.
-        what: the collective, in words.
-        is_whole: it is to give whole parameters, for what all ranks must call.
+        error: of the backend. gloo's errors differ only in their text.
+        peer: global rank at the other end, if known.
+        collective: its description.
+        is_full_params: it gathers full parameters, for a call that all ranks must make.
     """
     text = str(error)
     late = _LATE.search(text)
@@ -32,20 +30,20 @@ def message_of_loss(
         within = f" within {int(late[1]) / 1000:g} s" if late[1] else " within the group's timeout"
         got = f"nothing{within}"
         fix = (
-            "It is stopped, stuck, cut off, or waits for something else: see where it stands "
+            "It is stopped, stuck, cut off, or waits for something else: look at its stack "
             "(py-spy dump), then start all ranks again. If it is only slow, give the process group "
             "a longer timeout."
         )
     else:
         got = "a closed connection"
         fix = (
-            "It has ended or was killed (no memory is the most frequent reason), or its "
-            "machine is gone: look at the end of its output, then start all ranks again."
+            "It has ended or was killed (usually because it ran out of memory), or its machine is "
+            "down: look at the end of its output, then start all ranks again."
         )
     return error_message(
-        expected=f"its part of {what}",
+        expected=f"its part of {collective}",
         got=got,
         where="another rank" if peer is None else f"rank {peer}",
-        fix=fix + (_ALONE if is_whole else ""),
-        see="other-units-on-one-rank" if is_whole else None,
+        fix=fix + (_FULL_PARAMS_FIX if is_full_params else ""),
+        see="other-units-on-one-rank" if is_full_params else None,
     )

@@ -1,13 +1,13 @@
-"""All-gather and reduce-scatter as one send and one receive for every other rank.
+"""All-gather and reduce-scatter as one send and one receive per other rank.
 
-gloo's own all-gather gathers into a buffer of its own and copies that out, on a thread that takes
-time from the computation; an all-to-all copies too, and receives this rank's own part as well.
-A send reads the caller's tensor and a receive writes it: nothing is copied but the own shard, and
-each rank sends no more than a ring would.
+gloo's own all-gather gathers into an internal buffer and copies that out, on a thread that competes
+with the computation; its all-to-all copies too, and also receives this rank's own part. A send
+reads the caller's tensor and a receive writes it: only this rank's own shard is copied, and each
+rank sends no more than in a ring.
 
-Messages between two ranks match by tag, in order of issue. All ranks issue a group's collectives
-in one order; a tag tells kinds and units apart (``order_log``), so messages of a rank that does
-something else never match. Groups have connections of their own.
+Messages between two ranks match by tag, in the order of issue. All ranks issue a group's
+collectives in the same order; tags differ between kinds and units (``collective_log``), so messages
+of ranks that issue different collectives never match. Each group has its own connections.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 
 class Work(Protocol):
-    """Something in flight."""
+    """An operation in flight."""
 
     def wait(self) -> object:
         """Wait until it is complete."""
 
 
 def _others(group: dist.ProcessGroup) -> Iterator[int]:
-    """All ranks of a group but this one, beginning with the next: not all begin with rank 0."""
+    """All other ranks of a group, starting with the next, so that the ranks start differently."""
     rank, size = group.rank(), group.size()
     return ((rank + step) % size for step in range(1, size))
 
@@ -35,7 +35,7 @@ def _others(group: dist.ProcessGroup) -> Iterator[int]:
 def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> int | None:
     """The global rank at the other end of one of a collective's works.
 
-    ``None``: they are not sends and receives.
+    ``None`` if the works are not sends and receives.
     """
     others = list(_others(group))
     if not others or len(works) != 2 * len(others):
@@ -49,13 +49,13 @@ def issue_all_gather(
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
     Both are contiguous and must live, unchanged, until all of the works have been waited for.
-    ``shard`` may be its own slot of ``output``; else this thread copies it there.
+    ``shard`` may be its own slot of ``output``; otherwise this thread copies it there.
     """
     assert output.is_contiguous()
     assert shard.is_contiguous()
     if output.numel() == 0:
         return []
-    # Through ``data``: a collective does not raise its output's version, nor is it differentiated.
+    # ``data``: a collective neither bumps its output's version nor is differentiated.
     shard = shard.data
     slots = output.data.chunk(group.size())
     works: list[Work] = [group.recv([slots[r]], r, tag) for r in _others(group)]
@@ -72,9 +72,9 @@ def issue_exchange(
     """Start sending each rank its chunk of ``unsharded`` ``(n * world_size,)``.
 
     Returns:
-        What to wait for, and then the parts ``(n,)`` of this rank's chunk, one a rank, in the order
-        of ranks. The own one is a view of ``unsharded``; one of the first two is ``output``
-        ``(n,)``, the others are views of one buffer of ``(world_size - 2) * n`` elements.
+        The works, and the parts ``(n,)`` of this rank's chunk, one per rank, in the order of ranks.
+        This rank's part is a view of ``unsharded``; one of the first two is ``output`` ``(n,)``,
+        the others are views of one buffer of ``(world_size - 2) * n`` elements.
     """
     assert unsharded.is_contiguous()
     assert output.is_contiguous()
@@ -93,11 +93,10 @@ def issue_exchange(
 
 
 def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
-    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``, which may
-    be one of the first two.
+    """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``.
 
-    Low precision is added up in float32 and rounded once, as ``torch.mean`` does. Of two parts the
-    rounded sum is the same without it: halving is exact.
+    ``output`` may be one of the first two parts. Low-precision parts are summed in float32 and
+    rounded once, as in ``torch.mean``. For two parts that makes no difference: halving is exact.
     """
     flat = output.data.view(-1)
     widened = len(parts) > 2 and flat.dtype in (torch.bfloat16, torch.float16)

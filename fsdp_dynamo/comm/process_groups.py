@@ -1,13 +1,13 @@
-"""Process groups of a wrapper: who shares a flat parameter, who reduces, who holds a replica.
+"""Process groups of a unit: for sharding, for reductions, and for replicas.
 
-With a hybrid strategy N = R x S ranks hold R replicas of S shards::
+With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
 
     rank        0  1 | 2  3        shard groups      {0, 1} {2, 3}
     shard       0  1 | 0  1        replicate groups  {0, 2} {1, 3}
     replica     0  0 | 1  1
 
-All-gathers and reduce-scatters stay inside a shard group; what the reduce-scatters give is averaged
-over the replicate group.
+All-gathers and reduce-scatters stay inside a shard group; the results of the reduce-scatters are
+averaged over the replicate group.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Groups:
 
     Attributes:
         shard: the ranks among which a flat parameter is sharded.
-        reduce: the same ranks in the same order, for the gradients. A group of its own has a
-            communicator of its own: all-gathers do not queue behind reduce-scatters in it.
-        replicate: the ranks that hold the same shard, or ``None`` where there is but one replica.
+        reduce: the same ranks in the same order, for gradients. A separate group has its own
+            communicator, so that all-gathers do not queue behind reduce-scatters.
+        replicate: the ranks that hold the same shard, or ``None`` if there is only one replica.
     """
 
     shard: dist.ProcessGroup
@@ -60,16 +60,16 @@ class Groups:
 def groups_of(
     group: object, mesh: DeviceMesh | None, reduction_group: object, *, is_hybrid: bool
 ) -> Groups:
-    """The groups that a wrapper's arguments name.
+    """The groups for a wrapper's arguments.
 
     Args:
         group: argument ``process_group``.
         mesh: argument ``device_mesh``.
         reduction_group: the argument of this name.
-        is_hybrid: whether the strategy has replicas; without groups to go by, a node is one.
+        is_hybrid: whether the strategy has replicas; by default, each node holds one.
 
     Raises:
-        FSDPError: one of its subclasses, if they contradict each other or the strategy.
+        FSDPError: a subclass, if the arguments contradict each other or the strategy.
     """
     default = _default_group()
     if mesh is not None and group is not None:
@@ -81,9 +81,9 @@ def groups_of(
         )
     replicate = None
     if is_hybrid:
-        shard, replicate = _pair_of(group, mesh, default)
+        shard, replicate = _hybrid_groups(group, mesh, default)
     else:
-        shard = _one_of(group, mesh, default)
+        shard = _shard_group(group, mesh, default)
     return Groups(shard, _reduction_group(reduction_group, shard), replicate)
 
 
@@ -101,7 +101,7 @@ def _default_group() -> dist.ProcessGroup:
     return default
 
 
-def _one_of(
+def _shard_group(
     group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup
 ) -> dist.ProcessGroup:
     if mesh is not None:
@@ -110,8 +110,8 @@ def _one_of(
                 expected="a 1-D device mesh",
                 got=f"{mesh.ndim} dimensions",
                 where="argument 'device_mesh'",
-                fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose "
-                "mesh has two: replicas, then shards.",
+                fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose mesh "
+                "has two: replicas and shards.",
             )
         return mesh.get_group()
     if group is None:
@@ -140,21 +140,21 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
 # -- replicas --------------------------------------------------------------------------------------
 
 
-def _pair_of(
+def _hybrid_groups(
     group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Shard group and replicate group."""
+    """Shard group and replicate group of a hybrid strategy."""
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
                 expected="a 2-D device mesh (replicas, shards) for a hybrid strategy",
                 got=f"{mesh.ndim} dimension(s)",
                 where="argument 'device_mesh'",
-                fix="Make it with init_device_mesh(device, (replicas, shards)).",
+                fix="Create it with init_device_mesh(device, (replicas, shards)).",
             )
         return mesh.get_group(1), mesh.get_group(0)
     if group is None:
-        return _nodes(default)
+        return _groups_by_node(default)
     if not isinstance(group, tuple) or len(group) != 2:
         raise FSDPValueError(
             expected="a pair of process groups (shard, replicate) for a hybrid strategy",
@@ -176,19 +176,19 @@ def _pair_of(
     return shard, replicate
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+_node_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
-"""By default group: one pair serves all wrappers of a process, as connections cost memory."""
+"""By default group: one pair serves all wrappers, as connections cost memory."""
 
 
-def _nodes(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A shard group for each node, and the groups across nodes, with the user's timeout."""
-    if default not in _made:
-        size, world = _ranks_of_a_node(), default.size()
+def _groups_by_node(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The shard group of this rank's node, and its group across nodes, with the user's timeout."""
+    if default not in _node_groups:
+        size, world = _ranks_per_node(), default.size()
         if world % size:
             raise FSDPValueError(
-                expected=f"a world size that nodes of {size} rank(s) divide",
+                expected=f"a world size divisible by the {size} rank(s) per node",
                 got=str(world),
                 where="a hybrid strategy without process_group and device_mesh",
                 fix="Pass a 2-D device_mesh: init_device_mesh(device, (replicas, shards)).",
@@ -196,31 +196,31 @@ def _nodes(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessG
         every = range(world)
         shards = [list(every[i : i + size]) for i in range(0, world, size)]
         replicas = [list(every[i::size]) for i in range(size)]
-        _made[default] = _new_group(shards), _new_group(replicas)
-    return _made[default]
+        _node_groups[default] = _new_group(shards), _new_group(replicas)
+    return _node_groups[default]
 
 
 def _new_group(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make all of these groups, on every rank of the world; returns the one of this rank."""
+    """Create all of these groups, on every rank of the world; returns this rank's group."""
     default = _default_group()
     timeout = timedelta(seconds=group_timeout_s(default))
     mine: Any = None
     for members in ranks:
-        made = dist.new_group(list(members), timeout=timeout)
+        group = dist.new_group(list(members), timeout=timeout)
         if dist.get_rank() in members:
-            mine = made
+            mine = group
     return mine  # type: ignore[no-any-return]
 
 
-def _ranks_of_a_node() -> int:
-    """Ranks that run on one node: as the launcher says, else as many as there are devices."""
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    if said is not None:
-        return int(said)
+def _ranks_per_node() -> int:
+    """Ranks per node: as the launcher says, otherwise the number of devices."""
+    from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
+    if from_launcher is not None:
+        return int(from_launcher)
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
     raise FSDPValueError(
-        expected="to know how many ranks a node has",
+        expected="a known number of ranks per node",
         got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
         where="a hybrid strategy without process_group and device_mesh",
         fix="Start with torchrun, or pass a 2-D device_mesh (replicas, shards).",
@@ -237,10 +237,10 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
     reduce = _checked(group, where)
     if _ranks(reduce) != _ranks(shard):
         raise FSDPValueError(
-            expected=f"a group of the ranks that shard, {_ranks(shard)}, in that order",
+            expected=f"a group of the shard group's ranks, {_ranks(shard)}, in that order",
             got=str(_ranks(reduce)),
             where=where,
-            fix="Make it with torch.distributed.new_group(ranks) of the same ranks.",
+            fix="Create it with torch.distributed.new_group(ranks) of the same ranks.",
         )
     return reduce
 
@@ -249,11 +249,8 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-__all__ = ["Groups", "groups_of"]
-
-
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """The timeout that a group was made with; no public reader."""
+    """The timeout that a group was created with, which no public API returns."""
     backend = group._get_backend(group._device_types[0])
     seconds: float = backend.options._timeout.total_seconds()
     return seconds

@@ -1,6 +1,6 @@
 """Ranges in the profiler's timeline, named by unit: ``FSDP::all_gather layers.3``.
 
-They are there while a profiler runs; at other times they cost a question.
+They are recorded only while a profiler runs; otherwise the cost is one check.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.profiler import record_function
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch runs in this thread."""
+    """Whether torch's profiler runs in this thread."""
     return torch.autograd._profiler_enabled()  # type: ignore[attr-defined,no-any-return]
 
 
-def named(what: str, unit: str, waits: bool = False) -> AbstractContextManager[object]:
-    """A range around what a unit does.
+def profiler_range(
+    operation: str, unit: str, is_wait: bool = False
+) -> AbstractContextManager[object]:
+    """A range around an operation of a unit.
 
     Args:
-        what: ``"all_gather"``, ``"forward"``.
+        operation: for example ``"all_gather"`` or ``"forward"``.
         unit: FQN, ``""`` for the root.
-        waits: for a collective that was issued before.
+        is_wait: the range is the wait for an operation that was issued before.
     """
     if not is_profiling():
-        return _NOTHING
-    verb = f"{what} wait" if waits else what
-    return record_function(f"FSDP::{verb} {unit or '(root)'}")
+        return _NO_RANGE
+    name = f"{operation} wait" if is_wait else operation
+    return record_function(f"FSDP::{name} {unit or '(root)'}")

@@ -1,9 +1,9 @@
-"""Waits for gloo's collectives that end when another rank has said that it will not come.
+"""Waits for gloo's collectives that end early when another rank has posted a failure notice.
 
-A gloo wait that runs out of time closes the group's connections, so waiting in slices is no way: a
-second look may find that a healthy transfer has been torn apart. Instead a thread looks at waits
-that have lasted for more than a period, reads the store for them, and closes the connections of a
-group only when there is a notice. That ends the wait.
+A gloo wait that times out closes the group's connections, so waiting in slices is no option: it
+would abort healthy transfers. Instead, a watchdog thread checks the store for the groups of waits
+that last longer than a period, and closes a group's connections only when there is a notice. That
+ends the wait.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.collective_log import WHOLE, Entry
-from fsdp_dynamo.comm.exit_callbacks import within
-from fsdp_dynamo.comm.peer_failure import message_of_loss
+from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry
+from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
+from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import Work, peer_of
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
 PERIOD_S = 1.0
 STORE_TIMEOUT_S = 5.0
-"""For what explains a failure: the store may be on the very rank that has stopped."""
+"""Limit for diagnostics: the store may be on the rank that has stopped."""
 
 _MAX_IDLE_PERIODS = 30
 _INTERRUPT_TAG = 0x0D000001
@@ -36,8 +36,8 @@ _INTERRUPT_TAG = 0x0D000001
 _Wait = tuple[int, dist.ProcessGroup]
 
 
-class _Watcher:
-    """A thread that lives while waits go on; one that has nothing to see for long ends."""
+class _Watchdog:
+    """Thread that checks long waits; it ends after a while without any."""
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
@@ -46,13 +46,13 @@ class _Watcher:
         self._is_alive = False
 
     def begin(self, group: dist.ProcessGroup) -> None:
-        """This thread waits for a collective from now on."""
+        """The calling thread starts to wait for a collective."""
         self._waits[threading.get_ident()] = (next(self._numbers), group)
         if not self._is_alive:
             self._start()
 
     def end(self) -> None:
-        """This thread no longer waits."""
+        """The calling thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
 
     def _start(self) -> None:
@@ -72,118 +72,118 @@ class _Watcher:
                 _interrupt_if_noticed(group)
 
     def _ends(self) -> bool:
-        """Whether nobody has begun to wait while the thread was about to end."""
+        """Whether the thread ends; not if a wait has begun in the meantime."""
         with self._lock:
-            self._is_alive = False  # first: who begins to wait now starts another thread
+            self._is_alive = False  # first: a wait that begins from here on starts another thread
             self._is_alive = bool(self._waits)
             return not self._is_alive
 
 
 def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
-    look = _looks.get(group)
-    if look is None:
+    check_notices = _notice_checks.get(group)
+    if check_notices is None:
         return
-    with suppress(RuntimeError):  # the store or the group is gone: the waits find out themselves
+    with suppress(RuntimeError):  # the store or the group is gone: the waits fail by themselves
         try:
-            look(group)
+            check_notices(group)
         except DivergenceError:
             other = (group.rank() + 1) % group.size()
-            never = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
-            never.wait(timedelta(milliseconds=1))  # runs out of time: closes the connections
+            unmatched = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
+            unmatched.wait(timedelta(milliseconds=1))  # times out, which closes the connections
 
 
-_watcher = _Watcher()
-_looks: WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], None]] = (
+_watchdog = _Watchdog()
+_notice_checks: WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], None]] = (
     WeakKeyDictionary()
 )
-_tells: WeakKeyDictionary[dist.ProcessGroup, Callable[[DivergenceError], None]] = (
+_notice_posters: WeakKeyDictionary[dist.ProcessGroup, Callable[[DivergenceError], None]] = (
     WeakKeyDictionary()
 )
 
 
-def watch(
+def enable_watchdog(
     group: dist.ProcessGroup,
-    look: Callable[[dist.ProcessGroup], None],
-    tell: Callable[[DivergenceError], None],
+    check_notices: Callable[[dist.ProcessGroup], None],
+    post_notice: Callable[[DivergenceError], None],
 ) -> None:
-    """From now on, waits for this group's collectives look for notices.
+    """Let waits for a group's collectives end when there is a notice.
 
     Args:
         group: a gloo group.
-        look: is called with the group, which it must not hold itself, or the group would never
-            be freed; raises ``DivergenceError`` if there is a notice.
-        tell: leaves one.
+        check_notices: raises ``DivergenceError`` if there is a notice. It is given the group, and
+            must hold no reference to it: the group would never be freed.
+        post_notice: posts an error as a notice.
     """
-    _looks[group] = look
-    _tells[group] = tell
+    _notice_checks[group] = check_notices
+    _notice_posters[group] = post_notice
 
 
-def wait_watching(
+def wait_with_watchdog(
     works: Sequence[Work], group: dist.ProcessGroup, entry: Entry | None = None
 ) -> None:
     """Block until collectives of CPU tensors are complete.
 
     Args:
-        works: what to wait for.
-        group: whose collectives.
-        entry: what they are, for messages.
+        works: the operations.
+        group: of the collectives.
+        entry: the collective, for messages.
 
     Raises:
-        DivergenceError: another rank of the group has left a notice.
+        DivergenceError: another rank of the group has posted a notice.
         RankFailedError: a rank is gone, or has not come within the group's timeout.
-        RuntimeError: a collective failed otherwise.
+        RuntimeError: a collective failed for another reason.
     """
-    watched = group in _looks
+    watched = group in _notice_checks
     if watched:
-        _watcher.begin(group)
+        _watchdog.begin(group)
     position = 0
     try:
         for position, work in enumerate(works):  # noqa: B007
             work.wait()
     except RuntimeError as error:
         if watched:
-            explanation = _explanation(error, group, peer_of(group, works, position), entry)
-            if explanation is not None:
-                raise explanation from None  # gloo's own words are no help
+            cause = _cause(error, group, peer_of(group, works, position), entry)
+            if cause is not None:
+                raise cause from None  # gloo's own message is of no help
         raise
     finally:
         if watched:
-            _watcher.end()
+            _watchdog.end()
 
 
-def wait_for_the_end(works: Sequence[Work], group: dist.ProcessGroup) -> None:
-    """Wait until works have come to an end, whichever; a notice ends those that never would.
+def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
+    """Wait until works have completed or failed; a notice ends those that never would.
 
-    gloo must not be asked again about one that is complete: it would wait for another message.
+    A complete gloo work must not be waited for again: it would wait for another message.
     """
-    _watcher.begin(group)
+    _watchdog.begin(group)
     try:
         for work in works:
             if not _is_complete(work):
                 work.wait()
     except RuntimeError:
-        pass  # the connections are closed: nothing comes any more
+        pass  # the connections are closed: no more data arrives
     finally:
-        _watcher.end()
+        _watchdog.end()
 
 
 def _is_complete(work: Work) -> bool:
-    ask = getattr(work, "is_completed", None)  # a launch of several has no such method
-    return ask is not None and bool(ask())
+    is_completed = getattr(work, "is_completed", None)  # coalesced works have no such method
+    return is_completed is not None and bool(is_completed())
 
 
-def _explanation(
+def _cause(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> DivergenceError | None:
-    """What another rank has left, or what follows from the failure itself."""
-    what = "a collective" if entry is None else entry.described()
-    is_whole = entry is not None and entry.use == WHOLE
-    message = message_of_loss(error, peer, what, is_whole)
-    found = within(STORE_TIMEOUT_S, partial(_looks[group], group))
-    if isinstance(found, DivergenceError):
-        return found
+    """The error of another rank's notice, or one for the peer, which is then posted."""
+    collective = "a collective" if entry is None else entry.description()
+    is_full_params = entry is not None and entry.use == FULL_PARAMS
+    message = peer_failure_message(error, peer, collective, is_full_params)
+    notice = run_with_timeout(STORE_TIMEOUT_S, partial(_notice_checks[group], group))
+    if isinstance(notice, DivergenceError):
+        return notice
     if message is None:
         return None
-    lost = RankFailedError(message)
-    within(STORE_TIMEOUT_S, partial(_tells[group], lost))
-    return lost
+    failure = RankFailedError(message)
+    run_with_timeout(STORE_TIMEOUT_S, partial(_notice_posters[group], failure))
+    return failure

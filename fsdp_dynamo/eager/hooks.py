@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo.comm import profiler_ranges
+from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import ForwardCall, Unit
 from fsdp_dynamo.eager.schedule import Root
@@ -52,7 +52,7 @@ def run_unit(
         raise
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        with profiler_ranges.named("forward", unit.fqn):
+        with profiler_range("forward", unit.fqn):
             output = body(*args, **kwargs)
     except BaseException:
         root.fail_forward(unit)

@@ -17,7 +17,7 @@ from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
-from fsdp_dynamo.agreement.exchange import announce_compilations, announce_this_compilation
+from fsdp_dynamo.agreement.busy_ranks import announce_compilations, announce_this_compilation
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import events
-from fsdp_dynamo.agreement.comparison import require_agreement
+from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
 from graph_passes.text.boundary_labels import Label
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.agreement.comparison import tell_each_other, tell_of_failure
-from fsdp_dynamo.agreement.exchange import name_this_start
+from fsdp_dynamo.agreement.exchange import isolate_run
+from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
-from fsdp_dynamo.comm.exit_callbacks import on_failure
+from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import groups_of
 from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
 from fsdp_dynamo.core.unit import Unit, UnitConfig
@@ -83,9 +83,9 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
     for group in groups.all:
-        name_this_start(group, device)
-    tell_each_other((*groups.all, groups.reduce))
-    on_failure(tell_of_failure)
+        isolate_run(group, device)
+    link_groups((*groups.all, groups.reduce))
+    register_exit_callback(announce_failure)
     record_flight_by_default()
     prefetch = given.backward_prefetch
     config = UnitConfig(

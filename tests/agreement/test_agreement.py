@@ -27,8 +27,10 @@ from fsdp_dynamo import (
     ShardingStrategy,
     set_agreement_timeout,
 )
-from fsdp_dynamo.agreement import exchange
-from fsdp_dynamo.agreement.comparison import require_agreement, require_same, share_from_first
+from fsdp_dynamo.agreement import busy_ranks
+from fsdp_dynamo.agreement.comparison import require_same, share_from_first
+from fsdp_dynamo.agreement.graph_agreement import require_agreement
+from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm import collectives, watchdog
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
@@ -86,7 +88,7 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
         plain.order = [0, 1]
     model = in_way(wrapped, way, bucket=False)
     set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
-    exchange.announce_compilations()
+    busy_ranks.announce_compilations()
     dist.barrier()
     try:
         for step in range(NUM_STEPS):
@@ -171,7 +173,7 @@ def count_store_writes(rank: int, world_size: int) -> list[int]:
     """How often a rank has asked the store, after each step."""
     written: list[int] = []
     model = in_way(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
-    store = exchange.shared_store(world())
+    store = shared_store(world())
     for _ in range(3):
         model(torch.randn(2, 16)).sum().backward()
         written.append(sum(store.check([_key(number, rank)]) for number in range(1, 9)))
@@ -205,8 +207,8 @@ def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
     set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
     odd = rank == 1
     if how == "busy" and odd:
-        with exchange.busy():  # as while a frame is compiled
-            with exchange.busy():
+        with busy_ranks.busy():  # as while a frame is compiled
+            with busy_ranks.busy():
                 time.sleep(0.1)
             time.sleep(LONGER_S)
     text = "aaaa" * 100 + ("x" if odd and how == "differs" else "b")
@@ -241,7 +243,7 @@ def wait_for_each_other(rank: int, world_size: int) -> str:
     """While both compile, each wants to compare what the other never will."""
     set_agreement_timeout(1.0)
     try:
-        with exchange.busy():
+        with busy_ranks.busy():
             return outcome(lambda: require_same(world(), f"plan {rank}", ""))
     finally:
         set_agreement_timeout(10.0)
@@ -260,7 +262,7 @@ def count_announcements(rank: int, world_size: int) -> list[str]:
     seen: list[str] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        exchange.announce_this_compilation()
+        busy_ranks.announce_this_compilation()
         seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
         return gm.forward
 
@@ -329,14 +331,14 @@ def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
 
 def _wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     group = world()
-    store = exchange.shared_store(group)
+    store = shared_store(group)
     entry = f"all_gather x#0 float32 1 - - {group.group_name}"
     require_agreement(group, entry)
     output = torch.zeros(world_size)
     if rank == 1:
         time.sleep(4 * PERIOD_S)
         if how == "never":
-            exchange.leave_notice(store, DivergenceError("rank 1 does not come"))
+            notices.leave_notice(store, DivergenceError("rank 1 does not come"))
             store.wait(["ended/0", "ended/2"], timedelta(seconds=BOUND_S))  # connected until then
             return "rank 1 does not come"
     if how == "reduce":  # on a thread of gloo's, not by sends and receives

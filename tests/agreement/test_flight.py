@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_dynamo import FSDPStateError, flight, record_flight
 from fsdp_dynamo.agreement import flight_recorder
-from fsdp_dynamo.agreement.flight_report import explained
+from fsdp_dynamo.agreement.flight_report import explain_records
 from fsdp_dynamo.comm.collective_log import Entry
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def _record(rank: int, reason: str, *what: tuple[str, str]) -> dict[str, Any]:
 
 def test_ranks_that_part() -> None:
     begin = [("all_gather", "a"), ("all_gather", "b")]
-    said = explained(
+    said = explain_records(
         [
             _record(0, "SIGTERM", *begin, ("all_gather", "c")),
             _record(1, "SIGTERM", *begin, ("reduce_scatter", "b")),
@@ -114,7 +114,7 @@ def test_ranks_that_part() -> None:
         "Among ranks 0, 1, collective 2: rank 0 issued the all-gather of unit 'c' (8 elements, "
         "step 1), rank 1 the reduce-scatter of unit 'b' (8 elements, step 1)." in said
     )
-    same = explained([_record(r, "SIGTERM", *begin) for r in range(2)])
+    same = explain_records([_record(r, "SIGTERM", *begin) for r in range(2)])
     assert "all have issued the same 2 collectives" in same
 
 
@@ -133,6 +133,6 @@ def test_said_while_standard_error_is_being_written(
             raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
 
     monkeypatch.setattr(sys, "stderr", Busy())
-    flight_recorder._say("rank 0: flight record in here")
+    flight_recorder._print_error("rank 0: flight record in here")
     monkeypatch.undo()
     assert capfd.readouterr().err == "rank 0: flight record in here\n"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ways import in_way
 
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
-from fsdp_dynamo.agreement.comparison import require_agreement
+from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.graph_path import backends, inductor, operators
 from graph_passes.graph_utils import collectives as collectives_of
@@ -212,9 +212,9 @@ def _launched(together: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], l
 def _compare_launches(rank: int, world_size: int, library: bool) -> list[str]:
     """What differs between one launch and several, for all dtypes."""
     wrong = []
-    way_of = collectives.way_of
+    transport_of = collectives.transport_of
     if library:  # gloo has the calls that NCCL has
-        collectives.way_of = lambda group, device: "library"
+        collectives.transport_of = lambda group, device: "library"
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             apart, ran_apart = _launched(False, dtype)
@@ -230,7 +230,7 @@ def _compare_launches(rank: int, world_size: int, library: bool) -> list[str]:
             elif _copies(ran) != _copies(ran_apart):
                 wrong.append(f"{dtype} copies {ran}")
     finally:
-        collectives.way_of = way_of
+        collectives.transport_of = transport_of
     return wrong
 
 

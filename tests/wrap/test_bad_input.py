@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "strategy": (lambda: FSDP(nn.Linear(2, 2), sharding_strategy="FULL"), "one of FULL_SHARD"),
     "hybrid": (
         lambda: FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "expected to know how many ranks a node has",
+        "expected a known number of ranks per node",
     ),
     "hybrid group": (
         lambda: FSDP(
@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
             nn.Linear(2, 2),
             reduction_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
         ),
-        "expected a group of the ranks that shard, [0, 1], in that order",
+        "expected a group of the shard group's ranks, [0, 1], in that order",
     ),
     "group": (lambda: FSDP(nn.Linear(2, 2), process_group="x"), "a torch.distributed.ProcessGroup"),
     "mixed precision": (
