@@ -85,7 +85,9 @@ def _loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    return sum_of(output) if torch.is_grad_enabled() else torch.zeros(())
+    if not torch.is_grad_enabled():
+        return torch.zeros(())
+    return sum_of(output, "warmup()", "Pass step=, which returns the loss.")
 
 
 # -- the budget ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What ``explain`` has found out, as data that can be saved and read back."""
+"""Report of one training step, as data that can be saved and read back."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 2
+VERSION = 3
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """One unit.
+class UnitSummary:
+    """Sizes of one unit.
 
     Attributes:
         unit: its FQN, ``""`` for the root.
         strategy: name of its sharding strategy.
-        num_parameters: original parameters in it.
-        unsharded_bytes: of its flat parameters.
-        sharded_bytes: this rank's part of them.
+        num_parameters: number of its original parameters.
+        unsharded_bytes: size of its unsharded flat parameters.
+        sharded_bytes: size of this rank's shards of them.
     """
 
     unit: str
@@ -37,17 +37,17 @@ class UnitFacts:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One recorded event; milliseconds from the first event of the step.
+class MeasuredEvent:
+    """One recorded event; times are milliseconds from the first event of the step.
 
     Attributes:
         unit: FQN, ``""`` for the root.
-        kind: ``"compute"``, or that of the collective.
+        kind: ``"compute"``, or the kind of the collective.
         phase: ``"forward"`` or ``"backward"``.
-        num_bytes: of the unsharded tensor; 0 for compute.
-        issued_ms: when it was issued or began.
-        done_ms: when it was known to be complete.
-        exposed_ms: how long the rank was blocked for it.
+        num_bytes: size of the unsharded tensor; 0 for compute.
+        issued_ms: time of its issue, or of its start.
+        done_ms: time when it was known to be complete.
+        exposed_ms: time that the rank was blocked on it.
     """
 
     unit: str
@@ -60,62 +60,63 @@ class Measured:
 
     @property
     def is_collective(self) -> bool:
-        """A collective, as opposed to compute."""
+        """Whether it is a collective rather than compute."""
         return self.kind in COLLECTIVES
 
 
 @dataclass(frozen=True)
-class Findings:
-    """One training step without its update: what was planned and what was measured.
+class StepReport:
+    """Report of one training step without its update: the plan and the measurements.
 
     Attributes:
-        path: ``"graph"`` or ``"hooks"``; on the hooks path there are no ``graphs``.
-        backend: name of the backend of torch.compile.
-        device: what was computed on.
-        world_size: ranks of the first unit's group.
-        units: outermost first.
-        num_graphs: that Dynamo has captured.
-        graph_breaks: how often, by reason, as Dynamo counts.
-        breaks: where graphs ended, with the user's line.
+        mode: ``"graph"`` or ``"hooks"``; in hooks mode ``graphs`` is empty.
+        backend: name of torch.compile's backend.
+        device: device that computed.
+        world_size: number of ranks of the first unit's group.
+        units: sizes of the units, outermost first.
+        num_graphs: number of graphs that Dynamo captured.
+        graph_breaks: number of graph breaks by reason, as Dynamo counts them.
+        graphs: reports of the plans, in order of compilation: forward, then backward.
+        measured: events of one step, in order of issue.
+        graph_break_sites: places where graphs ended, with the user's line.
         recompiles: graphs that were compiled again, with the guard that failed.
-        graphs: what was planned, in order of compilation: forward, then backward.
-        measured: one step, in order of issue.
     """
 
-    path: Literal["graph", "hooks"]
+    mode: Literal["graph", "hooks"]
     backend: str
     device: str
     world_size: int
-    units: tuple[UnitFacts, ...]
+    units: tuple[UnitSummary, ...]
     num_graphs: int
     graph_breaks: Mapping[str, int]
     graphs: tuple[GraphReport, ...]
-    measured: tuple[Measured, ...]
-    breaks: tuple[GraphBreak, ...] = ()
+    measured: tuple[MeasuredEvent, ...]
+    graph_break_sites: tuple[GraphBreak, ...] = ()
     recompiles: tuple[Recompile, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As what JSON can hold."""
+        """The report as data that JSON can hold."""
         return {"version": VERSION, **asdict(self)}
 
     def to_json(self) -> str:
-        """As text, the same for equal findings."""
+        """The report as text; equal reports give equal text."""
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Any:
-        """Back from ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            ValueError: not findings of this version.
+            ValueError: not a report of this version.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
-            raise ValueError(f"explanation: expected JSON of version {VERSION}. Make it anew.")
-        data["units"] = tuple(UnitFacts(**unit) for unit in data["units"])
+            raise ValueError(f"explanation: expected JSON of version {VERSION}. Create it again.")
+        data["units"] = tuple(UnitSummary(**unit) for unit in data["units"])
         data["graphs"] = tuple(GraphReport.from_dict(graph) for graph in data["graphs"])
-        data["measured"] = tuple(Measured(**event) for event in data["measured"])
-        data["breaks"] = tuple(GraphBreak(**one) for one in data["breaks"])
+        data["measured"] = tuple(MeasuredEvent(**event) for event in data["measured"])
+        sites = data["graph_break_sites"]
+        data["graph_break_sites"] = tuple(GraphBreak(**one) for one in sites)
         data["recompiles"] = tuple(Recompile(**one) for one in data["recompiles"])
         return cls(**data)
 
@@ -124,50 +125,60 @@ class Findings:
         Path(path).write_text(self.to_json() + "\n")
 
     @property
+    def path(self) -> str:
+        """Former name of ``mode``."""
+        return self.mode
+
+    @property
+    def breaks(self) -> tuple[GraphBreak, ...]:
+        """Former name of ``graph_break_sites``."""
+        return self.graph_break_sites
+
+    @property
     def measured_ms(self) -> float:
         """Milliseconds from the first event to the end of the last."""
         return max((event.done_ms for event in self.measured), default=0.0)
 
     @property
     def measured_exposed_ms(self) -> float:
-        """For how many milliseconds nothing was computed because of a collective."""
+        """Milliseconds in which the rank computed nothing because of a collective."""
         return sum(event.exposed_ms for event in self.measured if event.is_collective)
 
     @property
     def simulated_ms(self) -> float:
-        """Simulated milliseconds of all graphs, one after the other."""
+        """Simulated milliseconds of all graphs, run one after the other."""
         return sum(graph.simulated_ms for graph in self.graphs)
 
-    def pairs(self) -> Iterator[tuple[GraphReport, TransferReport, Measured | None]]:
-        """Every planned collective, and the event that is the same one.
+    def pairs(self) -> Iterator[tuple[GraphReport, TransferReport, MeasuredEvent | None]]:
+        """Match each planned collective with its recorded event.
 
         Yields:
-            The graph, the collective, and the event; ``None`` for one that was not recorded.
+            The graph, the collective, and the event or ``None`` if it was not recorded.
         """
-        left: dict[tuple[str, str, str], list[Measured]] = {}
+        remaining: dict[tuple[str, str, str], list[MeasuredEvent]] = {}
         for event in self.measured:
-            left.setdefault((event.phase, event.kind, event.unit), []).append(event)
+            remaining.setdefault((event.phase, event.kind, event.unit), []).append(event)
         for graph in self.graphs:
             for transfer in graph.transfers:
-                events = left.get((graph.phase, transfer.kind, transfer.unit))
+                events = remaining.get((graph.phase, transfer.kind, transfer.unit))
                 yield graph, transfer, events.pop(0) if events else None
 
 
-def most_exposed(findings: Findings, num: int = 3) -> Sequence[tuple[GraphReport, TransferReport]]:
-    """The planned collectives that cost most, the worst first."""
-    exposed = [(g, t) for g, t, _ in findings.pairs() if t.exposed_ms > 0]
+def most_exposed(report: StepReport, num: int = 3) -> Sequence[tuple[GraphReport, TransferReport]]:
+    """The planned collectives with the most exposed time, in descending order."""
+    exposed = [(g, t) for g, t, _ in report.pairs() if t.exposed_ms > 0]
     return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
 
 
-def measured_of(events: Iterable[Event]) -> tuple[Measured, ...]:
-    """Collectives and compute of a recording, on a clock that begins with the first of them."""
+def measured_events(events: Iterable[Event]) -> tuple[MeasuredEvent, ...]:
+    """Collectives and compute of a recording, with times relative to the first of them."""
     kept = [e for e in events if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
     start = min((event.issued_ns for event in kept), default=0)
-    return tuple(_measured(event, start) for event in kept)
+    return tuple(_measured_event(event, start) for event in kept)
 
 
-def _measured(event: Event, start: int) -> Measured:
-    return Measured(
+def _measured_event(event: Event, start: int) -> MeasuredEvent:
+    return MeasuredEvent(
         unit=event.unit,
         kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
         phase=event.phase,
@@ -178,4 +189,7 @@ def _measured(event: Event, start: int) -> Measured:
     )
 
 
-__all__ = ["Findings", "Measured", "UnitFacts"]
+Findings, Measured, UnitFacts = StepReport, MeasuredEvent, UnitSummary
+"""Former names."""
+
+__all__ = ["MeasuredEvent", "StepReport", "UnitSummary"]

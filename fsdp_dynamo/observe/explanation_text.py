@@ -1,68 +1,69 @@
-"""An explanation as text for a terminal: totals, units, and what to change first."""
+"""Text of an explanation for the terminal: totals, units, and what to change first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_dynamo.observe.explanation import Findings, Measured, most_exposed
+from fsdp_dynamo.observe.explanation import MeasuredEvent, StepReport, most_exposed
+from fsdp_dynamo.observe.text_format import format_bytes, format_table
 from graph_passes.report import GraphReport, TransferReport
 
 _MAX_ROWS = 24
 
 
-def text_of(findings: Findings, details: bool = False) -> str:
-    """All of it, a hundred columns wide where names are not too long.
+def format_report(report: StepReport, details: bool = False) -> str:
+    """Format a report, about a hundred columns wide.
 
     Args:
-        findings: what there is to say.
-        details: with a row for every unit, and for collectives that expose little.
+        report: the report.
+        details: add a row for every unit, and for collectives that expose little.
     """
-    parts = [_head(findings)]
-    if findings.graphs:
-        parts += [_totals(findings), _collectives(findings, details)]
-        parts += [_units_of_plan(findings)] if details else []
-        parts += [_advice(findings)]
+    parts = [_header(report)]
+    if report.graphs:
+        parts += [_totals(report), _collectives(report, details)]
+        parts += [_units_of_plan(report)] if details else []
+        parts += [_advice(report)]
     else:
-        parts += [_why_no_plan(findings), _units_measured(findings)]
-    if findings.graph_breaks or findings.breaks:
-        parts.append(_breaks(findings))
-    if findings.recompiles:
-        parts.append(_recompiles(findings))
+        parts += [_why_no_plan(report), _units_measured(report)]
+    if report.graph_breaks or report.graph_break_sites:
+        parts.append(_graph_breaks(report))
+    if report.recompiles:
+        parts.append(_recompiles(report))
     return "\n\n".join(part for part in parts if part)
 
 
 def reason_of(graph: GraphReport, transfer: TransferReport) -> str:
-    """Why a collective did not move further, as a sentence."""
+    """The reason why a collective did not move further, as a sentence."""
     gather = transfer.kind == "all_gather"
     if transfer.reason == "hidden":
         return "hidden: nothing of it is exposed"
     if transfer.reason == "dependency":
-        there = "its input is ready only there" if gather else "its result is used there"
-        return f"dependency: {there}" + _at_the_edge(graph, transfer)
+        limit = "its input is not ready earlier" if gather else "its result is needed there"
+        return f"dependency: {limit}" + _at_the_edge(graph, transfer)
     if transfer.reason == "memory":
-        where = "earlier" if gather else "later"
-        return f"memory: one unit {where} exceeds the budget by {_bytes(transfer.bytes_short)}"
+        where, excess = "earlier" if gather else "later", format_bytes(transfer.bytes_short)
+        return f"memory: one unit {where} would exceed the budget by {excess}"
     if transfer.reason == "in flight":
-        return f"in flight: max_in_flight={graph.max_in_flight} are under way already"
-    behind = "" if transfer.behind is None else f" with {name_of(transfer.behind)}"
+        return f"in flight: max_in_flight={graph.max_in_flight} collectives are already in flight"
+    behind = "" if transfer.behind is None else f" with {display_name(transfer.behind)}"
     if transfer.reason == "order":
-        other = "another" if transfer.behind is None else f"that of {name_of(transfer.behind)}"
-        return f"order: it would overtake {other} on the link, which gains nothing"
+        other = "another" if transfer.behind is None else f"that of {display_name(transfer.behind)}"
+        return f"order: it would overtake {other} on the link and gain nothing"
     if transfer.reason == "bandwidth":
-        return f"bandwidth: the link is busy{behind}; moving it gains nothing"
+        return f"bandwidth: the link is busy{behind}; moving it would gain nothing"
     return f"not planned: moving it by one unit would save {transfer.saves_ms:.3f} ms"
 
 
 def _at_the_edge(graph: GraphReport, transfer: TransferReport) -> str:
-    """Says so where nothing is left to compute on that side."""
+    """A remark where no compute is left on that side."""
     if transfer.kind == "all_gather":
-        return " (the graph begins)" if transfer.issued_ms == 0 else ""
+        return " (start of the graph)" if transfer.issued_ms == 0 else ""
     end = max((span.end_ms for span in graph.spans), default=0.0)
-    return " (the graph ends)" if transfer.wait_ms >= end else ""
+    return " (end of the graph)" if transfer.wait_ms >= end else ""
 
 
 def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
-    """What a user can change about an exposed collective."""
+    """A change that would reduce the exposed time of a collective."""
     if transfer.reason == "memory":
         assert graph.budget_bytes is not None
         budget = graph.budget_bytes + transfer.bytes_short
@@ -70,28 +71,30 @@ def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
     if transfer.reason == "in flight":
         return f"max_in_flight={graph.max_in_flight + 1}"
     if transfer.reason == "order":
-        return "units of more even size, so that none is stuck behind a large one"
+        return "units of similar size, so that none waits behind a large one"
     if transfer.reason == "bandwidth":
-        return "fewer bytes (mixed precision, SHARD_GRAD_OP) or more compute a step (larger batch)"
+        return (
+            "fewer bytes (mixed precision, SHARD_GRAD_OP) or more compute per step (larger batch)"
+        )
     if transfer.reason == "not planned":
         return "prefetch=True and sink_waits=True, or a new plan if one was given"
-    return f"make {name_of(transfer.unit)} smaller: wrap its parts as units of their own"
+    return f"split {display_name(transfer.unit)} into smaller units"
 
 
-def name_of(unit: str) -> str:
-    """How a unit is called in the text."""
+def display_name(unit: str) -> str:
+    """Name of a unit in texts."""
     return unit or "(root)"
 
 
-def _head(findings: Findings) -> str:
-    whole = sum(unit.unsharded_bytes for unit in findings.units)
-    part = sum(unit.sharded_bytes for unit in findings.units)
-    breaks = sum(findings.graph_breaks.values())
+def _header(report: StepReport) -> str:
+    unsharded = sum(unit.unsharded_bytes for unit in report.units)
+    sharded = sum(unit.sharded_bytes for unit in report.units)
+    breaks = sum(report.graph_breaks.values())
     return (
-        f"{findings.path} mode, {findings.backend}, {findings.device}, "
-        f"{_count(findings.world_size, 'rank')}: {_count(len(findings.units), 'unit')}, "
-        f"{_count(findings.num_graphs, 'graph')}, {_count(breaks, 'graph break')}\n"
-        f"flat parameters {_bytes(whole)} unsharded, {_bytes(part)} a rank"
+        f"{report.mode} mode, {report.backend}, {report.device}, "
+        f"{_count(report.world_size, 'rank')}: {_count(len(report.units), 'unit')}, "
+        f"{_count(report.num_graphs, 'graph')}, {_count(breaks, 'graph break')}\n"
+        f"flat parameters: {format_bytes(unsharded)} unsharded, {format_bytes(sharded)} per rank"
     )
 
 
@@ -99,13 +102,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _totals(findings: Findings) -> str:
+def _totals(report: StepReport) -> str:
     rows = [_TOTALS]
-    for phase in dict.fromkeys(graph.phase for graph in findings.graphs):
-        graphs = [graph for graph in findings.graphs if graph.phase == phase]
-        rows.append([phase, *_sums(graphs, _of_phase(findings.measured, phase))])
-    rows.append(["step", *_sums(findings.graphs, findings.measured)])
-    return "times in ms; exposed: nothing is computed; measured: one step\n" + _table(rows)
+    for phase in dict.fromkeys(graph.phase for graph in report.graphs):
+        graphs = [graph for graph in report.graphs if graph.phase == phase]
+        rows.append([phase, *_sums(graphs, _of_phase(report.measured, phase))])
+    rows.append(["step", *_sums(report.graphs, report.measured)])
+    return "times in ms; exposed: nothing is computed; measured: one step\n" + format_table(rows)
 
 
 _TOTALS = [
@@ -124,87 +127,93 @@ _TOTALS = [
 ]
 
 
-def _sums(graphs: Sequence[GraphReport], events: Sequence[Measured]) -> list[str]:
+def _sums(graphs: Sequence[GraphReport], events: Sequence[MeasuredEvent]) -> list[str]:
     times = ("compute_ms", "communication_ms", "bound_ms", "simulated_ms", "unscheduled_ms")
     cells = [f"{sum(getattr(graph, name) for graph in graphs):.2f}" for name in times]
     cells.append(f"{sum(graph.exposed_ms for graph in graphs):.2f}")
     cells += [f"{_span(events):.2f}", f"{_exposed(events):.2f}"]
-    cells.append(_bytes(sum(t.wire_bytes for graph in graphs for t in graph.transfers)))
+    cells.append(format_bytes(sum(t.wire_bytes for graph in graphs for t in graph.transfers)))
     peaks = [graph.peak_bytes for graph in graphs if graph.peak_bytes is not None]
     budgets = [graph.budget_bytes for graph in graphs if graph.budget_bytes is not None]
-    return [*cells, _bytes(max(peaks)) if peaks else "-", _bytes(max(budgets)) if budgets else "-"]
+    return [
+        *cells,
+        format_bytes(max(peaks)) if peaks else "-",
+        format_bytes(max(budgets)) if budgets else "-",
+    ]
 
 
-def _of_phase(events: Sequence[Measured], phase: str) -> list[Measured]:
+def _of_phase(events: Sequence[MeasuredEvent], phase: str) -> list[MeasuredEvent]:
     return [event for event in events if event.phase == phase]
 
 
-def _span(events: Sequence[Measured]) -> float:
+def _span(events: Sequence[MeasuredEvent]) -> float:
     if not events:
         return 0.0
     return max(e.done_ms for e in events) - min(e.issued_ms for e in events)
 
 
-def _exposed(events: Sequence[Measured]) -> float:
+def _exposed(events: Sequence[MeasuredEvent]) -> float:
     return sum(event.exposed_ms for event in events if event.is_collective)
 
 
-def _units_of_plan(findings: Findings) -> str:
-    """A row for every unit of a phase."""
+def _units_of_plan(report: StepReport) -> str:
+    """A row for each unit and phase."""
     rows = [["unit", "phase", "compute", "comm", "exposed", "measured", "exposed", "sent"]]
-    for graph in findings.graphs:
-        events = _of_phase(findings.measured, graph.phase)
+    for graph in report.graphs:
+        events = _of_phase(report.measured, graph.phase)
         for unit in graph.units:
             own = [event for event in events if event.unit == unit.unit]
             compute = sum(e.done_ms - e.issued_ms for e in own if not e.is_collective)
             times = (unit.compute_ms, unit.communication_ms, unit.exposed_ms, compute)
             cells = [f"{ms:.3f}" for ms in (*times, _exposed(own))]
-            rows.append([name_of(unit.unit), graph.phase, *cells, _bytes(unit.wire_bytes)])
-    return _table(rows, left=(0, 1))
+            rows.append(
+                [display_name(unit.unit), graph.phase, *cells, format_bytes(unit.wire_bytes)]
+            )
+    return format_table(rows, left=(0, 1))
 
 
-def _collectives(findings: Findings, details: bool) -> str:
-    """A row for every collective, in order of issue."""
+def _collectives(report: StepReport, details: bool) -> str:
+    """A row for each collective, in order of issue."""
     rows = [["collective", "moved", "ms", "exposed", "measured", "sent", "reason"]]
-    ends = []
-    for graph, transfer, event in findings.pairs():
+    exposed = []
+    for graph, transfer, event in report.pairs():
         rows.append(
             [
-                f"{graph.phase} {transfer.kind} {name_of(transfer.unit)}",
+                f"{graph.phase} {transfer.kind} {display_name(transfer.unit)}",
                 _moved(transfer),
                 f"{transfer.ms:.3f}",
                 f"{transfer.exposed_ms:.3f}",
                 "-" if event is None else f"{event.exposed_ms:.3f}",
-                _bytes(transfer.wire_bytes),
+                format_bytes(transfer.wire_bytes),
                 transfer.reason,
             ]
         )
-        ends.append(transfer.exposed_ms)
-    left = 0 if details else len(ends) - _MAX_ROWS
-    if left > 0:
-        keep = sorted(sorted(range(len(ends)), key=lambda i: -ends[i])[:_MAX_ROWS])
+        exposed.append(transfer.exposed_ms)
+    num_omitted = 0 if details else len(exposed) - _MAX_ROWS
+    if num_omitted > 0:
+        keep = sorted(sorted(range(len(exposed)), key=lambda i: -exposed[i])[:_MAX_ROWS])
         rows = [rows[0], *(rows[i + 1] for i in keep)]
-    more = f"\n... and {left} that are less exposed" if left > 0 else ""
-    return _table(rows, left=(0, 1, 6)) + more
+    more = f"\n... and {num_omitted} that are less exposed" if num_omitted > 0 else ""
+    return format_table(rows, left=(0, 1, 6)) + more
 
 
 def _moved(transfer: TransferReport) -> str:
-    """Over how many steps, and whose."""
-    names = [name_of(unit) for unit in transfer.moved_across]
+    """The number of steps moved over, and their units."""
+    names = [display_name(unit) for unit in transfer.moved_across]
     if not names:
         return "-"
     over = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
     return f"{transfer.moved_steps} over {over}"
 
 
-def _advice(findings: Findings) -> str:
-    worst = most_exposed(findings)
+def _advice(report: StepReport) -> str:
+    worst = most_exposed(report)
     if not worst:
         return "nothing is exposed in the simulation"
     lines = ["most exposed, and what to change first:"]
     for rank, (graph, transfer) in enumerate(worst, 1):
         lines += [
-            f"{rank}. {graph.phase} {transfer.kind} of {name_of(transfer.unit)}: "
+            f"{rank}. {graph.phase} {transfer.kind} of {display_name(transfer.unit)}: "
             f"{transfer.exposed_ms:.3f} ms",
             f"   {reason_of(graph, transfer)}",
             f"   try: {suggestion_for(graph, transfer)}",
@@ -212,77 +221,56 @@ def _advice(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def _why_no_plan(findings: Findings) -> str:
-    if findings.path == "graph":
+def _why_no_plan(report: StepReport) -> str:
+    if report.mode == "graph":
         return "no collectives in the graph: nothing to plan"
     return (
-        "hooks mode: collectives are issued by hooks between compiled regions, so there is no "
-        "plan;\nwhat follows was measured. For a plan: "
+        "hooks mode: hooks issue the collectives between compiled regions, so there is no plan;\n"
+        "the numbers below were measured. For a plan: "
         'torch.compile(model, fullgraph=True, backend="fsdp_dynamo")'
     )
 
 
-def _units_measured(findings: Findings) -> str:
+def _units_measured(report: StepReport) -> str:
     rows = [["unit", "phase", "compute", "exposed", "collectives", "unsharded"]]
-    keys = dict.fromkeys((event.phase, event.unit) for event in findings.measured)
+    keys = dict.fromkeys((event.phase, event.unit) for event in report.measured)
     for phase, unit in keys:
-        events = [e for e in findings.measured if (e.phase, e.unit) == (phase, unit)]
+        events = [e for e in report.measured if (e.phase, e.unit) == (phase, unit)]
         own = [e for e in events if e.is_collective]
         compute = sum(e.done_ms - e.issued_ms for e in events if not e.is_collective)
         rows.append(
             [
-                name_of(unit),
+                display_name(unit),
                 phase,
                 f"{compute:.3f}",
                 f"{_exposed(own):.3f}",
                 str(len(own)),
-                _bytes(sum(e.num_bytes for e in own)),
+                format_bytes(sum(e.num_bytes for e in own)),
             ]
         )
-    note = "compute of a unit: with that of units inside it"
-    total = f"measured {findings.measured_ms:.3f} ms, exposed {findings.measured_exposed_ms:.3f} ms"
-    return f"{total}; {note}\n{_table(rows, left=(0, 1))}"
+    note = "compute of a unit includes the units inside it"
+    total = f"measured {report.measured_ms:.3f} ms, exposed {report.measured_exposed_ms:.3f} ms"
+    return f"{total}; {note}\n{format_table(rows, left=(0, 1))}"
 
 
-def _breaks(findings: Findings) -> str:
-    """Each with the user's line; where Dynamo gave none, its reasons as it counts them."""
+def _graph_breaks(report: StepReport) -> str:
+    """Graph breaks with the user's line, or Dynamo's counts by reason if it gave no line."""
     lines = ["graph breaks:"]
-    for one in findings.breaks:
-        place = f"{one.file}:{one.line}" if one.file else "no line given"
+    for one in report.graph_break_sites:
+        place = f"{one.file}:{one.line}" if one.file else "unknown line"
         of = f" in {one.unit}" if one.unit else ""
         lines.append(f"{one.count:4d} x {place}{of}: {one.code or '-'}")
         lines.append(f"       {one.reason}")
-    if not findings.breaks:
-        for reason, count in findings.graph_breaks.items():
+    if not report.graph_break_sites:
+        for reason, count in report.graph_breaks.items():
             first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
             lines.append(f"{count:4d} x {first}")
     return "\n".join(lines)
 
 
-def _recompiles(findings: Findings) -> str:
-    lines = ["compiled again, because a guard failed:"]
-    for one in findings.recompiles:
+def _recompiles(report: StepReport) -> str:
+    lines = ["recompiles, with the guard that failed:"]
+    for one in report.recompiles:
         of = f"{one.unit}: " if one.unit else ""
         lines.append(f"{one.count:4d} x {of}{one.guard}")
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> str:
-    """Columns with numbers flush right, those of ``left`` flush left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _bytes(number: int) -> str:
-    """With a unit, three digits or so."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"

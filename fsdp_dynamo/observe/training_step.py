@@ -1,4 +1,4 @@
-"""One training step for ``explain``, after which everything is as it was before."""
+"""One training step for ``explain``, of a model that is compiled separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_dynamo.dynamo.private_api import (
     entry_of,
     mode_of,
 )
-from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, error_message
+from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError
 from fsdp_dynamo.pytree import tensors_of
 
 Loss = Callable[[Any], torch.Tensor] | None
@@ -28,63 +28,68 @@ DEFAULT_BACKEND = "fsdp_dynamo_aot_eager"
 
 @dataclass(frozen=True)
 class Target:
-    """What is explained.
+    """Model that is explained.
 
     Attributes:
-        module: the model, uncompiled.
-        run: the model, to be compiled anew at its first call.
+        module: the uncompiled model.
+        run: the model; its first call compiles it again.
         backend: name of its backend.
-        is_graph_path: whether collectives are in its graph.
-        units: outermost first.
+        is_graph_mode: whether its graph contains the collectives.
+        units: its units, outermost first.
     """
 
     module: nn.Module
     run: Callable[..., Any]
     backend: str
-    is_graph_path: bool
+    is_graph_mode: bool
     units: tuple[Unit, ...]
 
 
 def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
-    """Look at what the user gave, and prepare a compilation that shares no code with others.
+    """Prepare a compilation of the user's model that shares no code with others.
 
     Raises:
-        FSDPTypeError: not a module, or options where there is nothing to take them.
+        FSDPTypeError: not a module, or options in hooks mode.
         FSDPStateError: no process group.
         FSDPValueError: no unit, or a module that was compiled before it was wrapped.
     """
     if not isinstance(model, nn.Module):
-        raise _wrong(FSDPTypeError, "a model, or torch.compile(model)", repr(type(model)))
+        raise FSDPTypeError(
+            expected="a model, or torch.compile(model)",
+            got=repr(type(model)),
+            where="explain()",
+            fix="Pass the model that is trained.",
+        )
     if not torch.distributed.is_initialized():
-        raise _wrong(
-            FSDPStateError,
-            "a process group",
-            "none",
-            "Call torch.distributed.init_process_group() first.",
+        raise FSDPStateError(
+            expected="a process group",
+            got="none",
+            where="explain()",
+            fix="Call torch.distributed.init_process_group() first.",
         )
     module, backend, fullgraph = compiled_parts(model)
     units = tuple(units_in(module))
     if not units:
-        raise _wrong(
-            FSDPValueError,
-            "a model with a unit",
-            "none",
-            "Shard it: FullyShardedDataParallel(...) or fully_shard(...).",
+        raise FSDPValueError(
+            expected="a model with a unit",
+            got="none",
+            where="explain()",
+            fix="Shard it: FullyShardedDataParallel(...) or fully_shard(...).",
         )
     if getattr(module, "_compiled_call_impl", None) is not None:
-        raise _wrong(
-            FSDPValueError,
-            "torch.compile(FullyShardedDataParallel(model), ...)",
-            "a model that was compiled before it was wrapped, or by model.compile()",
-            "Compile the wrapper by torch.compile for the explanation.",
+        raise FSDPValueError(
+            expected="torch.compile(FullyShardedDataParallel(model), ...)",
+            got="a model that was compiled before it was wrapped, or by model.compile()",
+            where="explain()",
+            fix="Compile the wrapper by torch.compile for the explanation.",
         )
     is_graph = backend is None or mode_of(backend) == GRAPH_MODE
     if options is not None and not is_graph:
-        raise _wrong(
-            FSDPTypeError,
-            "no options in hooks mode",
-            repr(dict(options)),
-            'They are those of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".',
+        raise FSDPTypeError(
+            expected="no options in hooks mode",
+            got=repr(dict(options)),
+            where="explain()",
+            fix='They are those of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".',
         )
     entry = entry_of(module, own_code=True)
     if backend is None:
@@ -100,39 +105,46 @@ def _name_of(backend: Any) -> str:
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
 
 
-def _wrong(kind: type[Exception], expected: str, got: str, fix: str = "") -> Exception:
-    return kind(error_message(expected=expected, got=got, where="explain()", fix=fix).strip())
-
-
 def run_step(
     target: Target, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Loss
 ) -> None:
-    """A forward and a backward; gradients are thrown away.
+    """Run a forward and a backward.
 
     Raises:
-        FSDPValueError: nothing to differentiate comes out.
+        FSDPValueError: there is no loss to differentiate.
     """
     with torch.enable_grad():
         output = target.run(*inputs, **kwargs)
         loss = sum_of(output) if loss_fn is None else loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise _wrong(
-                FSDPValueError,
-                "loss_fn(output) to be a scalar tensor that depends on the parameters",
-                repr(getattr(loss, "shape", type(loss))),
-                "Return the loss itself.",
+            raise FSDPValueError(
+                expected="loss_fn(output) to be a scalar tensor that depends on the parameters",
+                got=repr(getattr(loss, "shape", type(loss))),
+                where="explain()",
+                fix="Return the loss itself.",
             )
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def sum_of(output: Any) -> torch.Tensor:
-    """The sum of all floating-point outputs that depend on a parameter."""
+def sum_of(
+    output: Any, where: str = "explain()", fix: str = "Give a loss_fn(output)."
+) -> torch.Tensor:
+    """Sum of all floating-point outputs that depend on a parameter.
+
+    Args:
+        output: the model's.
+        where: caller to name in the error.
+        fix: remedy to name in the error.
+
+    Raises:
+        FSDPValueError: there is no such output.
+    """
     tensors = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
     if not tensors:
-        raise _wrong(
-            FSDPValueError,
-            "a floating-point output that depends on the parameters",
-            repr(type(output)),
-            "Give a loss_fn(output).",
+        raise FSDPValueError(
+            expected="a floating-point output that depends on the parameters",
+            got=repr(type(output)),
+            where=where,
+            fix=fix,
         )
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()

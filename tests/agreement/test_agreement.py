@@ -27,7 +27,7 @@ from fsdp_dynamo import (
     ShardingStrategy,
     set_agreement_timeout,
 )
-from fsdp_dynamo.agreement import busy_ranks
+from fsdp_dynamo.agreement import busy_ranks, notices
 from fsdp_dynamo.agreement.comparison import require_same, share_from_first
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.agreement.store import shared_store

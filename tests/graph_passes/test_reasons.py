@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from planned import Place, planned_of
+from planned_graphs import Place, make_planned
 
 from fsdp_dynamo.observe.explanation_text import reason_of, suggestion_for
 from graph_passes.limits import Limits
@@ -25,25 +25,25 @@ def _reasons(planned: Planned) -> list[str]:
 
 
 def test_hidden_and_dependency_of_a_gather() -> None:
-    planned = planned_of(
+    planned = make_planned(
         ("u0", "all_gather", 1.0, 0, 0, 0, 0),
         ("u1", "all_gather", 1.0, 0, 1, 0, 1),
         ("u2", "all_gather", 3.0, 1, 2, 1, 2),
     )
     assert _reasons(planned) == [
-        "dependency: its input is ready only there (the graph begins)",
+        "dependency: its input is not ready earlier (start of the graph)",
         "hidden: nothing of it is exposed",
-        "dependency: its input is ready only there",
+        "dependency: its input is not ready earlier",
     ]
 
 
 def test_dependency_of_a_reduction() -> None:
-    planned = planned_of(
+    planned = make_planned(
         ("u1", "reduce_scatter", 3.0, 1, 2, 1, 2), ("u3", "reduce_scatter", 1.0, 4, 4, 4, 4)
     )
     assert _reasons(planned) == [
-        "dependency: its result is used there",
-        "dependency: its result is used there (the graph ends)",
+        "dependency: its result is needed there",
+        "dependency: its result is needed there (end of the graph)",
     ]
 
 
@@ -51,74 +51,74 @@ def test_memory() -> None:
     late = ("u3", "all_gather", 3.0, 0, 3, 2, 3)
     waited = ("u0", "reduce_scatter", 3.0, 1, 4, 1, 2)
     tight = Limits(memory_budget_bytes=1130, max_in_flight=9)
-    assert _reasons(planned_of(late, limits=replace(tight, memory_budget_bytes=1100))) == [
+    assert _reasons(make_planned(late, limits=replace(tight, memory_budget_bytes=1100))) == [
         "not planned: moving it by one unit would save 1.000 ms"
     ]
     # a neighbour holds the memory of step 1 already, and so does the other one of step 2
     held = ("u2", "all_gather", 1.0, 0, 2, 1, 2)
-    graph = report_of(planned_of(held, late, limits=tight))
+    graph = report_of(make_planned(held, late, limits=tight))
     assert [(t.reason, t.bytes_short) for t in graph.transfers] == [("hidden", 0), ("memory", 70)]
     assert reason_of(graph, graph.transfers[1]) == (
-        "memory: one unit earlier exceeds the budget by 70 B"
+        "memory: one unit earlier would exceed the budget by 70 B"
     )
     assert suggestion_for(graph, graph.transfers[1]).startswith("memory_budget_bytes=1200,")
-    graph = report_of(planned_of(waited, ("u3", "all_gather", 0.5, 0, 3, 2, 3), limits=tight))
+    graph = report_of(make_planned(waited, ("u3", "all_gather", 0.5, 0, 3, 2, 3), limits=tight))
     assert reason_of(graph, graph.transfers[0]) == (
-        "memory: one unit later exceeds the budget by 70 B"
+        "memory: one unit later would exceed the budget by 70 B"
     )
 
 
 def test_in_flight() -> None:
-    planned = planned_of(
+    planned = make_planned(
         ("u2", "all_gather", 1.0, 0, 2, 1, 2),
         ("u3", "all_gather", 3.0, 0, 3, 2, 3),
         limits=Limits(memory_budget_bytes=10**9, max_in_flight=1),
     )
-    assert _reasons(planned)[1] == "in flight: max_in_flight=1 are under way already"
+    assert _reasons(planned)[1] == "in flight: max_in_flight=1 collectives are already in flight"
     graph = report_of(planned)
     assert suggestion_for(graph, graph.transfers[1]) == "max_in_flight=2"
 
 
 def test_order_of_gathers() -> None:
     """The second could only go earlier in front of the first, which would then be late."""
-    planned = planned_of(
+    planned = make_planned(
         ("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u3", "all_gather", 3.0, 0, 3, 1, 3)
     )
     assert _reasons(planned) == [
         "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link, which gains nothing",
+        "order: it would overtake that of u2 on the link and gain nothing",
     ]
 
 
 def test_order_of_a_reduction() -> None:
     """Issued at once it would make the gather behind it late."""
-    planned = planned_of(
+    planned = make_planned(
         ("u2", "all_gather", 2.0, 1, 2, 1, 2), ("u0", "reduce_scatter", 5.0, 1, 4, 2, 4)
     )
     assert _reasons(planned) == [
         "hidden: nothing of it is exposed",
-        "order: it would overtake that of u2 on the link, which gains nothing",
+        "order: it would overtake that of u2 on the link and gain nothing",
     ]
 
 
 def test_bandwidth() -> None:
-    planned = planned_of(
+    planned = make_planned(
         ("u1", "all_gather", 5.0, 0, 1, 0, 1),
         ("u2", "all_gather", 5.0, 0, 2, 1, 2),
         ("u3", "reduce_scatter", 5.0, 4, 4, 4, 4),
         ("u2", "reduce_scatter", 4.0, 3, 4, 3, 4),
     )
     reasons = _reasons(planned)
-    assert reasons[1] == "bandwidth: the link is busy with u1; moving it gains nothing"
-    assert reasons[2] == "bandwidth: the link is busy with u2; moving it gains nothing"
+    assert reasons[1] == "bandwidth: the link is busy with u1; moving it would gain nothing"
+    assert reasons[2] == "bandwidth: the link is busy with u2; moving it would gain nothing"
     graph = report_of(planned)
     assert "fewer bytes" in suggestion_for(graph, graph.transfers[1])
 
 
-def test_a_move_that_was_notplanned_of() -> None:
-    planned = planned_of(("u3", "all_gather", 1.0, 0, 3, 3, 3))
+def test_a_move_that_was_not_planned() -> None:
+    planned = make_planned(("u3", "all_gather", 1.0, 0, 3, 3, 3))
     assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
-    planned = planned_of(("u0", "reduce_scatter", 1.0, 1, 4, 1, 1))
+    planned = make_planned(("u0", "reduce_scatter", 1.0, 1, 4, 1, 1))
     assert _reasons(planned) == ["not planned: moving it by one unit would save 1.000 ms"]
 
 
@@ -136,7 +136,7 @@ def test_reasons_of_decided_schedules(seed: int) -> None:
     places = [_random_place(rng, unit, kind, num) for unit in range(num) for kind in kinds]
     compute = tuple(rng.uniform(0.1, 4.0) for _ in range(num))
     limits = Limits(rng.choice([None, 1400]), max_in_flight=rng.randint(1, 3))
-    planned = planned_of(*places, compute=compute, limits=limits)
+    planned = make_planned(*places, compute=compute, limits=limits)
     options = replace(planned.options, limits=limits.resolved(planned.problem))
     schedule, launches = decide(planned.problem, options)
     marks = [planned.problem.transfers[p.transfer].mark for p in schedule]

@@ -13,19 +13,19 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from models import Block, batch, loss_of, make_transformer, wrap
-from planned import Place, planned_of
+from planned_graphs import Place, make_planned
 from pool import RankPool
 
 from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.observe.explain import Explanation, explain
-from fsdp_dynamo.observe.explanation import Measured, UnitFacts
-from fsdp_dynamo.observe.explanation_views import simulated_bars, trace_events
+from fsdp_dynamo.observe.explanation import MeasuredEvent, UnitSummary
+from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from graph_passes.report import GraphReport, report_of
 
 
 def _forward() -> GraphReport:
     return report_of(
-        planned_of(
+        make_planned(
             ("u0", "all_gather", 1.0, 0, 0, 0, 0),
             ("u1", "all_gather", 1.0, 0, 1, 0, 1),
             ("u3", "all_gather", 5.0, 0, 3, 1, 3),
@@ -58,15 +58,15 @@ def test_one_launch_has_one_latency() -> None:
         ("u0", "all_gather", 1.0, 0, 0, 0, 0),
         ("u1", "all_gather", 1.0, 0, 1, 0, 1),
     ]
-    together = report_of(planned_of(*places, launches=(0, 0)))
+    together = report_of(make_planned(*places, launches=(0, 0)))
     assert [t.ms for t in together.transfers] == [1.0, 0.5]
     assert [t.launch for t in together.transfers] == [0, 0]
-    assert together.unscheduled_ms == report_of(planned_of(*places)).unscheduled_ms
+    assert together.unscheduled_ms == report_of(make_planned(*places)).unscheduled_ms
 
 
 def _explanation() -> Explanation:
     backward = report_of(
-        planned_of(
+        make_planned(
             ("u1", "all_gather", 3.0, 0, 1, 0, 1),
             ("u3", "reduce_scatter", 2.0, 1, 4, 1, 2),
             ("u0", "reduce_scatter", 1.0, 4, 4, 4, 4),
@@ -74,19 +74,22 @@ def _explanation() -> Explanation:
         )
     )
     return Explanation(
-        path="graph",
+        mode="graph",
         backend="fsdp_dynamo",
         device="cpu",
         world_size=2,
-        units=(UnitFacts("", "FULL_SHARD", 3, 4000, 2000), UnitFacts("u0", "FULL_SHARD", 1, 8, 4)),
+        units=(
+            UnitSummary("", "FULL_SHARD", 3, 4000, 2000),
+            UnitSummary("u0", "FULL_SHARD", 1, 8, 4),
+        ),
         num_graphs=1,
         graph_breaks={"a call that cannot be traced\nmore": 2},
         graphs=(_forward(), backward),
         measured=(
-            Measured("u0", "all_gather", "forward", 200, 0.0, 2.0, 2.0),
-            Measured("u0", "compute", "forward", 0, 2.0, 5.0, 0.0),
-            Measured("u3", "reduce_scatter", "backward", 200, 6.0, 9.0, 0.5),
-            Measured("u0", "reduce_scatter", "backward", 200, 8.0, 9.5, 0.25),
+            MeasuredEvent("u0", "all_gather", "forward", 200, 0.0, 2.0, 2.0),
+            MeasuredEvent("u0", "compute", "forward", 0, 2.0, 5.0, 0.0),
+            MeasuredEvent("u3", "reduce_scatter", "backward", 200, 6.0, 9.0, 0.5),
+            MeasuredEvent("u0", "reduce_scatter", "backward", 200, 8.0, 9.5, 0.25),
         ),
     )
 
@@ -96,7 +99,7 @@ def test_text() -> None:
         str(_explanation()),
         """\
 graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
-flat parameters 4.0 kB unsharded, 2.0 kB a rank
+flat parameters: 4.0 kB unsharded, 2.0 kB per rank
 
 times in ms; exposed: nothing is computed; measured: one step
 graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget
@@ -114,14 +117,14 @@ backward reduce_scatter u0  -              1.000    1.000     0.250  100 B  depe
 
 most exposed, and what to change first:
 1. forward all_gather of u0: 1.000 ms
-   dependency: its input is ready only there (the graph begins)
-   try: make u0 smaller: wrap its parts as units of their own
+   dependency: its input is not ready earlier (start of the graph)
+   try: split u0 into smaller units
 2. forward all_gather of u3: 1.000 ms
    not planned: moving it by one unit would save 1.000 ms
    try: prefetch=True and sink_waits=True, or a new plan if one was given
 3. backward all_gather of u1: 1.000 ms
-   dependency: its input is ready only there (the graph begins)
-   try: make u1 smaller: wrap its parts as units of their own
+   dependency: its input is not ready earlier (start of the graph)
+   try: split u1 into smaller units
 
 graph breaks:
    2 x a call that cannot be traced""",
@@ -137,7 +140,7 @@ def test_text_with_details_has_a_row_for_every_unit() -> None:
 
 def test_text_of_a_deep_model_is_short() -> None:
     places: list[Place] = [(f"u{i}", "all_gather", 1.0, 0, i, i, i) for i in range(60)]
-    graph = report_of(planned_of(*places, compute=(2.0,) * 60))
+    graph = report_of(make_planned(*places, compute=(2.0,) * 60))
     deep = replace(_explanation(), graphs=(graph,))
     assert "... and 36 that are less exposed" in str(deep)
     assert len(str(deep).splitlines()) < 60 < len(deep.text(details=True).splitlines())
@@ -150,7 +153,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert back == explanation
     assert str(back) == str(explanation)
     for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 2"):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 3"):
             Explanation.from_json(text)
 
 
@@ -223,12 +226,12 @@ def _model() -> Any:
     return wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
-def _compiled(wrapped: Any, way: str) -> Any:
-    if way == "plain":
+def _compiled(wrapped: Any, mode: str) -> Any:
+    if mode == "plain":
         return wrapped
-    if way == "hooks":
+    if mode == "hooks":
         return torch.compile(wrapped, backend="aot_eager")
-    return torch.compile(wrapped, fullgraph=True, backend=way)
+    return torch.compile(wrapped, fullgraph=True, backend=mode)
 
 
 def _state(wrapped: Any) -> list[torch.Tensor]:
@@ -236,10 +239,10 @@ def _state(wrapped: Any) -> list[torch.Tensor]:
     return [*grads, *(b.clone() for b in wrapped.buffers()), torch.get_rng_state()]
 
 
-def _explained(rank: int, world_size: int, way: str) -> Any:
+def _explained(rank: int, world_size: int, mode: str) -> Any:
     """The explanation, whether all is as before, and collectives of a step of the model itself."""
     wrapped = _model()
-    model = _compiled(wrapped, way)
+    model = _compiled(wrapped, mode)
     loss_of(model, batch(rank, 0)).backward()
     holders = [p.grad for p in wrapped.parameters()]
     before = _state(wrapped)
@@ -253,17 +256,17 @@ def _explained(rank: int, world_size: int, way: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
+    "mode", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
 )
-def test_graph_path(ranks: RankPool, way: str) -> None:
-    results = ranks.run(_explained, 2, way)
+def test_graph_path(ranks: RankPool, mode: str) -> None:
+    results = ranks.run(_explained, 2, mode)
     for found, unchanged, keys in results:
         assert unchanged
         planned = [(t.kind, t.unit, g.phase) for g, t, _ in found.pairs()]
         measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
         assert sorted(planned) == sorted(measured) == keys
         assert all(event is not None for _, _, event in found.pairs())
-        assert (found.path, found.backend, found.num_graphs) == ("graph", way, 1)
+        assert (found.mode, found.backend, found.num_graphs) == ("graph", mode, 1)
         assert [g.phase for g in found.graphs] == ["forward", "backward"]
         for graph in found.graphs:
             assert graph.exposed_ms >= 0
@@ -282,7 +285,7 @@ def test_graph_path(ranks: RankPool, way: str) -> None:
 def test_hooks_path(ranks: RankPool) -> None:
     for found, unchanged, keys in ranks.run(_explained, 2, "hooks"):
         assert unchanged
-        assert (found.path, found.graphs) == ("hooks", ())
+        assert (found.mode, found.graphs) == ("hooks", ())
         measured = [(m.kind, m.unit, m.phase) for m in found.measured if m.is_collective]
         assert sorted(measured) == keys
         assert "so there is no plan" in str(found)

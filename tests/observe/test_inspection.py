@@ -31,8 +31,8 @@ from fsdp_dynamo.dynamo.artifacts import STAGES, Artifact, Frame
 from fsdp_dynamo.events import Event, Kind
 from fsdp_dynamo.observe.inspection.__main__ import load, main
 from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
-from fsdp_dynamo.observe.inspection.recorded import Cut, last_step
-from fsdp_dynamo.observe.inspection.stages import meanings_of
+from fsdp_dynamo.observe.inspection.recorded_step import Cut, last_step
+from fsdp_dynamo.observe.inspection.stages import describe_stages
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_pass import as_pass
 from graph_passes.pipeline import Pipeline, default_passes
@@ -173,15 +173,15 @@ def test_a_pass_is_explained_by_its_docstring() -> None:
 
 def test_stages_are_explained() -> None:
     stages = Pipeline([_documented, _bare, _documented]).stages()
-    found = meanings_of(
+    found = describe_stages(
         [Artifact(STAGES, Frame(0, 0), "", json.dumps(stages), 0)],
         ["partition", *stages, "after_unheard_of", "no_stage_of_ours"],
     )
     assert "no pass has run" in found["partition"]
     assert found["after__documented"] == "Pass _documented: Looks at the graph."
     assert found["after__documented_2"] == "Pass _documented_2: Looks at the graph."
-    assert found["after__bare"] == "Pass _bare: it has no docstring."
-    assert found["after_unheard_of"] == "Pass unheard_of: it has no docstring."
+    assert found["after__bare"] == "Pass _bare: no docstring."
+    assert found["after_unheard_of"] == "Pass unheard_of: no docstring."
     assert found["no_stage_of_ours"] == ""
 
 
@@ -223,12 +223,15 @@ def test_the_last_step_is_drawn() -> None:
 def test_compilation_in_the_last_step_is_cut_out() -> None:
     step = last_step(_two_steps(), [10 * 10**6, 500 * 10**6, 900 * 10**6, 1090 * 10**6])
     assert step.cuts == (Cut(20.0, 980.0), Cut(980.0, 1000.0))
-    assert "The last of 2 recorded steps, with compilation: 1.0 s are cut out" in step.note
+    assert (
+        "The last of 2 recorded steps, with compilation (1.0 s, cut out where hatched)."
+        in step.note
+    )
     short = last_step(_two_steps(), [105 * 10**6])
     assert (short.compiled, short.cuts) == (True, ()), "10 ms of a second"
-    assert "with compilation. Run one step more" in short.note
+    assert "with compilation. Run one more step" in short.note
     first = last_step(_two_steps()[:2], [5 * 10**6])
-    assert first.note.startswith("The one recorded step, with compilation")
+    assert first.note.startswith("The only recorded step, with compilation")
 
 
 # -- real steps ---------------------------------------------------------------------------------
@@ -258,12 +261,12 @@ class _Net(nn.Module):
 
 
 def _inspect(
-    rank: int, world_size: int, folder: str, way: dict[str, Any], writes: int | None = 0
+    rank: int, world_size: int, folder: str, mode: dict[str, Any], writes: int | None = 0
 ) -> tuple[list[tuple[str, str]], bool]:
     """File names and texts, and whether gradients are the same as without being looked at."""
     torch.manual_seed(0)
     model = FSDP(_Net(), auto_wrap_policy=ModuleWrapPolicy({_Block}))
-    step = torch.compile(model, **way)
+    step = torch.compile(model, **mode)
     tokens = torch.arange(8).view(2, 4) + rank
     step(tokens).sum().backward()  # compiled before: it is compiled again in the context
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]

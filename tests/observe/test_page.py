@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_dynamo.observe.explanation import Findings, Measured, UnitFacts
+from fsdp_dynamo.observe.explanation import MeasuredEvent, StepReport, UnitSummary
 from fsdp_dynamo.observe.inspection.listings import Listing
-from fsdp_dynamo.observe.inspection.page import Recorded, page_of
-from fsdp_dynamo.observe.inspection.recorded import Cut
+from fsdp_dynamo.observe.inspection.page import TimelineData, render_page
+from fsdp_dynamo.observe.inspection.recorded_step import Cut
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -51,22 +51,22 @@ LISTINGS = [
     _listing("", "forward", "partition", "    e = embedding(t)  # (root)"),
 ]
 MEASURED = (
-    Measured("layers.1", "all_gather", "backward", 4096, 0.0, 3.0, 1.5),
-    Measured("layers.1", "compute", "backward", 0, 3.0, 9.0, 0.0),
-    Measured("layers.2", "compute", "backward", 0, 9.0, 10.0, 0.0),
+    MeasuredEvent("layers.1", "all_gather", "backward", 4096, 0.0, 3.0, 1.5),
+    MeasuredEvent("layers.1", "compute", "backward", 0, 3.0, 9.0, 0.0),
+    MeasuredEvent("layers.2", "compute", "backward", 0, 9.0, 10.0, 0.0),
 )
-FINDINGS = Findings(
-    path="hooks",
+REPORT = StepReport(
+    mode="hooks",
     backend="",
     device="",
     world_size=2,
-    units=tuple(UnitFacts(unit, "", 0, 0, 0) for unit in ("", "layers.1", "layers.2")),
+    units=tuple(UnitSummary(unit, "", 0, 0, 0) for unit in ("", "layers.1", "layers.2")),
     num_graphs=0,
     graph_breaks={},
     graphs=(),
     measured=MEASURED,
 )
-MEANINGS = {"partition": "No pass has run.", "after_planner": "Pass planner: it places."}
+DESCRIPTIONS = {"partition": "No pass has run.", "after_planner": "Pass planner: it places."}
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def _opened(browser: Any, folder: Path, text: str) -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """A page with whole steps and units."""
-    text = page_of(LISTINGS, Recorded(FINDINGS, "A note."), "two units", MEANINGS)
+    text = render_page(LISTINGS, TimelineData(REPORT, "A note."), "two units", DESCRIPTIONS)
     with _opened(browser, tmp_path, text) as tab:
         yield tab
 
@@ -101,7 +101,7 @@ def _rows(page: Any, kind: str) -> list[str]:
 
 
 def test_it_opens_where_something_changes(page: Any) -> None:
-    assert page.inner_text("#facts") == "two units"
+    assert page.inner_text("#subtitle") == "two units"
     assert page.locator("#owners li").all_inner_texts() == [
         "whole step",
         "layers.1",
@@ -110,7 +110,7 @@ def test_it_opens_where_something_changes(page: Any) -> None:
     ]
     assert (
         page.inner_text("#summary")
-        == "after_first to after_planner: lines: 1 moved, 0 added, 0 removed"
+        == "after_first to after_planner: 1 lines moved, 0 added, 0 removed"
     )
     assert _rows(page, "moved") == ["g = all_gather(p)"] * 2
     assert _rows(page, "added") == []
@@ -133,10 +133,10 @@ def _of_units() -> list[Listing]:
 
 def test_it_opens_at_what_the_planner_did_to_a_unit(browser: Any, tmp_path: Path) -> None:
     listings = _of_units()
-    with _opened(browser, tmp_path, page_of(listings, Recorded(FINDINGS), "", {})) as tab:
+    with _opened(browser, tmp_path, render_page(listings, TimelineData(REPORT), "", {})) as tab:
         assert tab.inner_text("#owners li[aria-current=true]") == "layers.0"
         assert tab.inner_text("#phases button[aria-pressed=true]") == "backward"
-        assert tab.inner_text("#summary").startswith("after_first to after_planner: lines: 0 moved")
+        assert tab.inner_text("#summary").startswith("after_first to after_planner: 0 lines moved")
         tab.click("#owners >> text=whole step")
         assert tab.inner_text("#summary").startswith("after_first to after_planner")
 
@@ -146,25 +146,25 @@ def test_it_opens_at_a_unit_where_no_pass_ran(browser: Any, tmp_path: Path) -> N
     listings = [
         _listing(unit, "backward", x, x) for unit in units for x in ("partition", "inductor")
     ]
-    with _opened(browser, tmp_path, page_of(listings, Recorded(FINDINGS), "", {})) as tab:
+    with _opened(browser, tmp_path, render_page(listings, TimelineData(REPORT), "", {})) as tab:
         assert tab.inner_text("#owners li[aria-current=true]") == "layers.0"
         assert "partition to inductor" in tab.inner_text("#summary")
 
 
 def test_stages_are_explained(page: Any) -> None:
-    assert page.inner_text("#rightwhat") == "Pass planner: it places."
-    assert page.inner_text("#leftwhat") == ""
+    assert page.inner_text("#rightdescription") == "Pass planner: it places."
+    assert page.inner_text("#leftdescription") == ""
     assert (
         page.get_attribute("#stages >> text=after_planner", "title") == "Pass planner: it places."
     )
     assert page.get_attribute("#phases >> text=backward", "title") == "The graph of the backward."
     page.select_option("#left", label="partition")
-    assert page.inner_text("#leftwhat") == "No pass has run."
+    assert page.inner_text("#leftdescription") == "No pass has run."
 
 
 def test_stepping_through_the_passes(page: Any) -> None:
     page.keyboard.press("ArrowRight")
-    assert "after_planner to lowered: lines: 0 moved, 1 added, 1 removed" in page.inner_text(
+    assert "after_planner to lowered: 0 lines moved, 1 added, 1 removed" in page.inner_text(
         "#summary"
     )
     assert (_rows(page, "removed"), _rows(page, "added")) == (["y = mm(g)"], ["y = mm2(g)"])
@@ -173,14 +173,14 @@ def test_stepping_through_the_passes(page: Any) -> None:
     assert page.is_disabled("#next")
     for _ in range(5):
         page.keyboard.press("ArrowLeft")
-    assert page.inner_text("#summary") == "partition and after_first are the same, 14 lines"
+    assert page.inner_text("#summary") == "partition and after_first are equal (14 lines)"
     page.select_option("#right", label="lowered")
-    assert "partition to lowered: lines: 1 moved" in page.inner_text("#summary")
+    assert "partition to lowered: 1 lines moved" in page.inner_text("#summary")
 
 
-def test_lines_that_stay_are_folded(page: Any) -> None:
+def test_unchanged_lines_are_folded(page: Any) -> None:
     fold = page.locator("#diff tr.fold")
-    assert fold.all_inner_texts() == ["6 lines that stay"]
+    assert fold.all_inner_texts() == ["6 unchanged lines"]
     before = page.locator("#diff tr").count()
     fold.click()
     assert page.locator("#diff tr").count() == before + 5
@@ -249,9 +249,9 @@ def test_compilation_is_cut_out(browser: Any, tmp_path: Path) -> None:
         replace(one, issued_ms=one.issued_ms + 5000, done_ms=one.done_ms + 5000)
         for one in MEASURED[1:]
     )
-    found = replace(FINDINGS, measured=(MEASURED[0], *late))
-    recorded = Recorded(found, "With compilation.", (Cut(3.0, 5003.0),))
-    with _opened(browser, tmp_path, page_of(LISTINGS, recorded, "", {})) as tab:
+    found = replace(REPORT, measured=(MEASURED[0], *late))
+    recorded = TimelineData(found, "With compilation.", (Cut(3.0, 5003.0),))
+    with _opened(browser, tmp_path, render_page(LISTINGS, recorded, "", {})) as tab:
         assert tab.inner_text("#caption").startswith("10.00 ms without compilation; ")
         assert "With compilation." in tab.inner_text("#caption")
         assert tab.locator("#lanes text.cut").all_text_contents() == ["5.0 s"]
@@ -291,8 +291,10 @@ def test_nothing_runs_over_what_is_beside_it(browser: Any, tmp_path: Path, width
     unit = "layers." + LONG
     listings = [_listing(unit, "backward", stage, *lines) for stage in ("partition", "inductor")]
     listings.append(_listing(unit, "backward", f"after_{LONG}", f"    {LONG} = 1", *lines))
-    meanings = {f"after_{LONG}": LONG, "inductor": LONG}
-    with _opened(browser, tmp_path, page_of(listings, Recorded(FINDINGS), LONG, meanings)) as tab:
+    descriptions = {f"after_{LONG}": LONG, "inductor": LONG}
+    with _opened(
+        browser, tmp_path, render_page(listings, TimelineData(REPORT), LONG, descriptions)
+    ) as tab:
         tab.set_viewport_size({"width": width, "height": 900})
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         inside = """all => all.every(cell => [...cell.querySelectorAll("span")].every(

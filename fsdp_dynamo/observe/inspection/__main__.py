@@ -23,7 +23,7 @@ from fsdp_dynamo.observe.inspection import NothingCompiledError, inspect_graphs,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the function inside ``inspect_graphs``; what follows ``--`` is its ``sys.argv``."""
+    """Run the function inside ``inspect_graphs``; its ``sys.argv`` is what follows ``--``."""
     parsed = _parser().parse_args(argv)
     sys.argv = [parsed.module, *parsed.rest]
     function = load(parsed.module)
@@ -53,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
         "--module",
         required=True,
         metavar="PKG:FN",
-        help="a function; it is called without arguments",
+        help="function to call, without arguments",
     )
-    parser.add_argument("--out", default="out", help="folder of the files (default: out)")
-    parser.add_argument("--rank", default="0", help='which rank writes, or "all" (default: 0)')
+    parser.add_argument("--out", default="out", help="folder for the files (default: out)")
+    parser.add_argument("--rank", default="0", help='rank that writes, or "all" (default: 0)')
     parser.add_argument(
-        "rest", nargs="*", metavar="-- ARGUMENTS", help="of the script: its sys.argv[1:]"
+        "rest", nargs="*", metavar="-- ARGUMENTS", help="arguments for the script: its sys.argv[1:]"
     )
     return parser
 

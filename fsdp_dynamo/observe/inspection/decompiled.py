@@ -1,4 +1,4 @@
-"""What Dynamo made of a frame's bytecode, as Python again, by depyf."""
+"""Dynamo's bytecode decompiled to Python by depyf."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def find_depyf() -> ModuleType | None:
 
 
 def warn_without_depyf(stacklevel: int) -> None:
-    """Say what will be missing, and how to get it."""
+    """Warn about the missing output, with the command that installs depyf."""
     warnings.warn(
         "inspect_graphs(): depyf is not installed, so the decompiled code "
         "(*.dynamo.decompiled.py) is left out; everything else is written. "
-        "For the decompiled code: pip install 'fsdp-dynamo[inspection]'",
+        "To get it: pip install 'fsdp-dynamo[inspection]'",
         stacklevel=stacklevel + 1,
     )
 
 
 @contextmanager
 def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
-    """While open, every frame that Dynamo compiles is emitted as decompiled code.
+    """Emit the decompiled code of every frame that Dynamo compiles inside.
 
-    What runs is Dynamo's bytecode all the same: a fault of the decompiler changes no result.
+    Dynamo's bytecode is what runs, so a fault of the decompiler changes no result.
 
     Args:
-        depyf: the decompiler; ``None``: nothing is emitted.
+        depyf: the decompiler; ``None``: emit nothing.
     """
     if depyf is None:
         yield
@@ -47,7 +47,7 @@ def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
     def hook(code: CodeType, new_code: CodeType) -> None:
         emit(DECOMPILED, lambda: _decompile(depyf, code, new_code))
 
-    # Not documented, and there is no other way to see what Dynamo made of a frame.
+    # Undocumented, but the only access to the bytecode that Dynamo makes.
     handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
     try:
         yield
@@ -60,5 +60,5 @@ def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
     where += f"{code.co_filename}:{code.co_firstlineno}\n"
     try:
         return where + str(depyf.decompile(new_code))
-    except Exception as error:  # depyf raises many kinds; its failure must not be the user's
+    except Exception as error:  # depyf raises many kinds of errors; none may reach the user
         return f"{where}# depyf could not decompile it: {type(error).__name__}: {error}\n"

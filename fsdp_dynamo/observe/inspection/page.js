@@ -1,14 +1,14 @@
-// Shows what `inspect_graphs` found: a list of owners (the whole step, units), their phases, and
-// two stages of one side by side. Everything it knows is in #data; it asks no server. The timeline
-// is in page.timeline.js.
+// The page of `inspect_graphs`: a list of owners (the whole step, units), their phases, and two
+// stages of a phase side by side. All data is in #data; no server is asked. The timeline is in
+// page.timeline.js.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const CONTEXT = 3; // unchanged lines that stay around a change
-let address = ""; // what this page has last put into the address bar
+let address = ""; // the last address that this page set
 const state = { owner: 0, phase: null, left: 0, right: 0, side: 0 };
 
-// -- state and its place in the address --------------------------------------------------------
+// -- state and address -----------------------------------------------------------------------
 
 const owner = () => data.owners[state.owner];
 const phases = () => owner().phases;
@@ -33,9 +33,9 @@ function firstPhase() {
   return ["backward", "forward"].find((n) => names.includes(n)) ?? names[0];
 }
 
-// The most telling stage and the one before it.
-function telling() {
-  const right = phases().find((p) => p.name === state.phase).telling;
+// The initial stage and the one before it.
+function initialPair() {
+  const right = phases().find((p) => p.name === state.phase).initial;
   return { left: Math.max(0, right - 1), right };
 }
 
@@ -47,7 +47,7 @@ function fromAddress() {
   if (!phases().some((p) => p.name === state.phase)) state.phase = firstPhase();
   const at = (key) => stages().findIndex((s) => s.name === asked.get(key));
   const [left, right] = [at("left"), at("right")];
-  Object.assign(state, left >= 0 && right >= 0 ? { left, right } : telling());
+  Object.assign(state, left >= 0 && right >= 0 ? { left, right } : initialPair());
 }
 
 // -- drawing -------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ function draw() {
   drawOwners();
   buttons("phases", phases().map((p) => p.name), state.phase, (i) => {
     choose({ phase: phases()[i].name });
-    choose(telling());
+    choose(initialPair());
   }, data.phases);
   const list = stages();
   buttons("stages", list.map((s) => s.name), list[state.right].name,
@@ -78,7 +78,7 @@ function draw() {
   for (const side of ["left", "right"]) {
     $(side).replaceChildren(...list.map((s, i) => element("option", s.name, { value: i })));
     $(side).value = state[side];
-    $(side + "what").textContent = data.stages[list[state[side]].name] ?? "";
+    $(side + "description").textContent = data.stages[list[state[side]].name] ?? "";
     $(side + "file").textContent = list[state[side]].file;
     $(side + "file").href = encodeURIComponent(list[state[side]].file);
   }
@@ -91,21 +91,21 @@ function draw() {
 function drawOwners() {
   const wanted = $("filter").value.toLowerCase();
   const rows = data.owners.map((o, i) => {
-    const row = element("li", null, { onclick: () => { choose({ owner: i }); choose(telling()); } });
+    const row = element("li", null, { onclick: () => { choose({ owner: i }); choose(initialPair()); } });
     row.append(...named(o.name, o.unit));
     row.setAttribute("aria-current", String(i === state.owner));
     row.hidden = !o.name.toLowerCase().includes(wanted);
     return row;
   });
   const others = data.without_code.map((unit) => {
-    const row = element("li", null, { className: "none", title: "ran code that an equal unit was compiled for" });
+    const row = element("li", null, { className: "none", title: "ran code that was compiled for an equal unit" });
     row.append(...named(unit || data.root, unit));
     return row;
   });
   $("owners").replaceChildren(...rows, ...others);
 }
 
-// A name behind the colour that its unit has in the timeline.
+// A name after the colour of its unit in the timeline.
 function named(name, unit) {
   const swatch = element("span", null, { className: "swatch" });
   swatch.style.background = unit === null ? "transparent" : colour(unit);
@@ -128,8 +128,8 @@ function drawDiff(left, right) {
     moved += row.rightClass === "moved";
   }
   $("summary").textContent = added + removed + moved === 0
-    ? `${left.name} and ${right.name} are the same, ${a.length} lines`
-    : `${left.name} to ${right.name}: lines: ${moved} moved, ${added} added, ${removed} removed`;
+    ? `${left.name} and ${right.name} are equal (${a.length} lines)`
+    : `${left.name} to ${right.name}: ${moved} lines moved, ${added} added, ${removed} removed`;
   const table = element("table", null);
   const columns = element("colgroup", null);
   for (const width of ["3.6em", "", "3.6em", ""]) {
@@ -187,14 +187,14 @@ function fillCode(cell, line) {
 
 function foldRow(hidden, a, b) {
   const tr = element("tr", null, { className: "fold" });
-  const cell = element("td", `${hidden.length} lines that stay`, { colSpan: 4 });
+  const cell = element("td", `${hidden.length} unchanged lines`, { colSpan: 4 });
   cell.onclick = () => tr.replaceWith(...hidden.map((row) => oneRow(row, a, b)));
   tr.append(cell);
   return tr;
 }
 
-// Rows of a side-by-side view: lines that stay (a longest increasing run of lines that occur once
-// on both sides, and their equal neighbours), and what is between them.
+// Rows of the side-by-side view, by a patience diff: the longest increasing run of lines that occur
+// once on both sides, with their equal neighbours, and the lines in between.
 function align(a, b) {
   const rows = [];
   let i = 0, j = 0;
@@ -249,7 +249,7 @@ function step(by) {
   if (right >= 1 && right < stages().length) choose({ left: right - 1, right });
 }
 
-$("facts").textContent = data.facts;
+$("subtitle").textContent = data.subtitle;
 $("back").onclick = () => step(-1);
 $("next").onclick = () => step(1);
 $("left").onchange = (e) => choose({ left: Number(e.target.value) });

@@ -1,4 +1,4 @@
-"""One HTML page with everything in it, to be opened from a disk."""
+"""The HTML page: one file that a browser opens from the disk."""
 
 from __future__ import annotations
 
@@ -8,63 +8,66 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from fsdp_dynamo.observe.explanation import Findings
-from fsdp_dynamo.observe.explanation_views import lanes_of, measured_bars, simulated_bars
+from fsdp_dynamo.observe.explanation import StepReport
 from fsdp_dynamo.observe.inspection.listings import PHASES, Listing
-from fsdp_dynamo.observe.inspection.recorded import Cut
-from fsdp_dynamo.observe.inspection.stages import MEANING_OF_PHASES, is_change, telling
+from fsdp_dynamo.observe.inspection.recorded_step import Cut
+from fsdp_dynamo.observe.inspection.stages import PHASE_DESCRIPTIONS, initial_stage, is_changed
+from fsdp_dynamo.observe.timeline import lanes_of, measured_bars, simulated_bars
 from graph_passes.text.listing import ROOT
 
 WHOLE = "whole step"
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What the timeline draws.
+class TimelineData:
+    """Contents of the timelines.
 
     Attributes:
-        findings: what was planned and measured.
-        note: what is to be said of the measurement.
-        cuts: what is cut out of the measured step.
+        report: the plans and the measured step.
+        note: remark on the measurement.
+        cuts: time spans that are cut out of the measured step.
     """
 
-    findings: Findings
+    report: StepReport
     note: str = ""
     cuts: tuple[Cut, ...] = ()
 
 
-def page_of(
-    listings: Sequence[Listing], recorded: Recorded, facts: str, meanings: Mapping[str, str]
+def render_page(
+    listings: Sequence[Listing],
+    timeline: TimelineData,
+    subtitle: str,
+    descriptions: Mapping[str, str],
 ) -> str:
-    """The page.
+    """The text of the page.
 
     Args:
-        listings: what was compiled.
-        recorded: what was planned and measured.
-        facts: a line for its head.
-        meanings: one line about each stage.
+        listings: the compiled graphs.
+        timeline: the plans and the measured step.
+        subtitle: the line next to the heading.
+        descriptions: one line per stage.
     """
     owners = _by_owner(listings)
-    findings = recorded.findings
+    report = timeline.report
     data = {
-        "facts": facts,
+        "subtitle": subtitle,
         "owners": [_owner(*key, phases) for key, phases in owners.items()],
-        "start": _start(owners),
-        "phases": MEANING_OF_PHASES,
-        "stages": dict(meanings),
-        "without_code": _without_code(listings, findings),
+        "start": _initial_place(owners),
+        "phases": PHASE_DESCRIPTIONS,
+        "stages": dict(descriptions),
+        "without_code": _without_code(listings, report),
         "root": ROOT,
-        "units": [unit.unit for unit in findings.units],
-        "timeline": _timeline(recorded),
+        "units": [unit.unit for unit in report.units],
+        "timeline": _timelines(timeline),
     }
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # in a <script>
     page = _read("page.html")
-    for mark, content in (
+    for placeholder, content in (
         ("__STYLE__", _read("page.css")),
         ("__SCRIPT__", _read("page.timeline.js") + _read("page.js")),
         ("__DATA__", text),
     ):
-        page = page.replace(mark, content, 1)
+        page = page.replace(placeholder, content, 1)
     return page
 
 
@@ -77,7 +80,7 @@ _Phases = dict[str, list[Listing]]
 
 
 def _by_owner(listings: Sequence[Listing]) -> dict[_Owner, _Phases]:
-    """What can be chosen: each graph with its phases, each of those with its stages."""
+    """Entries of the list: each graph with its phases, each phase with its stages."""
     owners: dict[_Owner, _Phases] = {}
     for listing in listings:
         phases = owners.setdefault((listing.unit, listing.graph), {})
@@ -90,16 +93,16 @@ def _owner(unit: str | None, graph: int, phases: _Phases) -> dict[str, Any]:
     return {"name": _name(unit, graph), "unit": unit, "phases": found}
 
 
-def _start(owners: Mapping[_Owner, _Phases]) -> dict[str, Any]:
-    """Where the page opens: what the planner did to a unit, if it did something."""
+def _initial_place(owners: Mapping[_Owner, _Phases]) -> dict[str, Any]:
+    """The place that the page opens at: preferably the planner's changes to a unit."""
     return next(
-        ({"owner": place, "phase": phase} for place, phase in _places(owners)),
+        ({"owner": place, "phase": phase} for place, phase in _candidates(owners)),
         {"owner": 0, "phase": None},
     )
 
 
-def _places(owners: Mapping[_Owner, _Phases]) -> Iterator[tuple[int, str]]:
-    """The most telling first."""
+def _candidates(owners: Mapping[_Owner, _Phases]) -> Iterator[tuple[int, str]]:
+    """Places to open at, in order of preference."""
     is_unit = [bool(unit) for unit, _ in owners]
     for wants_change, wants_unit in ((True, True), (True, False), (False, True)):
         for phase in reversed(PHASES):
@@ -107,7 +110,7 @@ def _places(owners: Mapping[_Owner, _Phases]) -> Iterator[tuple[int, str]]:
                 listings = phases.get(phase)
                 if not listings or is_unit[place] != wants_unit:
                     continue
-                if not wants_change or is_change(listings, telling(listings)):
+                if not wants_change or is_changed(listings, initial_stage(listings)):
                     yield place, phase
 
 
@@ -118,20 +121,20 @@ def _name(unit: str | None, graph: int) -> str:
 
 def _phase(name: str, listings: Sequence[Listing]) -> dict[str, Any]:
     stages = [{"name": x.stage, "file": x.file_name, "text": x.text.rstrip()} for x in listings]
-    return {"name": name, "stages": stages, "telling": telling(listings)}
+    return {"name": name, "stages": stages, "initial": initial_stage(listings)}
 
 
-def _without_code(listings: Sequence[Listing], findings: Findings) -> list[str]:
-    """Units that ran, and for which nothing was compiled: an equal unit's code was used."""
+def _without_code(listings: Sequence[Listing], report: StepReport) -> list[str]:
+    """Units that ran code compiled for an equal unit."""
     compiled = {listing.unit for listing in listings}
-    return [unit.unit for unit in findings.units if unit.unit not in compiled]
+    return [unit.unit for unit in report.units if unit.unit not in compiled]
 
 
-def _timeline(recorded: Recorded) -> list[dict[str, Any]]:
-    findings = recorded.findings
+def _timelines(timeline: TimelineData) -> list[dict[str, Any]]:
+    report = timeline.report
     sides = (
-        ("measured", measured_bars(findings), recorded.note, recorded.cuts),
-        ("simulated", simulated_bars(findings), "As the plan was made.", ()),
+        ("measured", measured_bars(report), timeline.note, timeline.cuts),
+        ("simulated", simulated_bars(report), "Simulated by the planner.", ()),
     )
     return [
         {

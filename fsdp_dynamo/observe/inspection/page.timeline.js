@@ -1,10 +1,10 @@
 "use strict";
-// The timeline of one step; what it shares with page.js, which comes behind it, is defined there.
+// The timeline of one step. Functions that it shares with page.js, which follows it, are there.
 
 const SVG = "http://www.w3.org/2000/svg";
 const ROW = 20, LABEL = 100, AXIS = 18, RIGHT = 30;
-const CUT = 38; // width of time that is cut out
-const CHARACTER = 6.3; // width of one in a bar
+const CUT = 38; // width of a span that is cut out
+const CHARACTER = 6.3; // width of a character in a bar
 
 function drawTimeline() {
   const sides = data.timeline;
@@ -30,14 +30,14 @@ function drawTimeline() {
 function caption(side, ms) {
   const exposed = side.bars.some((bar) => isExposed(bar, ms));
   const parts = [`${ms.toFixed(2)} ms${side.cuts.length ? " without compilation" : ""}`];
-  parts.push("a colour is a unit, as in the list below");
-  if (exposed) parts.push("red edge: for part of it nothing is computed");
+  parts.push("one colour per unit, as in the list below");
+  if (exposed) parts.push("red edge: partly exposed, nothing is computed meanwhile");
   return `${parts.join("; ")}. ${side.note}`;
 }
 
 const isExposed = (bar, total) => bar.exposed_ms > total / 200;
 
-// From milliseconds to pixels. Every cut, whatever it lasts, is as wide as the others.
+// Milliseconds to pixels. All cuts have the same width, whatever their duration.
 function clockOf(cuts, end, width) {
   const gap = cuts.length ? Math.min(CUT, 0.4 * width / cuts.length) : 0;
   const total = end - cuts.reduce((sum, cut) => sum + cut.end_ms - cut.begin_ms, 0);
@@ -53,7 +53,7 @@ function clockOf(cuts, end, width) {
   };
   const isNearCut = (x) => cuts.some(
     (cut) => x > place(cut.begin_ms) - gap / 2 && x < place(cut.end_ms) + gap / 2);
-  // A moment of the time that is left, as a moment of the step.
+  // A time on the clock without cuts, as a time of the step.
   const moment = (left) => cuts.reduce(
     (ms, cut) => (ms > cut.begin_ms ? ms + cut.end_ms - cut.begin_ms : ms), left);
   return { total, place, moment, isNearCut };
@@ -68,7 +68,7 @@ function axis(clock, height) {
   for (let k = 0; k * step <= clock.total; k++) {
     const x = clock.place(clock.moment(k * step));
     made.push(shape("line", { x1: x, x2: x, y1: AXIS - 3, y2: height, class: "tick" }));
-    if (clock.isNearCut(x)) continue; // its own text is there
+    if (clock.isNearCut(x)) continue; // the cut has its own label there
     made.push(shape("text", { x, y: 11, class: "tick" }, `${(k * step).toFixed(digits)}${k ? "" : " ms"}`));
   }
   return made;
@@ -84,13 +84,13 @@ function drawBar(bar, row, clock) {
   });
   rect.append(shape("title", {}, describe(bar)));
   rect.onclick = () => openUnit(bar.unit);
-  const label = fitting(bar.unit, length - 6);
+  const label = shortened(bar.unit, length - 6);
   if (!label) return [rect];
   return [rect, shape("text", { x: x + length / 2, y: y + 12, class: "bar" }, label)];
 }
 
-// The unit's name, or its end, or nothing, as there is room.
-function fitting(unit, width) {
+// The unit's name, shortened from the left to fit.
+function shortened(unit, width) {
   const parts = (unit || data.root).split(".");
   while (parts.length && parts.join(".").length * CHARACTER > width) parts.shift();
   return parts.join(".");
@@ -103,7 +103,7 @@ function drawCut(cut, clock, height) {
   const box = shape("rect", { x, y: AXIS, width, height: height - AXIS, class: "cut" });
   box.append(shape("title", {}, `${seconds} of compilation, cut out`));
   const made = [box];
-  for (let y = AXIS - width; y < height; y += 7) { // hatched by hand: lines from edge to edge
+  for (let y = AXIS - width; y < height; y += 7) { // hatching: diagonal lines from edge to edge
     const [top, bottom] = [Math.max(AXIS, y), Math.min(height, y + width)];
     made.push(shape("line", { x1: x + top - y, x2: x + bottom - y, y1: top, y2: bottom, class: "hatch" }));
   }
@@ -124,10 +124,10 @@ function openUnit(unit) {
   const found = data.owners.findIndex((o) => o.unit === unit);
   if (found < 0) return;
   choose({ owner: found });
-  choose(telling());
+  choose(initialPair());
 }
 
-// Hues from yellow over green and blue to violet: red is for edges. The root has none.
+// Hues from yellow to violet: red is reserved for edges, and the root is grey.
 function colour(unit) {
   const at = data.units.indexOf(unit);
   return at < 0 || unit === "" ? "#aab2bb" : `hsl(${45 + (at * 0.618034 % 1) * 255} 55% 66%)`;

@@ -1,4 +1,4 @@
-"""An explanation as a picture and as a trace: simulated and measured on lanes."""
+"""Timelines of a step, simulated and measured: bars on lanes, as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_dynamo.errors import FSDPError
-from fsdp_dynamo.observe.explanation import Findings
+from fsdp_dynamo.observe.explanation import StepReport
 
 COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that took time on a lane; milliseconds from the start of the step."""
+    """One interval on a lane; times are milliseconds from the start of the step."""
 
     lane: str
     unit: str
@@ -26,11 +26,11 @@ class Bar:
     num_bytes: int = 0
 
 
-def simulated_bars(findings: Findings) -> list[Bar]:
-    """All graphs, one after the other: compute, and one lane a link."""
+def simulated_bars(report: StepReport) -> list[Bar]:
+    """Bars of all graphs, one after the other: a lane for compute and one per link."""
     bars = []
     start = 0.0
-    for graph in findings.graphs:
+    for graph in report.graphs:
         for span in graph.spans:
             name = f"{graph.phase} {span.unit}"
             bars.append(Bar(COMPUTE, span.unit, name, start + span.begin_ms, start + span.end_ms))
@@ -43,11 +43,11 @@ def simulated_bars(findings: Findings) -> list[Bar]:
     return bars
 
 
-def measured_bars(findings: Findings) -> list[Bar]:
-    """The recorded step; collectives that were under way together are on lanes of their own."""
+def measured_bars(report: StepReport) -> list[Bar]:
+    """Bars of the recorded step; collectives that overlap are on separate lanes."""
     bars = []
     free: dict[str, list[float]] = {COMPUTE: [], "collectives": []}
-    for event in sorted(findings.measured, key=lambda e: e.issued_ms):
+    for event in sorted(report.measured, key=lambda e: e.issued_ms):
         kind = "collectives" if event.is_collective else COMPUTE
         ends = free[kind]
         lane = next((i for i, end in enumerate(ends) if end <= event.issued_ms), len(ends))
@@ -68,17 +68,17 @@ def measured_bars(findings: Findings) -> list[Bar]:
 
 
 def lanes_of(bars: list[Bar]) -> list[str]:
-    """Compute first, the others by name."""
+    """Names of the lanes: compute first, the others in alphabetical order."""
     names = {bar.lane for bar in bars}
     return sorted(names, key=lambda name: (not name.startswith(COMPUTE), name))
 
 
-def trace_events(findings: Findings) -> list[dict[str, Any]]:
+def trace_events(report: StepReport) -> list[dict[str, Any]]:
     """Events in the trace-event format; times in microseconds.
 
     Source: the Trace Event Format of Chrome, which Perfetto reads.
     """
-    sides = ((1, "simulated", simulated_bars(findings)), (2, "measured", measured_bars(findings)))
+    sides = ((1, "simulated", simulated_bars(report)), (2, "measured", measured_bars(report)))
     events: list[dict[str, Any]] = []
     for pid, title, bars in sides:
         if not bars:
@@ -108,8 +108,8 @@ def _complete(pid: int, lanes: list[str], bars: list[Bar]) -> Iterator[dict[str,
         }
 
 
-def save_picture(findings: Findings, path: str | Path) -> None:
-    """Draw both sides; see ``Explanation.save_picture``."""
+def save_picture(report: StepReport, path: str | Path) -> None:
+    """Draw both timelines; see ``Explanation.save_picture``."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -118,16 +118,16 @@ def save_picture(findings: Findings, path: str | Path) -> None:
             expected="matplotlib to be installed",
             got=str(error),
             where="save_picture",
-            fix="pip install matplotlib, or use save_trace, which needs nothing.",
+            fix="pip install matplotlib, or use save_trace(), which needs no extra package.",
         ) from error
-    sides = [("simulated", simulated_bars(findings)), ("measured", measured_bars(findings))]
+    sides = [("simulated", simulated_bars(report)), ("measured", measured_bars(report))]
     sides = [(title, bars) for title, bars in sides if bars]
     heights = [len(lanes_of(bars)) + 1 for _, bars in sides] or [1]
     figure = Figure(figsize=(12, 0.55 * sum(heights) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
     axes = grid[:, 0]
-    colours = _colours([unit.unit for unit in findings.units])
+    colours = _colours([unit.unit for unit in report.units])
     for axis, (title, bars) in zip(axes, sides, strict=False):
         _draw(axis, title, bars, colours)
     axes[-1].set_xlabel("ms")
@@ -135,7 +135,7 @@ def save_picture(findings: Findings, path: str | Path) -> None:
 
 
 def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> None:
-    """One side: a row a lane, a colour a unit, exposed collectives with a dark edge."""
+    """Draw one timeline: one row per lane, one colour per unit, a dark edge if exposed."""
     lanes = lanes_of(bars)
     longest = max(bar.end_ms for bar in bars)
     for bar in bars:

@@ -16,7 +16,7 @@ Place = tuple[str, CollectiveKind, float, int, int, int, int]
 """Unit, kind, milliseconds, ready, need, issue, wait."""
 
 
-def planned_of(
+def make_planned(
     *places: Place,
     limits: Limits = NO_LIMIT,
     compute: tuple[float, ...] = (2.0,) * 4,

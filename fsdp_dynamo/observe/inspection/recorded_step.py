@@ -1,4 +1,4 @@
-"""The step that the page draws: the last that was recorded, and what of it was compilation."""
+"""The last recorded step, which the page draws, and the compilation inside it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import pairwise
 
 from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 
-_SHORT = 0.05
-"""Compilation that took no more than this part of all else in the step is not cut out."""
+_MIN_FRACTION = 0.05
+"""Compilation is cut out if it took more than this fraction of the rest of the step."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Time in the step in which was compiled; milliseconds from the start of the step."""
+    """A span of compilation; times are milliseconds from the start of the step."""
 
     begin_ms: float
     end_ms: float
 
     @property
     def ms(self) -> float:
-        """How long it is."""
+        """Its duration."""
         return self.end_ms - self.begin_ms
 
 
@@ -32,9 +32,9 @@ class RecordedStep:
 
     Attributes:
         events: its collectives and compute, in order of issue.
-        num_steps: how many were recorded; it is the last of them.
-        compiled: whether something was compiled in it.
-        cuts: where in it; they do not overlap, and are in order.
+        num_steps: number of recorded steps; this is the last of them.
+        compiled: whether compilation took place in it.
+        cuts: spans of that compilation, in order and without overlap.
     """
 
     events: Sequence[Event]
@@ -44,26 +44,26 @@ class RecordedStep:
 
     @property
     def note(self) -> str:
-        """What is to be said of it."""
+        """A remark for the reader of the page."""
         if not self.events:
             return ""
         several = self.num_steps > 1
         which = (
-            f"The last of {self.num_steps} recorded steps" if several else "The one recorded step"
+            f"The last of {self.num_steps} recorded steps" if several else "The only recorded step"
         )
         if not self.compiled:
             return f"{which}."
         cut_ms = sum(cut.ms for cut in self.cuts)
-        cut = f": {cut_ms / 1e3:.1f} s are cut out where it is hatched" if self.cuts else ""
-        return f"{which}, with compilation{cut}. Run one step more inside to see it without."
+        cut = f" ({cut_ms / 1e3:.1f} s, cut out where hatched)" if self.cuts else ""
+        return f"{which}, with compilation{cut}. Run one more step in the context to avoid it."
 
 
 def last_step(log: Iterable[Event], made_ns: Iterable[int]) -> RecordedStep:
-    """The last step of a recording: from the last forward that comes after a backward.
+    """The last step of a recording, which begins at the last forward after a backward.
 
     Args:
-        log: what was recorded.
-        made_ns: when compilation made something.
+        log: the recorded events.
+        made_ns: times at which compilation produced an artifact.
     """
     events = [e for e in log if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
     begins = [i for i in range(1, len(events)) if _begins(events[i - 1], events[i])]
@@ -80,12 +80,12 @@ def _begins(before: Event, event: Event) -> bool:
 
 
 def _moments(step: Iterable[Event]) -> list[int]:
-    """When something began or ended."""
+    """All times at which an event began or ended."""
     return sorted({t for e in step for t in (e.issued_ns, max(e.waited_ns, e.issued_ns))})
 
 
 def _cuts(moments: Sequence[int], made: Sequence[int]) -> tuple[Cut, ...]:
-    """Spans between two moments of the step, with nothing recorded and something made inside."""
+    """Spans without events in which compilation produced an artifact."""
     if not moments:
         return ()
     spans = [
@@ -94,4 +94,4 @@ def _cuts(moments: Sequence[int], made: Sequence[int]) -> tuple[Cut, ...]:
         if bisect_left(made, end) > bisect_right(made, begin)
     ]
     rest_ms = (moments[-1] - moments[0]) / 1e6 - sum(span.ms for span in spans)
-    return tuple(span for span in spans if span.ms > _SHORT * rest_ms)
+    return tuple(span for span in spans if span.ms > _MIN_FRACTION * rest_ms)

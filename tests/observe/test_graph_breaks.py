@@ -45,7 +45,7 @@ def _explained(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Exp
 @pytest.mark.parametrize(("backend", "unit"), [("aot_eager", "1"), ("fsdp_dynamo_aot_eager", "")])
 def test_a_break_is_shown_with_its_line(ranks: RankPool, backend: str, unit: str) -> None:
     for found, text in ranks.run(_explained, 2, {"backend": backend}):
-        mine = [one for one in found.breaks if one.file == __file__]
+        mine = [one for one in found.graph_break_sites if one.file == __file__]
         assert [(one.line, one.unit) for one in mine] == [(_this_line(), unit)]
         assert mine[0].code.startswith("torch._dynamo.graph_break()")
         assert f"{__file__}:{_this_line()}" in text
@@ -102,7 +102,7 @@ def test_the_text_names_both() -> None:
     nothing = Explanation("hooks", "b", "cpu", 2, (), 0, {}, (), ())
     found = replace(
         nothing,
-        breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0", 3),),
+        graph_break_sites=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0", 3),),
         recompiles=(Recompile("layers.1", "x.size()[0] == 3", 2),),
     )
     lines = str(found).splitlines()
