@@ -43,10 +43,10 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--torchbench_model", help="a model of transformers, e.g. hf_Bert, hf_T5")
     model.add_argument("--toy_model", action="store_true", help="three MyModules 10-10000-1000-5")
     model.add_argument("--decoder", help="size of the reference decoder, e.g. 29m, 1b")
-    way = parser.add_mutually_exclusive_group()
+    peer = parser.add_mutually_exclusive_group()
     for family in FAMILIES:
         if family != "plain":
-            way.add_argument(f"--{family}", dest="family", action="store_const", const=family)
+            peer.add_argument(f"--{family}", dest="family", action="store_const", const=family)
     parser.set_defaults(family="plain")
     parser.add_argument("--fsdp_wrap", action="store_true", help="one unit a block")
     parser.add_argument("--fsdp_checkpoint", action="store_true", help="checkpoint activations")

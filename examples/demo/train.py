@@ -384,7 +384,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         print(
             f"{num_parameters:,} parameters in {len(FSDP.fsdp_modules(model))} units on "
-            f"{world_size} ranks ({device.type}); {len(batches.text):,} bytes of text a rank"
+            f"{world_size} ranks ({device.type}); {len(batches.text):,} bytes of text per rank"
         )
     training = train(model, optimizer, batches, checkpoints, arguments, device)
     tokens_a_step = world_size * arguments.batch * arguments.length

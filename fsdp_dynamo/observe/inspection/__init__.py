@@ -104,7 +104,7 @@ def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
             expected=f"a rank from 0 to {_world_size() - 1}, or None for all",
             got=repr(rank),
             where="inspect_graphs(), 'rank'",
-            fix="Name the rank that is to write the files.",
+            fix="Name the rank that should write the files.",
         )
     if rank is None:
         folder = folder / f"rank{own}"
