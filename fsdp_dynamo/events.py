@@ -1,7 +1,8 @@
 """Recorder of what happened: unshards, reshards, collectives and compute, in order of issue.
 
-Off, the recorder is ``None`` and every place that could record asks just that. On, each event
-is appended when its work is *issued*, so the order of the list is the order of issue.
+Off, the recorder is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return at
+once. On, each event is appended when its work is *issued*, so the order of the list is the order of
+issue.
 """
 
 from __future__ import annotations
@@ -105,20 +106,37 @@ class EventLog(list[Event]):
         return sum(e.exposed_ns for e in self if e.kind in COLLECTIVE_KINDS) / 1e6
 
 
-def complete(event: Event, blocked_since_ns: int) -> None:
-    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed."""
-    event.waited_ns = time.perf_counter_ns()
-    event.exposed_ns += event.waited_ns - blocked_since_ns
+recorder: EventLog | None = None
+"""The log being written, or ``None``. Read it; only ``record_events`` sets it."""
+
+
+def begin(unit: str, kind: Kind, phase: Phase, num_bytes: int = 0) -> Event | None:
+    """Record an event that begins now; ``None`` while nothing records."""
+    return None if recorder is None else recorder.issue(unit, kind, phase, num_bytes)
+
+
+def instant(unit: str, kind: Kind, phase: Phase, num_bytes: int) -> None:
+    """Record an event without duration."""
+    if recorder is not None:
+        recorder.instant(unit, kind, phase, num_bytes)
 
 
 def finish(event: Event | None) -> None:
-    """Mark a compute event as ended."""
-    if event is not None:
+    """Mark a compute event as ended, once."""
+    if event is not None and not event.waited_ns:
         event.waited_ns = time.perf_counter_ns()
 
 
-recorder: EventLog | None = None
-"""The log being written, or ``None``. Read it; only ``record_events`` sets it."""
+def blocked_since(event: Event | None) -> int:
+    """The time at which a wait for a collective begins, for ``complete``."""
+    return 0 if event is None else time.perf_counter_ns()
+
+
+def complete(event: Event | None, blocked_since_ns: int) -> None:
+    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed."""
+    if event is not None:
+        event.waited_ns = time.perf_counter_ns()
+        event.exposed_ns += event.waited_ns - blocked_since_ns
 
 
 @contextmanager

@@ -13,7 +13,6 @@ Hooks and lowered graph nodes call the same functions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -72,7 +71,7 @@ class InFlight:
         """Block until complete (on CUDA: make the current stream wait)."""
         event, self._event = self._event, None
         finish, self._finish = self._finish, None
-        began_ns = time.perf_counter_ns() if event is not None else 0
+        began_ns = events.blocked_since(event)
         kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
         with profiler_range(kind, label, is_wait=True):
             if self._works:
@@ -80,8 +79,7 @@ class InFlight:
             if finish is not None:
                 finish()
         self._buffers = ()
-        if event is not None:
-            events.complete(event, began_ns)
+        events.complete(event, began_ns)
 
     def _wait_for_works(self) -> None:
         """Wait for all works; if one fails, drop the others, as gloo never writes to freed ones.

@@ -192,12 +192,15 @@ class FlatParameter:
             storage.resize_(self.unsharded_bytes)
         return self.unsharded.data
 
-    def free(self) -> bool:
-        """Free the unsharded flat parameter; ``False`` where there was nothing to free."""
-        if not self.needs_storage or not self.is_allocated:
-            return False
-        self.unsharded.untyped_storage().resize_(0)
-        return True
+    def free(self) -> int:
+        """Free the unsharded flat parameter; returns the bytes that were allocated."""
+        if not self.needs_storage:
+            return 0
+        storage = self.unsharded.untyped_storage()
+        num_bytes = storage.nbytes()
+        if num_bytes:
+            storage.resize_(0)
+        return num_bytes
 
     def shard_to_gather(self) -> torch.Tensor:
         """The send buffer: the shard itself, or its low-precision copy."""

@@ -7,7 +7,6 @@ precision. It knows how to do things; when they are done is the schedule's decis
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -172,11 +171,6 @@ class Unit:
             flat.unit_fqn = fqn
 
     @property
-    def unsharded_bytes(self) -> int:
-        """Bytes that an unshard allocates."""
-        return sum(flat.unsharded_bytes for flat in self.flats if flat.needs_storage)
-
-    @property
     def device(self) -> torch.device | None:
         """Where inputs are moved to: the parameters' accelerator, or ``None`` on the CPU."""
         if not self.flats or self.flats[0].device.type == "cpu":
@@ -200,20 +194,16 @@ class Unit:
         if self.is_unsharded:
             return
         self.is_unsharded = True
-        log = events.recorder
-        if log is not None and self.needs_unshard:
-            log.instant(self.fqn, "unshard", phase, self.unsharded_bytes)
-        for flat in self.flats:
-            if not flat.needs_storage:
-                continue
-            output = flat.allocate()
+        outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
+        if outputs:
+            num_bytes = sum([output.nbytes for _, output in outputs])
+            events.instant(self.fqn, "unshard", phase, num_bytes)
+        for flat, output in outputs:
             shard = flat.shard_to_gather()
             if not flat.is_sharded:
                 output.copy_(shard)
                 continue
-            event = None
-            if log is not None:
-                event = log.issue(self.fqn, "all_gather", phase, flat.unsharded_bytes)
+            event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
             gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
             self._gathers.append(gather)
 
@@ -234,10 +224,9 @@ class Unit:
             return
         self.wait_unshard()
         self.is_unsharded = self.is_ahead = False
-        freed = [flat.free() for flat in self.flats]
-        log = events.recorder
-        if log is not None and any(freed):
-            log.instant(self.fqn, "reshard", phase, self.unsharded_bytes)
+        freed_bytes = sum([flat.free() for flat in self.flats])
+        if freed_bytes:
+            events.instant(self.fqn, "reshard", phase, freed_bytes)
 
     def abandon(self) -> None:
         """Free the unsharded flat parameters after an error, whatever became of their gathers."""
@@ -330,10 +319,9 @@ class Unit:
             output = unsharded_grad.new_empty(flat.layout.shard_numel)
         event = self._note_reduction(unsharded_grad, output)
         if flat.comm_hook is not None:
-            began_ns = time.perf_counter_ns()
+            began_ns = events.blocked_since(event)
             flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
-            if event is not None:
-                events.complete(event, began_ns)
+            events.complete(event, began_ns)
             return PendingReduce(flat, collectives.InFlight([]), output)
         in_flight = collectives.issue_reduce_mean(
             output, unsharded_grad, groups[0], event, self.fqn
@@ -357,8 +345,7 @@ class Unit:
 
     def _note_reduction(self, grad: torch.Tensor, output: torch.Tensor) -> events.Event | None:
         kind: events.Kind = "all_reduce" if output is grad else "reduce_scatter"
-        log = events.recorder
-        return None if log is None else log.issue(self.fqn, kind, "backward", grad.nbytes)
+        return events.begin(self.fqn, kind, "backward", grad.nbytes)
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -85,16 +85,13 @@ class Root:
             self._order.append(unit)
             self._prefetch_forward(unit)
         call = unit.use_unsharded_views()
-        log = events.recorder
-        if log is not None:
-            unit.event = log.issue(unit.fqn, "forward", "forward")
+        unit.event = events.begin(unit.fqn, "forward", "forward")
         self._depth += 1  # where something has failed above, the unit is not in its forward
         return call
 
     def post_forward(self, unit: Unit, call: ForwardCall) -> None:
         """Put the original parameters back and reshard ``unit`` if its strategy says so."""
         events.finish(unit.event)
-        unit.event = None
         unit.use_sharded_views()
         self._depth -= 1
         outermost = self._depth == 0
@@ -161,9 +158,7 @@ class Root:
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
         unit.reuse_views(call)
-        log = events.recorder
-        if log is not None:
-            unit.event = log.issue(unit.fqn, "backward", "backward")
+        unit.event = events.begin(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
@@ -200,7 +195,6 @@ class Root:
         """Reshard a unit whose backward is done, and start to reduce its gradients."""
         unit = call.unit
         events.finish(unit.event)
-        unit.event = None
         if unit.machine.state is UnitState.BACKWARD_PRE:
             unit.pending_calls -= 1
         if unit.pending_calls <= 0:
@@ -265,7 +259,6 @@ class Root:
     def fail_forward(self, unit: Unit) -> None:
         """A unit's forward raised: undo what was done for it; at the outermost, for all."""
         self._depth -= 1
-        unit.event = None
         unit.use_sharded_views()
         if self.in_backward:  # a recomputation that ended early: its backward goes on
             unit.machine.reset()
@@ -281,7 +274,6 @@ class Root:
             unit.use_sharded_views()
             unit.abandon()
             unit.pending_calls = 0
-            unit.event = None
             unit.machine.reset()
         self._ended = []
         self._order = []

@@ -27,7 +27,8 @@ def _recorded_step(
     train(model, rank, steps=2)
     with record_events() as log:
         loss_of(model, batch(rank, 2)).backward()
-    sizes = {unit.fqn: unit.unsharded_bytes for unit in wrapped._fsdp_root.units}
+    units = wrapped._fsdp_root.units
+    sizes = {unit.fqn: sum(flat.unsharded_bytes for flat in unit.flats) for unit in units}
     return list(log), log.peak_unsharded_bytes(), sizes
 
 
