@@ -7,68 +7,125 @@ place is done to the sum; what the user sets to ``None`` is dropped when the sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from fsdp_dynamo.core.layout import FlatLayout, ShardLayout
+from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.module_tree import join_fqn
 
 
 class Accumulation:
-    """What a root's units share. Compiled code is guarded by both flags.
+    """Accumulation of gradients over steps in the units of one root.
+
+    Compiled code is guarded by both flags.
 
     Attributes:
         sync: whether the step that runs reduces its gradients.
         has_sums: whether a flat parameter holds a sum of unsharded gradients.
     """
 
-    def __init__(self, flats: Sequence[Any] = ()) -> None:
+    def __init__(self, sums: Sequence[UnshardedSum] = ()) -> None:
         self.sync = True
         self.has_sums = False
-        self._flats = tuple(flats)
+        self._sums = tuple(sums)
+        for one in self._sums:
+            one.accumulation = self
 
     def refresh(self) -> None:
-        """Look again, after sums came or went."""
-        self.has_sums = any(flat.unsharded_grad_sum is not None for flat in self._flats)
+        """Set ``has_sums`` anew, after sums came or went."""
+        self.has_sums = any(one.total is not None for one in self._sums)
 
 
 class UnshardedSum:
     """Sum of the unsharded gradients of one flat parameter, shown by its original parameters.
 
     Args:
-        total: the sum ``(padded_numel,)``.
-        views: of ``total.data``, one for each parameter in its unsharded shape. A version counter
-            of their own: a graph that has saved ``total`` does not mind the user's changes.
-        params: by FQN, the parameters that show the views.
+        originals: the parameters.
+        layout: of the flat parameter.
+        shard_layout: of this rank's shard.
+
+    Attributes:
+        total: the sum ``(padded_numel,)``, or ``None``. Its views have a version counter of their
+            own: a graph that has saved ``total`` does not mind the user's changes.
+        accumulation: of the root.
+        unit_fqn: for messages.
     """
 
     def __init__(
         self,
-        total: torch.Tensor,
-        views: Sequence[torch.Tensor],
-        params: Mapping[str, torch.Tensor],
+        originals: Sequence[OriginalParameter],
+        layout: FlatLayout,
+        shard_layout: ShardLayout,
     ) -> None:
-        self.total = total
-        self._views = views
-        self._params = params
-        for param, view in zip(params.values(), views, strict=True):
-            _put_grad(param, view)
+        self.total: torch.Tensor | None = None
+        self.unit_fqn = ""
+        self.accumulation = Accumulation([self])  # until a root takes over
+        self._originals = originals
+        self._layout = layout
+        self._shard_layout = shard_layout
+        self._params: list[nn.Parameter] = []  # that show the views
+        self._views: list[torch.Tensor] = []
 
+    @torch.no_grad()
+    def put(self, total: torch.Tensor) -> None:
+        """Let a sum wait for a reduction; gradients that are reduced already go into it."""
+        self._add_parts(total, [original.param.grad for original in self._originals])
+        self.total = total
+        self._views = self._layout.split(total.data)
+        self._params = [original.param for original in self._originals]
+        for param, view in zip(self._params, self._views, strict=True):
+            _put_grad(param, view)
+        self.accumulation.has_sums = True
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add an unsharded gradient ``(padded_numel,)``; to be called without gradient tracking."""
+        if self.total is None:
+            self.put(grad)
+            return
+        self.drop_dropped()
+        self.total.data.add_(grad)  # a graph may have saved it for its backward
+        for param, view in zip(self._params, self._views, strict=True):
+            if param.grad is None:
+                _put_grad(param, view)
+
+    def add_reduced(self, parts: Sequence[torch.Tensor]) -> None:
+        """Add a reduced gradient, in this rank's parts of the parameters, to the sum."""
+        assert self.total is not None
+        self.drop_dropped()
+        self._add_parts(self.total, parts)
+
+    @torch.no_grad()
+    def take(self) -> torch.Tensor | None:
+        """The sum, which waits no more; ``None`` where there is none or the user has dropped it."""
+        if self.total is None:
+            return None
+        self.drop_dropped()
+        has_grad = any(param.grad is not None for param in self._params)
+        for param in self._params:
+            param.grad = None
+        total, self.total, self._params, self._views = self.total, None, [], []
+        return total if has_grad else None
+
+    @torch.no_grad()
     def drop_dropped(self) -> None:
-        """Set to zero what the user has set to ``None``.
+        """Set to zero in the sum what the user has set to ``None``.
 
         Raises:
-            FSDPStateError: a ``.grad`` is another tensor, of which nobody knows whether it is
-                reduced.
+            FSDPStateError: a ``.grad`` is another tensor, which may be reduced or not.
         """
-        grads = [param.grad for param in self._params.values()]
-        for fqn, grad, view in zip(self._params, grads, self._views, strict=True):
+        if self.total is None:
+            return
+        grads = [param.grad for param in self._params]
+        for original, grad, view in zip(self._originals, grads, self._views, strict=True):
             if grad is not None and grad is not view:
                 raise FSDPStateError(
                     expected="the gradient that steps under no_sync() have left in .grad",
                     got=f"another tensor of shape {tuple(grad.shape)}",
-                    where=f"parameter '{fqn}'",
+                    where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
                     fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
                     "until a step without no_sync() has reduced it.",
                 )
@@ -76,22 +133,15 @@ class UnshardedSum:
             if grad is None:
                 view.zero_()
 
-    def add(self, grad: torch.Tensor) -> None:
-        """Add an unsharded gradient ``(padded_numel,)``."""
-        self.drop_dropped()
-        self.total.data.add_(grad)  # a graph may have saved it for its backward
-        for param, view in zip(self._params.values(), self._views, strict=True):
-            if param.grad is None:
-                _put_grad(param, view)
+    def _add_parts(self, total: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+        """Add reduced gradients to an unsharded one so that its mean over ranks has them once.
 
-    def hide(self) -> bool:
-        """Let the parameters have no gradient; returns whether the user had left any."""
-        self.drop_dropped()
-        shown = False
-        for param in self._params.values():
-            shown = shown or param.grad is not None
-            param.grad = None
-        return shown
+        Each rank adds its own parts only, so as many times as there are shards.
+        """
+        own = self._shard_layout.split(self._shard_layout.of(total.data))
+        for target, part in zip(own, parts, strict=True):
+            if part is not None:
+                target.add_(part.to(target.device), alpha=self._layout.world_size)
 
 
 def _put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:

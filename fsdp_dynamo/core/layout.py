@@ -1,4 +1,4 @@
-"""Flat layout of a unit's parameters, in pure integers.
+"""Flat layout of a unit's parameters: integers, and the views that they cut from tensors.
 
 A flat parameter is one row of elements::
 
@@ -6,7 +6,11 @@ A flat parameter is one row of elements::
     |<------ shard of rank 0 ------>|<-- rank 1 -->| ...
 
 Every parameter starts at a multiple of ``align_numel`` (gaps in between), and the whole is
-padded to a multiple of the world size. Rank r holds the r-th contiguous 1/N.
+padded to a multiple of the world size. Rank r holds the r-th contiguous 1/N, which may begin and
+end inside a parameter::
+
+    shard of rank 1    | rest of param 1 | param 2 | ... | padding |
+    ShardRange of 1    |<--------------->|               param_start = elements that rank 0 holds
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
 
 ALIGN_BYTES = 16
 
@@ -58,13 +64,71 @@ class ShardRange:
     shard_start: int
     numel: int
 
+    def of(self, param_like: torch.Tensor) -> torch.Tensor:
+        """The part ``(numel,)`` of a tensor as large as the parameter."""
+        return param_like.reshape(-1)[self.param_start : self.param_start + self.numel]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Parts of parameters in one rank's shard.
+
+    Attributes:
+        start: first element of the shard in the flat parameter.
+        numel: elements of the shard.
+        ranges: one per parameter.
+        shapes: of the parts; ``None``: 1-D.
+    """
+
+    start: int
+    numel: int
+    ranges: tuple[ShardRange, ...]
+    shapes: tuple[tuple[int, ...], ...] | None
+
+    def of(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """The shard ``(numel,)`` of a tensor ``(padded_numel,)``, a view."""
+        return unsharded.narrow(0, self.start, self.numel)
+
+    def split(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor ``(numel,)`` into the parts of the parameters (views, often empty)."""
+        flat = shard.detach() if shard.requires_grad else shard
+        sizes, index, all_held = self._pieces
+        pieces = torch.split_with_sizes(flat, sizes)
+        if all_held:
+            parts = [pieces[i] for i in index]
+        else:
+            empty = flat[:0]
+            parts = [pieces[i] if i >= 0 else empty for i in index]
+        if self.shapes is None:
+            return parts
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """Sizes that cut the shard; each parameter's piece (-1: none); whether all have one."""
+        sizes: list[int] = []
+        index: list[int] = []
+        position = 0
+        for part in self.ranges:
+            if not part.numel:
+                index.append(-1)
+                continue
+            if part.shard_start > position:
+                sizes.append(part.shard_start - position)
+            index.append(len(sizes))
+            sizes.append(part.numel)
+            position = part.shard_start + part.numel
+        if self.numel > position:
+            sizes.append(self.numel - position)
+        return tuple(sizes), tuple(index), -1 not in index
+
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Offsets, gaps and shards of one flat parameter.
 
     Attributes:
-        slots: one a parameter, by offset.
+        slots: one per parameter, by offset.
         unpadded_numel: end of the last parameter.
         padded_numel: the same, up to a multiple of ``world_size``.
         world_size: number of shards.
@@ -121,6 +185,39 @@ class FlatLayout:
             return ShardRange(param_start=0, shard_start=0, numel=0)
         return ShardRange(start - slot.offset, start - low, end - start)
 
+    def shard(self, rank: int, *, keeps_shapes: bool = False) -> ShardLayout:
+        """Layout of a rank's shard; ``keeps_shapes``: of whole parameters, where there is one."""
+        start, end = self.shard_bounds(rank)
+        ranges = tuple(self.shard_range(i, rank) for i in range(len(self.slots)))
+        shapes = tuple(slot.shape for slot in self.slots) if keeps_shapes else None
+        return ShardLayout(start, end - start, ranges, shapes)
+
+    def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor ``(padded_numel,)`` into the parameters' shapes (views)."""
+        pieces = torch.split_with_sizes(unsharded, self.split_sizes)
+        return [
+            pieces[i].view(slot.shape) for i, slot in zip(self.split_slots, self.slots, strict=True)
+        ]
+
+    def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Write values in the parameters' shapes into ``(padded_numel,)``, in one pass.
+
+        Parameters without a value, gaps and padding become zero.
+        """
+        pieces = torch.split_with_sizes(unsharded, self.split_sizes)
+        for i in self.split_gaps:
+            pieces[i].zero_()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for value, i, slot in zip(values, self.split_slots, self.slots, strict=True):
+            if value is None:
+                pieces[i].zero_()
+            else:
+                targets.append(pieces[i].view(slot.shape))
+                sources.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
 
 def make_layout(
     fqns: Sequence[str],
@@ -131,8 +228,8 @@ def make_layout(
     """Lay parameters out in the order given.
 
     Args:
-        fqns: FQNs, one a parameter.
-        shapes: original shapes, one a parameter.
+        fqns: FQNs, one per parameter.
+        shapes: original shapes, one per parameter.
         world_size: number of shards, at least 1.
         align_numel: every parameter starts at a multiple of it.
     """

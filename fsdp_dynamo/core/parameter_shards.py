@@ -52,8 +52,8 @@ def shards_of(units: Sequence[Unit]) -> dict[str, ParameterShard]:
         fqn: ParameterShard(
             flat.originals[index].param,
             flat.layout.slots[index].shape,
-            flat.ranges[index].param_start,
-            flat.ranges[index].numel,
+            flat.shard_layout.ranges[index].param_start,
+            flat.shard_layout.ranges[index].numel,
         )
         for fqn, flat, index in _all_originals(units)
     }
@@ -113,9 +113,10 @@ def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch
             fix="See parameter_shards() for the names.",
         )
     flat, index = known[fqn]
-    if part.numel() != flat.ranges[index].numel:
+    numel = flat.shard_layout.ranges[index].numel
+    if part.numel() != numel:
         raise FSDPValueError(
-            expected=f"this rank's part of '{fqn}', {flat.ranges[index].numel} elements",
+            expected=f"this rank's part of '{fqn}', {numel} elements",
             got=f"{part.numel()}",
             where="update_whole()",
             fix="Pass tensors as large as the parameter is on this rank.",
@@ -196,10 +197,9 @@ class _Job:
 
     def _places(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Ranks that hold a part, and where it is in the whole."""
-        flattened = whole.view(-1)
         for rank, part in enumerate(self._ranges):
             if part.numel:
-                yield rank, flattened[part.param_start : part.param_start + part.numel]
+                yield rank, part.of(whole)
 
 
 def _assign(jobs: Sequence[_Job]) -> None:

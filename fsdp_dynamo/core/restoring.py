@@ -25,7 +25,7 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
     leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
     holders = dict.fromkeys([*module.parameters(), *leaves])
     flats = [flat for unit in units for flat in unit.flats]
-    sums = [(flat, flat.take_sum()) for flat in flats]  # of steps under no_sync()
+    sums = [(flat, flat.grad_sum.take()) for flat in flats]  # of steps under no_sync()
     grads = [(holder, holder.grad) for holder in holders]
     buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
     values_of_buffers = [None if b is None else b.detach().clone() for _, _, b in buffers]
@@ -40,7 +40,7 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
             holder.grad = grad
         for flat, total in sums:
             if total is not None:
-                flat.put_sum(total)
+                flat.grad_sum.put(total)
         with torch.no_grad():
             for (owner, name, buffer), before in zip(buffers, values_of_buffers, strict=True):
                 owner._buffers[name] = buffer
@@ -56,5 +56,5 @@ def forget_gradients(
         holder.grad = None
     for unit in units:
         for flat in unit.flats:
-            flat.take_sum()
-            flat.accumulation.refresh()
+            flat.grad_sum.take()
+            flat.grad_sum.accumulation.refresh()

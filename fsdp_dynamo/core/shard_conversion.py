@@ -15,7 +15,7 @@ def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> tor
     collectives work; zero where there is none."""
     dtype = next((local.dtype for local in locals_ if local is not None), flat.dtype)
     shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.device)
-    for place, local in zip(flat.local_parts(shard), locals_, strict=True):
+    for place, local in zip(flat.shard_layout.split(shard), locals_, strict=True):
         if local is not None:
             place.copy_(local)
     return shard

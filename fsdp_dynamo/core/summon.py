@@ -94,7 +94,7 @@ class _WholeFlat:
         self._has_grads = self._which_have_grads() if how.with_grads else None
         values = self._gathered(flat.shard_on_device())
         grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
-        flat.is_summoned = True
+        flat.module_parameters.is_summoned = True
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
@@ -118,11 +118,11 @@ class _WholeFlat:
         whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
         if self._has_whole and self._how.offload_to_cpu:
             whole = whole.cpu()
-        return flat.cut(whole)
+        return flat.layout.split(whole)
 
     def restore(self) -> None:
         """Take this rank's parts again, as they were."""
-        self._flat.is_summoned = False
+        self._flat.module_parameters.is_summoned = False
         self._flat.point_originals_to_shard()
         for original, grad in zip(self._flat.originals, self._grads, strict=True):
             original.param.grad = grad
@@ -151,7 +151,7 @@ class _WholeFlat:
         flat = self._flat
         for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
             shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
-            param = flat.replacement(original, shape)
+            param = flat.module_parameters.replacement(original, shape)
             if param is not original.param:
                 original.replace(param)
                 self._grads[i] = None
@@ -160,7 +160,7 @@ class _WholeFlat:
         assert self._has_grads is not None
         sharded_grad = self._sharded_grad()
         self._take(sharded_grad, grads)
-        parts = self._flat.local_parts(sharded_grad)
+        parts = self._flat.shard_layout.split(sharded_grad)
         for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
             if has:
                 original.param.grad = part
@@ -171,9 +171,7 @@ class _WholeFlat:
         if not self._has_whole or self._how.rank0_only:
             self._take_from_first(shard, values)
             return
-        whole = self._as_flat(shard, values)
-        begin = flat.rank * flat.layout.shard_numel
-        shard.copy_(whole[begin : begin + flat.layout.shard_numel])
+        shard.copy_(flat.shard_layout.of(self._as_flat(shard, values)))
 
     def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """The same from rank 0's values: to the ranks of its replica, then to the others."""
@@ -196,8 +194,6 @@ class _WholeFlat:
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Whole values in their places of an unsharded tensor ``(padded_numel,)``."""
         numel = self._flat.layout.padded_numel
-        whole = torch.zeros(numel, dtype=like.dtype, device=self._flat.device)
-        for place, value in zip(self._flat.cut(whole), values, strict=True):
-            if value is not None:
-                place.copy_(value)
+        whole = torch.empty(numel, dtype=like.dtype, device=self._flat.device)
+        self._flat.layout.fill(whole, values)
         return whole

@@ -1,7 +1,7 @@
-"""One unit: unshard, reshard and reduce of the modules that share flat parameters.
+"""One unit: unshard, reshard and views of the modules that share flat parameters.
 
-A unit holds one flat parameter a group of parameters with equal dtype, ``requires_grad`` and
-precision. It knows how to do things; when they are done is the schedule's decision.
+A unit holds one flat parameter per group of parameters with equal dtype, ``requires_grad`` and
+precision. When it unshards and reshards is the schedule's decision.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo import events
@@ -52,7 +50,7 @@ class ForwardCall:
 
     Attributes:
         unit: whose call it is.
-        views: the parameter views of this call, one list a flat parameter.
+        views: the parameter views of this call, one list per flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
         graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
@@ -79,36 +77,7 @@ class ForwardCall:
                 self.segment_grads[i] = grad if total is None else total + grad
 
 
-@dataclass
-class PendingReduce:
-    """A gradient reduction in flight: what to wait for and where the result goes.
-
-    Attributes:
-        flat: whose gradient it is.
-        in_flight: the collective that goes on now.
-        sharded_grad: where the result is.
-        follow: starts the reduction over replicas, once; ``None`` where there are none.
-    """
-
-    flat: FlatParameter
-    in_flight: collectives.InFlight
-    sharded_grad: torch.Tensor
-    follow: Callable[[], collectives.InFlight] | None = None
-
-    def advance(self) -> None:
-        """Where a reduction over replicas follows, start it."""
-        if self.follow is not None:
-            self.in_flight.wait()
-            self.in_flight, self.follow = self.follow(), None
-
-    def finish(self) -> None:
-        """Wait, then add the result to the original parameters' gradients."""
-        self.advance()
-        self.in_flight.wait()
-        self.flat.accumulate_grad(self.sharded_grad)
-
-
-class _ViewsOfUnsharded(torch.autograd.Function):
+class _UnshardedViews(torch.autograd.Function):
     """Forward: the parameter views. Backward: all their gradients at once, to the unit.
 
     The engine runs the backward when every use of every view has given its gradient: that is
@@ -168,7 +137,7 @@ class Unit:
         self.fqn = fqn
         self.machine.fqn = fqn
         for flat in self.flats:
-            flat.unit_fqn = fqn
+            flat.rename(fqn)
 
     @property
     def device(self) -> torch.device | None:
@@ -185,7 +154,7 @@ class Unit:
     @property
     def is_summoned(self) -> bool:
         """Whether its original parameters are whole on the user's request."""
-        return any(flat.is_summoned for flat in self.flats)
+        return any(flat.module_parameters.is_summoned for flat in self.flats)
 
     # -- unshard and reshard -----------------------------------------------------------------
 
@@ -243,7 +212,7 @@ class Unit:
         trainable = self.trainable
         tracked: tuple[torch.Tensor, ...] = ()
         if trainable and torch.is_grad_enabled():
-            tracked = _ViewsOfUnsharded.apply(call, *[flat.sharded for flat in trainable])  # type: ignore[no-untyped-call]
+            tracked = _UnshardedViews.apply(call, *[flat.sharded for flat in trainable])  # type: ignore[no-untyped-call]
         position = 0
         for flat in self.flats:
             if tracked and flat.requires_grad:
@@ -252,19 +221,19 @@ class Unit:
                 position = end
             else:
                 views = flat.make_views()
-            flat.set_views(views)
+            flat.module_parameters.set_views(views)
             call.views.append(views)
         return call
 
     def reuse_views(self, call: ForwardCall) -> None:
         """Show the views of an earlier call again, for a recomputation in its backward."""
         for flat, views in zip(self.flats, call.views, strict=True):
-            flat.set_views(views)
+            flat.module_parameters.set_views(views)
 
     def use_sharded_views(self) -> None:
         """Put the original parameters back."""
         for flat in self.flats:
-            flat.unset_views()
+            flat.module_parameters.unset_views()
 
     def require_idle(self, what: str) -> None:
         """Raise if the unit is in its forward, its backward or a summon."""
@@ -280,7 +249,7 @@ class Unit:
         """Make sure before a forward that the shards hold the values of all parameters."""
         self.check_membership()
         for flat in self.flats:
-            flat.check_originals()
+            flat.module_parameters.check()
 
     def check_membership(self) -> None:
         """Raise if a trainable parameter came into the unit's modules after it was made."""
@@ -290,12 +259,12 @@ class Unit:
     def require_gathered_values(self) -> None:
         """Raise if a parameter was given other values since they were gathered."""
         for flat in self.flats:
-            flat.require_gathered_values()
+            flat.module_parameters.require_gathered_values()
 
     def write_back(self) -> None:
         """Take values that were put in the place of parameters into the shards."""
         for flat in self.flats:
-            flat.write_back()
+            flat.module_parameters.write_back()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -308,44 +277,6 @@ class Unit:
             end = position + len(flat.originals)
             yield flat, grads[position:end]
             position = end
-
-    def issue_reduce(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
-        """Start the mean over ranks of an unsharded gradient."""
-        groups = flat.groups.reductions
-        if not groups:
-            return PendingReduce(flat, collectives.InFlight([]), unsharded_grad)
-        output = unsharded_grad
-        if flat.is_sharded:
-            output = unsharded_grad.new_empty(flat.layout.shard_numel)
-        event = self._note_reduction(unsharded_grad, output)
-        if flat.comm_hook is not None:
-            began_ns = events.blocked_since(event)
-            flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
-            events.complete(event, began_ns)
-            return PendingReduce(flat, collectives.InFlight([]), output)
-        in_flight = collectives.issue_reduce_mean(
-            output, unsharded_grad, groups[0], event, self.fqn
-        )
-        follow = partial(self._follow, groups[1], output) if len(groups) > 1 else None
-        return PendingReduce(flat, in_flight, output, follow)
-
-    def reduce_sums(self) -> None:
-        """Reduce what steps under ``no_sync()`` have left, and wait for it."""
-        for flat in self.trainable:
-            total = flat.take_sum()
-            if total is not None:
-                reduced = self.issue_reduce(flat, total.clone())
-                total.data.zero_()  # a graph whose backward is still to come may have it, too
-                reduced.finish()
-
-    def _follow(self, group: dist.ProcessGroup, reduced: torch.Tensor) -> collectives.InFlight:
-        """Start the mean over replicas of a gradient that was reduced inside one, in place."""
-        event = self._note_reduction(reduced, reduced)
-        return collectives.issue_reduce_mean(reduced, reduced, group, event, self.fqn)
-
-    def _note_reduction(self, grad: torch.Tensor, output: torch.Tensor) -> events.Event | None:
-        kind: events.Kind = "all_reduce" if output is grad else "reduce_scatter"
-        return events.begin(self.fqn, kind, "backward", grad.nbytes)
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The order in which units run their forwards: recorded in the first step, watched in the others.
+"""Order in which units run their forwards: recorded in each step, compared with that of the first.
 
 Prefetch follows the last step's order, and ranks must agree on it: they issue collectives in it.
 """
@@ -10,23 +10,69 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_dynamo.agreement.comparison import require_same
+from fsdp_dynamo.core.unit import ForwardCall, Unit
 
 
 class ExecutionOrder:
-    """FQNs of units in the order of their forwards, in training.
+    """Units in the order of their forwards.
 
     Attributes:
-        fqns: of the first step, or ``None`` before its end.
+        fqns: of the first training step, or ``None`` before its end.
     """
 
     def __init__(self) -> None:
         self.fqns: tuple[str, ...] | None = None
+        self._last: list[Unit] = []  # in the order in which forwards began, in the last step
+        self._began: list[Unit] = []  # the same in the step that runs now
+        self._ended: list[Unit] = []  # of each call, in the order in which forwards ended
         self._is_paused = False
         self._warned = False
+
+    def begin(self) -> None:
+        """Start a step without units."""
+        self._began = []
+        self._ended = []
+
+    def add(self, unit: Unit) -> None:
+        """Take a unit whose forward begins."""
+        self._began.append(unit)
+
+    def following(self) -> Unit | None:
+        """The unit that came after the newest one in the last step, if both were there."""
+        position = len(self._began)
+        if position >= len(self._last) or self._last[position - 1] is not self._began[-1]:
+            return None
+        return self._last[position]
+
+    def end_call(self, call: ForwardCall) -> None:
+        """Take a call whose forward ends and whose backward may follow."""
+        call.order = len(self._ended)
+        self._ended.append(call.unit)
+
+    def ended_before(self, call: ForwardCall) -> Iterator[Unit]:
+        """Units whose forwards ended before a call's, the newest first."""
+        if call.order <= len(self._ended):
+            for position in range(call.order - 1, -1, -1):
+                yield self._ended[position]
+
+    def forget_calls(self) -> None:
+        """Drop the calls of a step whose backward is done."""
+        self._ended = []
+
+    def end(self, group: dist.ProcessGroup) -> None:
+        """Keep the step's order for the next one; in training, check it.
+
+        Raises:
+            DivergenceError: see ``_check``.
+        """
+        self._last = self._began
+        if torch.is_grad_enabled():
+            self._check(tuple([unit.fqn for unit in self._began]), group)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -37,7 +83,7 @@ class ExecutionOrder:
         finally:
             self._is_paused = before
 
-    def check(self, order: tuple[str, ...], group: dist.ProcessGroup) -> None:
+    def _check(self, order: tuple[str, ...], group: dist.ProcessGroup) -> None:
         """Record the first order; warn once of another one.
 
         With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` ranks compare each order that is new to them.

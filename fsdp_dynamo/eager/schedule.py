@@ -1,4 +1,4 @@
-"""The root's schedule: execution order, prefetch, reductions in flight.
+"""The root's schedule: prefetch, reshards and reductions of all units.
 
 One ``Root`` serves all units below the outermost wrapper. Order of a step for units 1..L::
 
@@ -6,12 +6,11 @@ One ``Root`` serves all units below the outermost wrapper. Order of a step for u
     backward:  AG(L) [AG(L-1) B(L)] RS(L) [AG(L-2) B(L-1)] RS(L-1) ...
 
 A bracket is a collective that runs beside a computation. At most one unit is unsharded ahead
-of the one that computes, and at most ``MAX_REDUCES`` gradients are being reduced.
+of the one that computes, and a few gradients are being reduced (``ReduceQueue``).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,13 +21,11 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
+from fsdp_dynamo.core.reduction import ReduceQueue, reduce_sum
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
-from fsdp_dynamo.core.unit import ForwardCall, PendingReduce, Unit
+from fsdp_dynamo.core.unit import ForwardCall, Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.errors import FSDPStateError, unit_name
-
-MAX_REDUCES = 2
-"""Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
 
 
 class Root:
@@ -45,21 +42,16 @@ class Root:
         self.in_backward = False
         self._depth = 0
         self._backward_id = 0
-        self._pending: deque[PendingReduce] = deque()
+        self._reduces = ReduceQueue()
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
-        self._recorded: list[Unit] = []  # units in the order of the last complete forward
-        self._order: list[Unit] = []  # the same of the forward that runs now
         self.execution_order = ExecutionOrder()
-        self._ended: list[Unit] = []  # of each call, in the order in which the forwards ended
         for fqn, unit in units:
             unit.rename(fqn)
             unit.on_gradients = self.post_backward
             self.units.append(unit)
-        self.accumulation = Accumulation([flat for unit in self.units for flat in unit.flats])
+        flats = [flat for unit in self.units for flat in unit.flats]
+        self.accumulation = Accumulation([flat.grad_sum for flat in flats])
         self.accumulation.refresh()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.accumulation = self.accumulation
 
     @property
     def is_outside(self) -> bool:
@@ -82,7 +74,7 @@ class Root:
         unit.wait_unshard()
         unit.is_ahead = False
         if not self.in_backward:
-            self._order.append(unit)
+            self.execution_order.add(unit)
             self._prefetch_forward(unit)
         call = unit.use_unsharded_views()
         unit.event = events.begin(unit.fqn, "forward", "forward")
@@ -97,8 +89,7 @@ class Root:
         outermost = self._depth == 0
         if not self.in_backward:
             if torch.is_grad_enabled():
-                call.order = len(self._ended)
-                self._ended.append(unit)
+                self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
         unit.machine.advance(UnitState.IDLE)
@@ -107,18 +98,14 @@ class Root:
 
     def _begin_forward(self) -> None:
         self.machine.advance(RootState.FORWARD_BACKWARD)
-        self._order = []
-        self._ended = []
+        self.execution_order.begin()
         for unit in self.units:  # left over from a forward that no backward followed
             if not unit.is_ahead:
                 unit.reshard("forward")
 
     def _end_forward(self) -> None:
-        self._recorded = self._order
         self.machine.advance(RootState.IDLE)
-        if torch.is_grad_enabled():
-            order = tuple(unit.fqn for unit in self._order)
-            self.execution_order.check(order, self.units[0].config.groups.shard)
+        self.execution_order.end(self.units[0].config.groups.shard)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if not torch.is_grad_enabled():
@@ -129,12 +116,8 @@ class Root:
         """Issue the all-gather of the unit that came after this one in the last forward."""
         if not _prefetches_forward(unit):
             return
-        position = len(self._order) - 1
-        recorded = self._recorded
-        if position + 1 >= len(recorded) or recorded[position] is not unit:
-            return
-        following = recorded[position + 1]
-        if following.machine.state is UnitState.IDLE:
+        following = self.execution_order.following()
+        if following is not None and following.machine.state is UnitState.IDLE:
             following.check_originals()
             following.issue_unshard("forward")
 
@@ -216,14 +199,13 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
-        while self._pending:
-            self._pending.popleft().finish()
+        self._reduces.finish()
         for unit in self.units:
             unit.use_sharded_views()
             unit.reshard("backward")
             unit.pending_calls = 0
             unit.machine.advance(UnitState.IDLE)
-        self._ended = []
+        self.execution_order.forget_calls()
         self.in_backward = False
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
@@ -233,26 +215,20 @@ class Root:
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gather of the unit whose forward ended before this call's."""
-        for position in range(call.order - 1, -1, -1):
-            if position >= len(self._ended):
+        for unit in self.execution_order.ended_before(call):
+            if not unit.is_unsharded and unit.needs_unshard:
+                unit.issue_unshard("backward")
                 return
-            unit = self._ended[position]
-            if unit.is_unsharded or not unit.needs_unshard:
-                continue
-            unit.issue_unshard("backward")
-            return
 
     @torch.no_grad()
     def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-        for pending in self._pending:
-            pending.advance()
+        self._reduces.advance()
         for flat, own in unit.grads_by_flat(grads):
-            if not self.accumulation.sync:
-                flat.add_unsharded_grad(flat.gather_grads(own))
-                continue
-            while len(self._pending) >= MAX_REDUCES:  # before the next flat gradient is made
-                self._pending.popleft().finish()
-            self._pending.append(unit.issue_reduce(flat, flat.gather_grads(own)))
+            if self.accumulation.sync:
+                self._reduces.make_room()  # before the next flat gradient is made
+                self._reduces.issue(flat, flat.gather_grads(own))
+            else:
+                flat.grad_sum.add(flat.gather_grads(own))
 
     # -- errors and contexts -----------------------------------------------------------------
 
@@ -268,15 +244,13 @@ class Root:
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
-        while self._pending:
-            self._pending.popleft().in_flight.abandon()
+        self._reduces.abandon()
         for unit in self.units:
             unit.use_sharded_views()
             unit.abandon()
             unit.pending_calls = 0
             unit.machine.reset()
-        self._ended = []
-        self._order = []
+        self.execution_order.begin()
         self._depth = 0
         self.in_backward = False
         self.machine.reset()
@@ -301,7 +275,8 @@ class Root:
         """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
         if self.accumulation.has_sums:
             for unit in self.units:
-                unit.reduce_sums()
+                for flat in unit.trainable:
+                    reduce_sum(flat)
             self.accumulation.refresh()
 
     def set_sync_gradients(self, wanted: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import operators
 
 _OWNER = "_fsdp_dynamo_flat"
@@ -45,16 +46,16 @@ def _no_flat() -> None:
 
 def _grad_handler(flat: FlatParameter) -> GradHandler:
     """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
-    total = flat.unsharded_grad_sum
-    if total is None or not flat.accumulation.sync:
+    total = flat.grad_sum.total
+    if total is None or not flat.grad_sum.accumulation.sync:
         return flat.accumulate_grad
 
     def handle(grad: torch.Tensor) -> None:
         # Other forwards that wait for their backward, and this one's where its graph is retained,
         # would add the sum once more: from now on they add nothing.
-        if flat.unsharded_grad_sum is total:
-            flat.take_sum()
-            flat.accumulation.refresh()
+        if flat.grad_sum.total is total:
+            flat.grad_sum.take()
+            flat.grad_sum.accumulation.refresh()
         total.data.zero_()
         flat.accumulate_grad(grad)
 
@@ -119,17 +120,29 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_dropped_before_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Before the backward of a graph that adds sums, drop gradients that the user has dropped."""
     flats: list[FlatParameter | None] = [getattr(value, _OWNER, _no_flat)() for value in inputs]
-    summed = [flat for flat in flats if flat is not None and flat.unsharded_grad_sum is not None]
+    summed = [flat for flat in flats if flat is not None and flat.grad_sum.total is not None]
     if not summed:
         return
 
     def drop_dropped(grad: torch.Tensor) -> None:
         for flat in summed:
-            flat.drop_dropped_grads()
+            flat.grad_sum.drop_dropped()
 
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(drop_dropped)
+
+
+def _refuse_comm_hook(flat: FlatParameter) -> None:
+    """Raise if a hook is to reduce what the graph's own collectives would."""
+    if flat.comm_hook is not None:
+        raise UnsupportedError(
+            expected="no communication hook in graph mode",
+            got="one that register_comm_hook() has set",
+            where=unit_name(flat.unit_fqn),
+            fix="Run eagerly or with torch.compile(model), or leave the hook out: "
+            "MixedPrecision(reduce_dtype=...) compresses on all paths.",
+        )
 
 
 def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
@@ -141,12 +154,12 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
         carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
         if flat is not None:
             has_units = True
-            flat.check_originals()
-            flat.refuse_comm_hook()
+            flat.module_parameters.check()
+            _refuse_comm_hook(flat)
         if flat is not None and value.requires_grad:
             handlers[position] = _grad_handler(flat)
         elif carried is not None and value.requires_grad:
-            handlers[position] = carried.add_unsharded_grad
+            handlers[position] = carried.grad_sum.add
     if has_units:
         collective_log.begin_step()
     return handlers

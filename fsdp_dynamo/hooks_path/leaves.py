@@ -196,7 +196,7 @@ def fake_forward(
         _make_fake(module._parameters)
         _make_fake(module._buffers)
     for flat in unit.flats:
-        flat.set_views(
+        flat.module_parameters.set_views(
             [
                 torch.empty(
                     slot.shape,

@@ -37,7 +37,7 @@ def gather_states(
 
 def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor]:
     with torch.no_grad():
-        views = flat.cut(unsharded_of(flat, shard.detach()))
+        views = flat.layout.split(unsharded_of(flat, shard.detach()))
         for original, view in zip(flat.originals, views, strict=True):
             yield view if original.parallel is None else original.parallel.whole(view)
 
@@ -47,7 +47,7 @@ def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> tor
 
     Memory is shared. If nothing is sharded, the result is a plain tensor of the original shape.
     """
-    part, slot = flat.ranges[index], flat.layout.slots[index]
+    part, slot = flat.shard_layout.ranges[index], flat.layout.slots[index]
     parallel = flat.originals[index].parallel
     if parallel is not None:
         within = (tuple(parallel.shape), parallel.offsets(slot.shape))
@@ -81,7 +81,7 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
     Raises:
         FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
-    part, original = flat.ranges[index], flat.originals[index]
+    part, original = flat.shard_layout.ranges[index], flat.originals[index]
     if isinstance(value, TensorShard):
         own = as_tensor_shard(flat, index, original.param.detach())
         require_same_shard(own, value, f"key '{key}'")
@@ -98,5 +98,4 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         value = original.parallel.local(value)
     if not flat.is_sharded:
         return value
-    flattened = value.detach().reshape(-1)
-    return flattened[part.param_start : part.param_start + part.numel]
+    return part.of(value.detach())

@@ -106,7 +106,7 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
     if not (left_out or config.offload_to_cpu):
         return
     base = _plain_prefix(prefix)
-    sites = [(unit, site) for unit in units for f in unit.flats for *_, site in f.sites()]
+    sites = [(unit, site) for unit in units for o in unit.originals() for *_, site in o.sites]
     held = {base + join_fqn(unit.fqn, site) for unit, site in sites}
     for key in [key for key in state_dict if key.startswith(base)]:
         if left_out:

@@ -144,7 +144,7 @@ class UnitModule(UserMethods):
         if not accumulation.sync:
             carriers = self._fsdp_carriers
         elif accumulation.has_sums:
-            sums = tuple([flat.unsharded_grad_sum for flat in self._fsdp_own_unit.flats])
+            sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])
         return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -166,13 +166,13 @@ class UnitModule(UserMethods):
         unit = self._fsdp_unit
         unit.write_back()
         unit.reshard("forward")
-        sums = [flat.take_sum() for flat in unit.flats]
+        sums = [flat.grad_sum.take() for flat in unit.flats]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat, total in zip(unit.flats, sums, strict=True):
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
             if total is not None:
-                flat.put_sum(fn(total).to(flat.reduce_dtype))
+                flat.grad_sum.put(fn(total).to(flat.reduce_dtype))
         self._fsdp_root.accumulation.refresh()
         self._fsdp_share_shards()
         return self

@@ -244,10 +244,10 @@ class UserMethods(nn.Module):
         """
         for unit in self._fsdp_root.units:
             for flat in unit.flats:
-                for _, _, _, site in flat.sites():
-                    if join_fqn(unit.fqn, site) == fqn:
-                        flat.write_back()
-                        return flat
+                sites = [site for original in flat.originals for _, _, site in original.sites]
+                if fqn in [join_fqn(unit.fqn, site) for site in sites]:
+                    flat.module_parameters.write_back()
+                    return flat
         raise FSDPValueError(
             expected="the FQN of a parameter that a unit manages",
             got=f"'{fqn}'",

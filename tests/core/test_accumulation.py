@@ -40,7 +40,7 @@ def _accumulate(rank: int, world_size: int, first: str, last: str) -> tuple[Any,
             reduced = [len(log.keys("reduce_scatter"))]
             loss_of(late, batch(rank, 2)).backward()
             reduced.append(len(log.keys("reduce_scatter")) - reduced[0])
-        kept = [f.unsharded_grad_sum for u in model._fsdp_root.units for f in u.flats]
+        kept = [f.grad_sum.total for u in model._fsdp_root.units for f in u.flats]
         assert kept == [None] * len(kept)
         norm = float(model.clip_grad_norm_(1e9))
         assert norm == pytest.approx(expected, rel=1e-6), window
@@ -74,7 +74,7 @@ def _accumulated_bytes(rank: int, world_size: int, way: str) -> tuple[int, int, 
 
     def kept() -> int:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        sums = [f.unsharded_grad_sum for f in flats if f.unsharded_grad_sum is not None]
+        sums = [f.grad_sum.total for f in flats if f.grad_sum.total is not None]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*grads, *sums]}
         return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
 

@@ -333,11 +333,11 @@ def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
     with wrapped.no_sync():
         loss_of(wrapped, batch(rank, 0)).backward()
     flats = [flat for unit in wrapped._fsdp_root.units for flat in unit.flats]
-    sums = [flat.unsharded_grad_sum for flat in flats]
+    sums = [flat.grad_sum.total for flat in flats]
     assert all(one is not None for one in sums)
     before = [one.clone() for one in sums if one is not None]
     explain(torch.compile(wrapped, backend="eager"), batch(rank, 1))
-    after = [flat.unsharded_grad_sum for flat in flats]
+    after = [flat.grad_sum.total for flat in flats]
     same = all(a is b for a, b in zip(sums, after, strict=True))
     return same, all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
 

@@ -1,0 +1,203 @@
+"""The entries of modules' ``_parameters`` that a flat parameter fills.
+
+Between steps they hold the original parameters, views of the shard; while the unit runs, views of
+the unsharded flat parameter. What the user puts there in between is noticed before the next
+forward, and either taken into the shard or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.core.original_parameter import OriginalParameter, owner_of
+from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.module_tree import join_fqn
+
+
+class ModuleParameters:
+    """What modules see in the places of the original parameters of one flat parameter.
+
+    Args:
+        originals: in traversal order.
+        requires_grad: of all of them.
+
+    Attributes:
+        is_summoned: whether the originals are whole on the user's request.
+        unit_fqn: for messages.
+    """
+
+    def __init__(self, originals: Sequence[OriginalParameter], requires_grad: bool) -> None:
+        self._originals = originals
+        self._requires_grad = requires_grad
+        self._has_views = False
+        self.is_summoned = False
+        self.unit_fqn = ""
+        self._parts: list[torch.Tensor] = []
+        self._grad_dtype: torch.dtype | None = None
+        # For each place of an original: who holds it, its name, it, its elements and its address.
+        self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int]] = []
+
+    def set_views(self, views: Sequence[torch.Tensor]) -> None:
+        """Let every module see the views in place of its parameters.
+
+        A view is no ``nn.Parameter`` and cannot be registered; as a plain attribute AOTAutograd
+        would not see it. So it goes into ``_parameters`` directly.
+        """
+        for original, view in zip(self._originals, views, strict=True):
+            if original.parallel is not None:
+                view = original.parallel.as_dtensor(view)
+            for module, name, _ in original.sites:
+                module._parameters[name] = view  # type: ignore[assignment]
+        self._has_views = True
+
+    def unset_views(self) -> None:
+        """Put the original parameters back."""
+        if not self._has_views:
+            return
+        for original in self._originals:
+            for module, name, _ in original.sites:
+                module._parameters[name] = original.param
+        self._has_views = False
+
+    @torch.no_grad()
+    def show_shard(self, parts: list[torch.Tensor], grad_dtype: torch.dtype | None) -> None:
+        """Let each original parameter be this rank's part of the shard.
+
+        Args:
+            parts: views of the shard, one per original.
+            grad_dtype: of their gradients; ``None``: that of the parameters.
+        """
+        self._parts, self._grad_dtype = parts, grad_dtype
+        self._as_left = []
+        for original, part in zip(self._originals, parts, strict=True):
+            param = original.param
+            param.data = part
+            if grad_dtype is not None:
+                param.grad_dtype = grad_dtype
+            for module, name, _ in original.sites:
+                left = (module._parameters, name, param, param.numel(), param.data_ptr())
+                self._as_left.append(left)
+
+    def check(self) -> None:
+        """Make sure before a forward that the shard holds the originals' values.
+
+        Raises:
+            FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
+                was removed or frozen.
+        """
+        if self.is_summoned:
+            raise FSDPStateError(
+                expected="to run with sharded parameters",
+                got="a forward inside summon_full_params()",
+                where=unit_name(self.unit_fqn),
+                fix="Leave the context first.",
+                see="a-forward-inside-summon_full_params",
+            )
+        if self._has_views or self._are_as_left():
+            return
+        self.write_back()
+        for original in self._originals:
+            if not original.present():
+                raise self._changed_error(original, "no parameter")
+            if original.param.requires_grad != self._requires_grad:
+                got = f"requires_grad={original.param.requires_grad}"
+                raise self._changed_error(original, got)
+
+    def require_gathered_values(self) -> None:
+        """Raise if an original was given other values since they were gathered."""
+        if self._has_views or self._are_as_left():
+            return
+        for index in self._replaced():
+            got = "other values after they were gathered"
+            raise self._changed_error(self._originals[index], got)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take into the shard what was put in the place of an original since it was last used.
+
+        That is other storage (``param.data = ...``), whose values are copied, or another
+        ``nn.Parameter``, which is the original from now on, as upstream has it.
+
+        Raises:
+            FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
+                several places.
+        """
+        if self._has_views or self.is_summoned:
+            return
+        replaced = self._replaced()
+        if not replaced:
+            return
+        parts = self._parts
+        new = {i: self.replacement(self._originals[i], parts[i].shape) for i in replaced}
+        # Copies: a new value may lie in another one's place.
+        values = [param.detach().clone() for param in new.values()]
+        for (i, param), value in zip(new.items(), values, strict=True):
+            if param is not self._originals[i].param:
+                self._originals[i].replace(param)
+            parts[i].copy_(value)
+        self.show_shard(parts, self._grad_dtype)
+
+    def _are_as_left(self) -> bool:
+        """Whether all originals are where and what they were; runs before every unshard."""
+        requires_grad = self._requires_grad
+        for holder, name, param, numel, address in self._as_left:
+            if (
+                holder.get(name) is not param
+                or param.data_ptr() != address
+                or param.numel() != numel
+                or param.requires_grad is not requires_grad
+            ):
+                return False
+        return True
+
+    def _replaced(self) -> list[int]:
+        """Positions of originals that are other objects now, or have other storage."""
+        return [
+            i
+            for i, (original, part) in enumerate(zip(self._originals, self._parts, strict=True))
+            if any(param is not original.param for param in original.present())
+            or original.param.data_ptr() != part.data_ptr()
+            or original.param.numel() != part.numel()
+        ]
+
+    def replacement(self, original: OriginalParameter, shape: torch.Size) -> nn.Parameter:
+        """The parameter in the place of an original now.
+
+        Raises:
+            FSDPStateError: it is none that can be the original.
+        """
+        param, *others = original.present() or [original.param]
+        if others:
+            raise self._changed_error(original, "two parameters in places that were tied")
+        if not isinstance(param, nn.Parameter):
+            raise self._changed_error(original, f"a {type(param).__name__}")
+        if param is not original.param and owner_of(param) is not None:
+            raise self._changed_error(original, f"'{owner_of(param)}', which a unit holds already")
+        if param.shape != shape or param.dtype != self._dtype:
+            got = f"a tensor of shape {tuple(param.shape)} and {param.dtype}"
+            raise self._changed_error(original, got, shape)
+        return param
+
+    def _changed_error(
+        self, original: OriginalParameter, got: str, shape: torch.Size | None = None
+    ) -> FSDPStateError:
+        expected = f"the wrapped parameter (requires_grad={self._requires_grad}) unchanged"
+        if shape is not None:
+            expected += f", or new values of this rank's shape {tuple(shape)} and {self._dtype}"
+        return FSDPStateError(
+            expected=expected,
+            got=got,
+            where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
+            fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
+            "by a state dict, between two steps; freeze, tie and convert parameters before "
+            "wrapping.",
+            see="a-parameter-changed-after-wrapping",
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._parts[0].dtype
