@@ -26,17 +26,22 @@ class UnitState(Enum):
 
 
 class RootState(Enum):
-    """What a root is doing: nothing, a training or inference pass, or a summon."""
+    """What a root is doing.
+
+    - ``IDLE``: nothing, or it waits for the backward of a forward that has ended.
+    - ``FORWARD``: the outermost forward runs.
+    - ``BACKWARD``: the engine runs; recomputed forwards are part of it.
+    """
 
     IDLE = auto()
-    FORWARD_BACKWARD = auto()
-    SUMMON_FULL_PARAMS = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
 
 
 _U = UnitState
 _R = RootState
 
-# (from, to): what the user most likely did where it is illegal stands in `_HINTS`.
+# (from, to); `_HINTS` says what the user most likely did where a transition is illegal.
 _LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
     {
         (_U.IDLE, _U.FORWARD),
@@ -52,10 +57,10 @@ _LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
         (_U.IDLE, _U.IDLE),
         (_U.IDLE, _U.SUMMON_FULL_PARAMS),
         (_U.SUMMON_FULL_PARAMS, _U.IDLE),
-        (_R.IDLE, _R.FORWARD_BACKWARD),
-        (_R.FORWARD_BACKWARD, _R.IDLE),
-        (_R.IDLE, _R.SUMMON_FULL_PARAMS),
-        (_R.SUMMON_FULL_PARAMS, _R.IDLE),
+        (_R.IDLE, _R.FORWARD),
+        (_R.FORWARD, _R.IDLE),
+        (_R.IDLE, _R.BACKWARD),
+        (_R.BACKWARD, _R.IDLE),
     }
 )
 
@@ -64,17 +69,17 @@ _HINTS: dict[Enum, str] = {
     _U.BACKWARD_PRE: "Do not call backward() inside the forward of a wrapped module.",
     _U.BACKWARD_POST: "Do not call backward() inside the forward of a wrapped module.",
     _U.SUMMON_FULL_PARAMS: "Ask for full parameters or a state dict between two steps only.",
-    _R.SUMMON_FULL_PARAMS: "Ask for full parameters or a state dict between two steps only.",
-    _R.FORWARD_BACKWARD: "Do not run the model while its parameters are summoned.",
+    _R.FORWARD: "Do not call a unit from inside its own forward or its backward.",
+    _R.BACKWARD: "Do not call backward() inside the forward of a wrapped module.",
     _U.IDLE: "Leave the context manager that summoned the parameters first.",
-    _R.IDLE: "Leave the context manager that summoned the parameters first.",
+    _R.IDLE: "Let the forward or backward that runs end first.",
 }
 
 StateT = TypeVar("StateT", UnitState, RootState)
 
 
 class StateMachine(Generic[StateT]):
-    """Holds one state; ``advance`` checks the table, ``reset`` does not."""
+    """One state; ``advance`` checks the table, ``reset`` does not."""
 
     def __init__(self, initial: StateT, fqn: str) -> None:
         self.state: StateT = initial
@@ -82,7 +87,7 @@ class StateMachine(Generic[StateT]):
         self._initial: StateT = initial
 
     def advance(self, wanted: StateT) -> None:
-        """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such step."""
+        """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such transition."""
         if (self.state, wanted) not in _LEGAL:
             raise FSDPStateError(
                 expected=f"a state from which {wanted.name} can be reached",

@@ -39,7 +39,6 @@ class Root:
     def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
-        self.in_backward = False
         self._depth = 0
         self._backward_id = 0
         self._reduces = ReduceQueue()
@@ -56,7 +55,12 @@ class Root:
     @property
     def is_outside(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
-        return self._depth == 0 and not self.in_backward
+        return self.machine.state is RootState.IDLE
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward is under way."""
+        return self.machine.state is RootState.BACKWARD
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -97,7 +101,7 @@ class Root:
             self._end_forward()
 
     def _begin_forward(self) -> None:
-        self.machine.advance(RootState.FORWARD_BACKWARD)
+        self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
         for unit in self.units:  # left over from a forward that no backward followed
             if not unit.is_ahead:
@@ -190,8 +194,7 @@ class Root:
         self._reduce(unit, grads)
 
     def _begin_backward(self) -> None:
-        self.machine.advance(RootState.FORWARD_BACKWARD)
-        self.in_backward = True
+        self.machine.advance(RootState.BACKWARD)
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -206,7 +209,6 @@ class Root:
             unit.pending_calls = 0
             unit.machine.advance(UnitState.IDLE)
         self.execution_order.forget_calls()
-        self.in_backward = False
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
 
@@ -252,7 +254,6 @@ class Root:
             unit.machine.reset()
         self.execution_order.begin()
         self._depth = 0
-        self.in_backward = False
         self.machine.reset()
 
     def recover(self) -> None:
@@ -281,7 +282,7 @@ class Root:
 
     def set_sync_gradients(self, wanted: bool) -> None:
         """Reduce the gradients of the steps to come, or sum them unsharded."""
-        if self.machine.state is not RootState.IDLE:
+        if not self.is_outside:
             raise FSDPStateError(
                 expected="gradients to be reduced or not for whole steps",
                 got=f"a change in state {self.machine.state.name}",

@@ -382,7 +382,8 @@ def _states(rank: int, world_size: int) -> list[str]:
 
 def test_calls_in_a_wrong_state(ranks: RankPool) -> None:
     for backward, state_dict in ranks.run(_states, 2):
-        assert "FORWARD_BACKWARD" in backward or "BACKWARD" in backward
+        assert "got FORWARD -> BACKWARD" in backward
+        assert "Do not call backward() inside the forward" in backward
         assert "expected state_dict() between two steps, got a call in state FORWARD" in state_dict
 
 
