@@ -29,6 +29,10 @@ _MAX_SHOWN = 60
 """Characters of a text that a message shows."""
 
 
+_END = object()
+"""Stands behind the end of the shorter of two sequences."""
+
+
 def require_same(
     group: dist.ProcessGroup,
     name: str,
@@ -76,6 +80,12 @@ def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
         where=name,
         fix=fix,
     )
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first position at which two sequences differ, or one has ended; ``None``: they do not."""
+    pairs = enumerate(zip_longest(one, other, fillvalue=_END))
+    return next((i for i, (a, b) in pairs if a != b), None)
 
 
 def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str]) -> str:
@@ -126,7 +136,5 @@ def _late_message(name: str) -> LateMessage:
 
 def _excerpts(one: str, other: str) -> tuple[str, str]:
     """Both texts from shortly before their first difference, cut to a readable length."""
-    pairs = zip_longest(one, other)
-    first = next(i for i, (a, b) in enumerate(pairs) if a != b)
-    begin = max(0, first - _MAX_SHOWN // 3)
+    begin = max(0, (first_difference(one, other) or 0) - _MAX_SHOWN // 3)
     return one[begin : begin + _MAX_SHOWN], other[begin : begin + _MAX_SHOWN]

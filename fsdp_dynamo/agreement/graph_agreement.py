@@ -12,13 +12,12 @@ for notices while they wait, and raise the same error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement.comparison import CAUSE, LATE_FIX, listed
+from fsdp_dynamo.agreement.comparison import CAUSE, LATE_FIX, first_difference, listed
 from fsdp_dynamo.agreement.exchange import agreement_timeout_s, exchange_texts
 from fsdp_dynamo.agreement.failure_propagation import link_groups, linked_stores, post_to_all
 from fsdp_dynamo.agreement.notices import raise_on_all_ranks
@@ -121,12 +120,12 @@ def _fingerprint_for(ranks: tuple[int, ...], fingerprint: str) -> str:
 
 def _difference_message(first: int, other: int, of_first: str, of_other: str) -> str:
     """The first collective that differs; launches count only where nothing else differs."""
-    pairs = list(zip_longest(of_first.split(SEPARATOR), of_other.split(SEPARATOR), fillvalue=""))
-    differing = [(i, one, two) for i, (one, two) in enumerate(pairs) if one != two]
-    others = [(i, one, two) for i, one, two in differing if alone(one) != alone(two)]
-    position, one, two = (others or differing)[0]
-    if others:
-        one, two = alone(one), alone(two)
+    full = of_first.split(SEPARATOR), of_other.split(SEPARATOR)
+    bare = [alone(entry) for entry in full[0]], [alone(entry) for entry in full[1]]
+    shown = full if bare[0] == bare[1] else bare
+    position = first_difference(*shown)
+    assert position is not None
+    one, two = ("".join(entries[position : position + 1]) for entries in shown)
     return error_message(
         expected=f"rank {other} to issue what rank {first} does: {describe_entry(one)}",
         got=describe_entry(two),

@@ -8,13 +8,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
-from fsdp_dynamo.agreement.comparison import require_same
+from fsdp_dynamo.agreement.comparison import first_difference, require_same
 from fsdp_dynamo.core.unit import ForwardCall, Unit
 
 
@@ -107,11 +106,12 @@ class ExecutionOrder:
 
 
 def _difference(first: Sequence[str], now: Sequence[str]) -> str:
-    pairs = enumerate(zip_longest(first, now, fillvalue=None))
-    position, (expected, got) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    described = ["nothing" if fqn is None else f"unit '{fqn}'" for fqn in (expected, got)]
+    position = first_difference(first, now) or 0
+    expected, got = (
+        f"unit '{fqns[position]}'" if position < len(fqns) else "nothing" for fqns in (first, now)
+    )
     return (
-        f"the forward runs units in another order than in the first step: expected {described[0]} "
-        f"at position {position}, got {described[1]}. All ranks must do the same; all-gathers are "
+        f"the forward runs units in another order than in the first step: expected {expected} "
+        f"at position {position}, got {got}. All ranks must do the same; all-gathers are "
         "prefetched in the order of the step before."
     )
