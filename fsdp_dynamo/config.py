@@ -1,7 +1,7 @@
-"""Public configuration types: enums and frozen dataclasses, no behaviour.
+"""Public configuration types: enums and frozen dataclasses.
 
-The names are those of ``torch.distributed.fsdp``. This file is a leaf: it imports
-nothing of the package but the errors.
+The names are those of ``torch.distributed.fsdp``. This file is a leaf: of the package it imports
+only the errors.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What of a unit is sharded over the ranks, and when its parameters are unsharded.
+    """Which tensors of a unit are sharded over the ranks, and when parameters are unsharded.
 
     - ``FULL_SHARD``: unsharded for the forward, resharded after it, unsharded again for
       the backward. The root stays unsharded between the two.
     - ``SHARD_GRAD_OP``: unsharded from the forward to the end of the backward.
     - ``NO_SHARD``: never sharded; gradients are all-reduced.
-    - ``HYBRID_SHARD``: as ``FULL_SHARD`` inside a shard group; gradients are then averaged over
-      the groups, each of which holds a replica.
+    - ``HYBRID_SHARD``: ``FULL_SHARD`` inside a shard group; gradients are then averaged over the
+      groups, each of which holds a replica.
     - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
       ``SHARD_GRAD_OP`` inside.
 
     Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
-    ``SHARD_GRAD_OP`` close to stage 2, with parameters that are sharded between steps.
+    ``SHARD_GRAD_OP`` is close to stage 2, with parameters that are sharded between steps.
     """
 
     FULL_SHARD = auto()
@@ -59,17 +59,17 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are replicas of what is sharded."""
+        """Whether the strategy has replicas of shards."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether units below the root are unsharded twice a step."""
+        """Whether units below the root are unsharded twice per step."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 class BackwardPrefetch(Enum):
-    """When the all-gather of the unit that comes next in the backward is issued.
+    """When the all-gather of the next unit in the backward is issued.
 
     - ``BACKWARD_PRE``: before the current unit's backward (most overlap).
     - ``BACKWARD_POST``: after the current unit's backward (least memory).
@@ -86,16 +86,16 @@ class MixedPrecision:
     """Data types of a unit's parameters, reductions and buffers.
 
     Attributes:
-        param_dtype: of the unsharded parameters and so of forward and backward; ``None``: their
-            own. Shards, and so the optimizer's parameters, keep theirs in any case.
+        param_dtype: of the unsharded parameters, and thus of forward and backward; ``None``: their
+            own. Shards, and thus the optimizer's parameters, always keep their own.
         reduce_dtype: of the gradient reduction; ``param_dtype`` if not given.
         buffer_dtype: of floating-point buffers; ``None``: their own.
         keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
             cast to that of the shards.
         cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``.
-        cast_root_forward_inputs: the same for the root; wins over the line above there.
-        _module_classes_to_ignore: modules of these classes stay in their own data type;
-            their inputs are cast to it and their outputs cast back.
+        cast_root_forward_inputs: the same for the root, where it takes precedence.
+        _module_classes_to_ignore: modules of these classes stay in their own data type; their
+            inputs are cast to it and their outputs cast back.
     """
 
     param_dtype: torch.dtype | None = None
@@ -114,20 +114,21 @@ class CPUOffload:
     On CPU devices this changes nothing and is accepted.
 
     Attributes:
-        offload_params: whether to; gradients, and so the optimizer's state, go with them.
+        offload_params: offload parameters, and with them gradients and the optimizer's state.
     """
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """Forms of a model's state dict; names are the plain model's in each.
+    """Forms of a model's state dict, all with the plain model's names.
 
-    - ``FULL_STATE_DICT``: whole tensors, on every rank or on the first one.
+    - ``FULL_STATE_DICT``: unsharded tensors, on every rank or only on the first.
     - ``SHARDED_STATE_DICT``: this rank's part of each tensor, for ``torch.distributed.checkpoint``;
       nothing is gathered, and another number of ranks can load it.
-    - ``LOCAL_STATE_DICT``: the 1-D parameters as they are, of one rank: for a file of its own
-      (``torch.save``), which only the same sharding loads. The values share the parameters' memory.
+    - ``LOCAL_STATE_DICT``: this rank's 1-D parameters, for one file per rank (``torch.save``),
+    which
+      only the same sharding can load. The values share the parameters' memory.
     """
 
     FULL_STATE_DICT = auto()
@@ -137,10 +138,10 @@ class StateDictType(Enum):
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """Options of every form.
+    """Options of all forms.
 
     Attributes:
-        offload_to_cpu: tensors of the state dict are in host memory.
+        offload_to_cpu: copy the state dict's tensors to host memory.
     """
 
     offload_to_cpu: bool = False
@@ -162,8 +163,9 @@ class ShardedStateDictConfig(StateDictConfig):
     """Options of a sharded state dict.
 
     Attributes:
-        shares_memory: values are the parameters' own memory, so that saving takes none, and what is
-            read into them is in the model. They change with the next step. (Not in upstream.)
+        shares_memory: values share the parameters' memory: saving needs no other memory, and
+        reading
+            into them changes the model. They change with the next step. (Not in upstream.)
     """
 
     shares_memory: bool = False
@@ -176,8 +178,10 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class OptimStateDictConfig(StateDictConfig):
-    """Options of an optimizer's state dict in every form. (Upstream's copies to the host unless it
-    is told not to; here both kinds of state dict do what they are told.)"""
+    """Options of an optimizer's state dict in all forms.
+
+    Upstream's is offloaded by default; here the default is the same as for the model.
+    """
 
 
 @dataclass(frozen=True)
@@ -196,8 +200,8 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's sharded state dict.
 
     Attributes:
-        shares_memory: values are the optimizer's own memory, and it takes the memory of those that
-            it is given. They change with its next step. (Not in upstream.)
+        shares_memory: values share the optimizer's memory, and loading takes over the memory of the
+            given values. They change with its next step. (Not in upstream.)
     """
 
     shares_memory: bool = False
@@ -210,12 +214,12 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """Which form of state dict a module writes, and how.
+    """Form and options of a module's state dicts.
 
     Attributes:
-        state_dict_type: the form, of the model's and of its optimizer's.
-        state_dict_config: options of the model's, of the class that goes with the form.
-        optim_state_dict_config: options of the optimizer's, likewise.
+        state_dict_type: the form, for the model and its optimizer.
+        state_dict_config: options for the model, of the form's class.
+        optim_state_dict_config: options for the optimizer, of the form's class.
     """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
@@ -224,7 +228,7 @@ class StateDictSettings:
 
     @property
     def copies_model(self) -> bool:
-        """Whether values have memory of their own (but for buffers and what no unit holds)."""
+        """Whether values of units' parameters have memory of their own."""
         config = self.state_dict_config
         if config.offload_to_cpu or isinstance(config, FullStateDictConfig):
             return True
@@ -242,7 +246,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 
 def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
-    """``value`` as a member of ``enum_type``; members of upstream's enum of that name do too."""
+    """``value`` as a member of ``enum_type``; accepts members of upstream's enum of that name."""
     if isinstance(value, enum_type):
         return value
     if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
@@ -256,7 +260,7 @@ def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
 
 
 def coerce_mixed_precision(value: object) -> MixedPrecision | None:
-    """``value`` as our ``MixedPrecision``; upstream's dataclass of that name does too."""
+    """``value`` as our ``MixedPrecision``; accepts upstream's dataclass of that name."""
     if value is None or isinstance(value, MixedPrecision):
         return value
     if type(value).__name__ == "MixedPrecision":
@@ -279,7 +283,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 def settings_of(
     state_dict_type: object, config: object | None, optim_config: object | None
 ) -> StateDictSettings:
-    """Checked settings; upstream's enum and dataclasses of the same names do too."""
+    """Checked settings; accepts upstream's enum and dataclasses of the same names."""
     chosen = coerce_enum(StateDictType, state_dict_type, "state_dict_type")
     model, optim = _CONFIGS[chosen]
     return StateDictSettings(
@@ -304,5 +308,5 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
         expected=f"a {kind.__name__}",
         got=repr(config),
         where=f"argument '{argument}'",
-        fix="It goes with the state_dict_type; or leave it out.",
+        fix="Pass the class that goes with the state_dict_type, or leave it out.",
     )

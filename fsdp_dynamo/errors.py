@@ -1,7 +1,7 @@
 """Errors of fsdp_dynamo.
 
-Every message says what was expected, what came, which unit or parameter (by FQN)
-is meant, and what to do.
+Every message has four parts: what was expected, what was found, where (unit or parameter, by FQN),
+and how to fix it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Mistake = Literal[
     "another-graph-on-one-rank",
     "other-units-on-one-rank",
 ]
-"""The most common mistakes: headings of docs/troubleshooting.md, as links spell them."""
+"""The most common mistakes: anchors of headings in docs/troubleshooting.md."""
 
 TROUBLESHOOTING = "docs/troubleshooting.md"
 
 
 class FSDPError(RuntimeError):
-    """Base class of all errors that fsdp_dynamo raises on purpose.
+    """Base class of all errors that fsdp_dynamo raises deliberately.
 
-    Takes the four parts of ``error_message``, or a whole message that another rank has sent.
+    Takes the four parts of ``error_message``, or a complete message from another rank.
     """
 
     @overload
@@ -54,7 +54,7 @@ class FSDPValueError(FSDPError, ValueError):
 
 
 class FSDPStateError(FSDPError):
-    """A call that is not allowed in the present training state."""
+    """A call that is not allowed in the current training state."""
 
 
 class DivergenceError(FSDPError):
@@ -62,11 +62,11 @@ class DivergenceError(FSDPError):
 
 
 class RankFailedError(DivergenceError):
-    """Another rank has failed, has been killed, or does not come."""
+    """Another rank has failed, was killed, or does not arrive."""
 
 
 class CheckpointError(FSDPError):
-    """A checkpoint that cannot be written, or is not what should be loaded."""
+    """A checkpoint that cannot be written or loaded."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
@@ -76,14 +76,14 @@ class UnsupportedError(FSDPError, NotImplementedError):
 def error_message(
     *, expected: str, got: str, where: str, fix: str, see: Mistake | None = None
 ) -> str:
-    """An error message with the four parts that every error here has.
+    """An error message of four parts.
 
     Args:
-        expected: what should have come.
-        got: what came.
-        where: the FQN, unit, argument or rank that is meant.
-        fix: what the user can do about it.
-        see: the paragraph of the troubleshooting page that says more.
+        expected: the expected value or state.
+        got: the actual one.
+        where: FQN, unit, argument or rank.
+        fix: sentences that say what the user can do.
+        see: section of the troubleshooting page with more.
     """
     text = f"{where}: expected {expected}, got {got}. {fix}"
     if see is None:
@@ -92,5 +92,5 @@ def error_message(
 
 
 def unit_name(fqn: str) -> str:
-    """How a unit is called in a message (the root's FQN is the empty string)."""
+    """A unit's name in messages (the root's FQN is the empty string)."""
     return f"unit '{fqn}'" if fqn else "the root unit"

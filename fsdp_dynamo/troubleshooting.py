@@ -1,4 +1,4 @@
-"""The troubleshooting page in the terminal: what an error's link leads to.
+"""The troubleshooting page, to which errors refer, in the terminal.
 
 python -m fsdp_dynamo.troubleshooting              # all headings
 python -m fsdp_dynamo.troubleshooting wrapped-twice
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("troubleshooting.md")
-"""In a checkout a link to the page in ``docs``; the wheel holds a copy."""
+"""In a checkout, a link to the page in ``docs``; the wheel has a copy."""
 
 
-def paragraphs() -> dict[str, str]:
-    """The page's paragraphs, each with its heading, by the name that links give them."""
+def sections() -> dict[str, str]:
+    """The page's sections, with their headings, by anchor."""
     _, *parts = re.split(r"^(?=## )", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {_anchor(part.partition("\n")[0].removeprefix("## ")): part.rstrip() for part in parts}
 
@@ -26,8 +26,8 @@ def _anchor(heading: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a paragraph, or all headings; returns the exit code."""
-    known = paragraphs()
+    """Print a section, or all anchors; returns the exit code."""
+    known = sections()
     if len(arguments) == 1 and arguments[0] in known:
         print(known[arguments[0]])
         return 0

@@ -241,17 +241,12 @@ def issue_all_gathers(
         for all, and waiting for the others returns at once.
     """
     if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
-        each = zip(outputs, shards, recorded, labels, strict=True)
-        return [
-            issue_all_gather(out, shard, group, event, name) for out, shard, event, name in each
-        ]
+        return _issue_each(issue_all_gather, outputs, shards, group, recorded, labels)
     calls = [
         partial(_all_gather, output, shard, group=group, async_op=True)
         for output, shard in zip(outputs, shards, strict=True)
     ]
-    numels = [output.numel() for output in outputs]
-    entries = _record_all(group, "all_gather", numels, labels)
-    return _launch(calls, outputs, shards, group, recorded, entries)
+    return _launch("all_gather", calls, outputs, shards, group, recorded, labels)
 
 
 def issue_reduce_means(
@@ -267,41 +262,47 @@ def issue_reduce_means(
     ``issue_all_gathers``.
     """
     if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
-        each = zip(outputs, unsharded, recorded, labels, strict=True)
-        return [issue_reduce_mean(out, grad, group, event, name) for out, grad, event, name in each]
+        return _issue_each(issue_reduce_mean, outputs, unsharded, group, recorded, labels)
     kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
-    entries = _record_all(group, kind, [grad.numel() for grad in unsharded], labels)
     calls = []
     for output, grad in zip(outputs, unsharded, strict=True):
         op, _ = _divide_first(grad, group)
         tensors = (grad,) if output is grad else (output, grad)
         collective: Callable[..., Any] = dist.all_reduce if output is grad else _reduce_scatter
         calls.append(partial(collective, *tensors, op, group=group, async_op=True))
-    return _launch(calls, outputs, unsharded, group, recorded, entries)
+    return _launch(kind, calls, outputs, unsharded, group, recorded, labels)
 
 
-def _record_all(
-    group: dist.ProcessGroup, kind: str, numels: Sequence[int], labels: Sequence[str]
-) -> list[collective_log.Entry]:
-    pairs = zip(labels, numels, strict=True)
-    return [collective_log.record(group, kind, label, numel) for label, numel in pairs]
+def _issue_each(
+    issue: Callable[..., InFlight],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    recorded: Events,
+    labels: Sequence[str],
+) -> list[InFlight]:
+    each = zip(outputs, inputs, recorded, labels, strict=True)
+    return [issue(output, sent, group, event, label) for output, sent, event, label in each]
 
 
 def _launch(
+    kind: str,
     calls: Sequence[Callable[[], object]],
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     recorded: Events,
-    entries: Sequence[collective_log.Entry],
+    labels: Sequence[str],
 ) -> list[InFlight]:
     """Make the backend's calls as one launch; returns a handle per call."""
+    unsharded = outputs if kind == "all_gather" else inputs
+    pairs = zip(labels, unsharded, strict=True)
+    entries = [collective_log.record(group, kind, label, one.numel()) for label, one in pairs]
     # Private: only this manager reaches a backend's coalesced calls; none is public.
     coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
         group, async_ops=True
     )
-    labels = ", ".join(entry.label for entry in entries)
-    with profiler_range(entries[0].kind, labels), coalesced as work:
+    with profiler_range(kind, ", ".join(labels)), coalesced as work:
         for call in calls:
             call()
     return [

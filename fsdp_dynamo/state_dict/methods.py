@@ -145,7 +145,7 @@ def optim_state_dict_to_load(
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given: its prefix is in no key."""
+    """The model inside a compiled one, whose prefix is in no key."""
     inner: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
     return inner
 

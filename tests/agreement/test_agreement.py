@@ -170,7 +170,7 @@ def test_ranks_that_agree_go_on(ranks: RankPool, how: str) -> None:
 
 
 def count_store_writes(rank: int, world_size: int) -> list[int]:
-    """How often a rank has asked the store, after each step."""
+    """Number of comparisons through the store after each step."""
     written: list[int] = []
     model = in_way(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
     store = shared_store(world())
@@ -189,7 +189,7 @@ def test_a_graph_is_compared_once(ranks: RankPool) -> None:
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """What an action returns, or the message of its divergence error."""
+    """The result of an action, or the message of its divergence error."""
     try:
         return str(action())
     except DivergenceError as error:
@@ -257,7 +257,7 @@ def test_ranks_that_wait_are_not_busy(ranks: RankPool) -> None:
 
 
 def count_announcements(rank: int, world_size: int) -> list[str]:
-    """What the store says of this rank before, during and after a compilation."""
+    """This rank's announcements in the store during and after compilations."""
     store = dist.distributed_c10d._get_default_store()
     seen: list[str] = []
 
@@ -278,7 +278,7 @@ def test_compilations_are_announced(ranks: RankPool) -> None:
 
 
 def share(rank: int, world_size: int, how: str) -> list[str]:
-    """What the first rank makes, twice; it may be slow, fail or not come."""
+    """Two texts of the first rank, which may be slow, fail or not come."""
     set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
 
     def make() -> str:
@@ -312,7 +312,7 @@ def test_the_first_rank_fails(ranks: RankPool) -> None:
 
 
 def test_without_a_shared_store(tmp_path: Path) -> None:
-    """A group of one rank asks nobody."""
+    """A group of one rank compares nothing."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

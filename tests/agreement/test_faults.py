@@ -80,7 +80,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torc
 
 
 def _uncaught(error: Exception) -> None:
-    """What the interpreter does with an exception that nobody catches."""
+    """Handle an exception as the interpreter does if it is not caught."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -111,7 +111,7 @@ def _train_until_failure(rank: int, way: str, fault: str) -> tuple[str, str, flo
 
 
 def _fail(rank: int, world_size: int, way: str, fault: str) -> tuple[str, str, float, int, int]:
-    """What the rank saw, and how many tensors more are left than after a run without a failure."""
+    """The rank's error, and the number of tensors left beyond those of a run without a failure."""
     left = []
     for what in ("", fault):
         census = Census()
@@ -168,7 +168,7 @@ def _lose(
 
 
 def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -> Any:
-    """Rank 0, which serves the store, is stopped: nobody can ask the store then."""
+    """Rank 0, which serves the store, is stopped, so that the store does not answer."""
     dist.destroy_process_group()
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
@@ -178,7 +178,7 @@ def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -
 def _lose_rank(
     rank: int, victim: int, way: str, number: int, told: Path
 ) -> tuple[str, str, float, int]:
-    timeout_s = TIMEOUT_S if number == signal.SIGSTOP else 600.0  # nobody waits for it to run out
+    timeout_s = TIMEOUT_S if number == signal.SIGSTOP else 600.0  # not reached
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model = in_way(wrap(make_transformer(num_blocks=2), process_group=group), way)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""checkpoint.save and load: runs go on as if nothing had been, by as many ranks as there are."""
+"""checkpoint.save and load: runs resume bitwise, also on another number of ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Loader:
 
 
 class Run:
-    """A training run with everything that people have in one."""
+    """A training run with schedulers, scalers, loaders and random numbers."""
 
     def __init__(self, rank: int, how: str) -> None:
         plain = make_transformer(num_blocks=2, tied=True)
@@ -178,7 +178,7 @@ def _pass_on(
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4 -> 3 -> 1 -> 2 -> 4 -> 1 ranks, other units, strategies and ways: the same bit by bit."""
+    """4 -> 3 -> 1 -> 2 -> 4 -> 1 ranks, other units, strategies and modes: bitwise equal."""
     hands = [("blocks", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
     hands += [("plain", 1), ("around a compiled one", 2)]
     first: dict[str, torch.Tensor] = {}
@@ -208,7 +208,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     (tmp_path / "000007-step-1.part").mkdir()
     (tmp_path / "000006-step-1.gone").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    for step in (5, 10, 20, 15):  # from 20 somebody went back
+    for step in (5, 10, 20, 15):  # after 20, the run went back
         checkpoint.save(tmp_path, model, optimizer, step=step, keep_last=3)
     assert [step for step, _ in checkpoint.complete(tmp_path)] == [10, 20, 15]
     newest = checkpoint.load(tmp_path, model)
@@ -284,7 +284,7 @@ def test_a_tensor_for_a_learning_rate_and_an_empty_group(tmp_path: Path, tensor_
 
 
 class _Scaled(nn.Linear):
-    """Has a parameter that is a number."""
+    """Has a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -369,7 +369,7 @@ def test_special_models(ranks: RankPool, tmp_path: Path) -> None:
 
 
 class _Lists(torch.optim.SGD):
-    """Keeps lists of what depends on this rank's part."""
+    """Keeps lists of values that depend on this rank's part."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -378,7 +378,7 @@ class _Lists(torch.optim.SGD):
 
 
 def _one_fails_alone(rank: int, world_size: int, folder: str) -> list[str]:
-    """Whatever one rank does wrong: all learn it, and the next save works."""
+    """An error of one rank is raised on all, and the next save works."""
     model = wrap(make_transformer(num_blocks=2))
     optimizer = torch.optim.AdamW(model.parameters())
     lists = _Lists(model.parameters())

@@ -1,4 +1,4 @@
-"""What can happen to checkpoints, and what is said then: nothing is changed, nothing is lost."""
+"""Faults of checkpoints: the error names the fault, nothing is changed, nothing is lost."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
 
 
 class _Evil:
-    """Unpickled by somebody careless, it makes a file."""
+    """Creates a folder when it is unpickled without care."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

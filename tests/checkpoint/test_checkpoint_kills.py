@@ -1,4 +1,4 @@
-"""kill -9 while a checkpoint is being written: a run that is started again goes on, bit by bit."""
+"""kill -9 while a checkpoint is being written: a restarted run continues bitwise."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _records(folder: Path, rank: int) -> list[tuple[str, int, float, int]]:
 
 
 def _save_s(folder: Path, step: int) -> float:
-    """How long a save took."""
+    """Duration of a save."""
     begin, end = (folder / f"{what}-{step}" for what in ("saving", "saved"))
     return end.stat().st_mtime - begin.stat().st_mtime
 
@@ -160,5 +160,5 @@ def test_killed_at_some_moments(ranks: RankPool, tmp_path: Path, background: boo
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_fifty_moments(ranks: RankPool, tmp_path: Path, background: bool) -> None:
     """The checkpoint that is loaded is the one before or the new one, as it was saved; losses are
-    those of a run that nobody has killed."""
+    those of an uninterrupted run."""
     _kill_and_go_on(ranks, tmp_path, _moments(50), background)

@@ -30,7 +30,7 @@ def _comes(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
 
 
 def _progress(rank: int, world_size: int) -> list[bool]:
-    """Issued collectives complete while nobody waits for them: they run beside the compute."""
+    """Issued collectives complete without a wait: they overlap with compute."""
     group = dist.group.WORLD
     assert group is not None
     shard = torch.full((1 << 16,), float(rank))

@@ -173,7 +173,7 @@ def test_whole_units_in_replicas(ranks: RankPool, way: str) -> None:
 
 
 def _planned_rates(rank: int, world_size: int) -> list[Any]:
-    """What each rank decides from, where each group has measured other rates."""
+    """The rates that each rank plans with, where the groups have measured different ones."""
     from fsdp_dynamo.graph_path import calibration, planning
     from fsdp_dynamo.graph_path.planning import record_plans
 

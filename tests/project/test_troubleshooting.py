@@ -299,7 +299,7 @@ def _link_of(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _paragraphs() -> dict[str, str]:
+def _sections() -> dict[str, str]:
     """The page's texts by the links of their headings."""
     parts = re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.MULTILINE)
     return {_link_of(heading): text for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
@@ -311,25 +311,25 @@ def _check(message: str, mistake: Mistake) -> None:
     own = message.partition("\n")[0]  # Dynamo adds where in the user's code
     assert own.endswith(link), message
     said = own.removesuffix(link)
-    shown = re.findall(r"```text\n(.*?)\n```", _paragraphs()[mistake], flags=re.DOTALL)
+    shown = re.findall(r"```text\n(.*?)\n```", _sections()[mistake], flags=re.DOTALL)
     patterns = [re.escape(" ".join(text.split())).replace(r"\.\.\.", ".*") for text in shown]
     assert any(re.fullmatch(pattern, said) for pattern in patterns), (said, shown)
 
 
 def test_every_mistake_has_its_paragraph_and_a_test() -> None:
-    assert list(_paragraphs())[: len(MISTAKES)] == list(MISTAKES)
+    assert list(_sections())[: len(MISTAKES)] == list(MISTAKES)
     tested = {mistake for mistake, _ in [*TOGETHER.values(), *APART.values()]}
     assert tested | {"no-process-group"} == set(MISTAKES)
     assert len(MISTAKES) == 12
 
 
 def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(help_page.paragraphs()) == list(_paragraphs())
+    assert list(help_page.sections()) == list(_sections())
     for mistake in MISTAKES:
         assert help_page.main([mistake]) == 0
         heading, _, text = capsys.readouterr().out.partition("\n")
         assert _link_of(heading.removeprefix("## ")) == mistake
-        assert text.strip() == _paragraphs()[mistake].strip()
+        assert text.strip() == _sections()[mistake].strip()
     assert help_page.main(["wrapped"]) == 2
     assert "expected one of these, got 'wrapped'" in capsys.readouterr().err
 

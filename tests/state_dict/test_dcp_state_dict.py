@@ -97,7 +97,7 @@ def _whole(pair: Pair) -> dict[str, torch.Tensor]:
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """What differs."""
+    """Names of the values that differ."""
     wrong = [name for name in a if name in b and not torch.equal(a[name], b[name])]
     return wrong + sorted(a.keys() ^ b.keys())
 

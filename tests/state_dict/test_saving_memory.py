@@ -1,4 +1,4 @@
-"""What saving takes of memory beside the model: the profiler's account of every allocation."""
+"""Memory that saving needs beside the model, from the profiler's record of all allocations."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_wrong_shape_names_the_key(ranks: RankPool) -> None:
 
 
 def _assigned(rank: int, world_size: int, kind: str) -> tuple[str, bool, list[float], list[float]]:
-    """What ``assign=True`` says, whether anything has changed, and losses afterwards."""
+    """The error of ``assign=True``, whether anything has changed, and losses afterwards."""
     plain = make_transformer(num_blocks=2)
     expected, _ = train(plain, 0, steps=2)
     model = make_transformer(num_blocks=2)
@@ -201,7 +201,7 @@ def _in_kind(kind: str) -> nn.Module:
 
 
 def _reports(rank: int, world_size: int, kind: str) -> tuple[Any, ...]:
-    """What is reported of keys that are missing, unexpected, or of another shape."""
+    """The report on keys that are missing, unexpected, or of another shape."""
     outermost = _in_kind(kind)
     model = outermost.module if kind == "the wrapped module" else outermost
     prefix = "net." if kind == "inside another module" else ""
@@ -236,7 +236,7 @@ def _reports(rank: int, world_size: int, kind: str) -> tuple[Any, ...]:
     ],
 )
 def test_reports_have_plain_names(ranks: RankPool, kind: str) -> None:
-    """What ``strict=False`` returns and what ``strict=True`` raises, of parameters and buffers."""
+    """Result of ``strict=False`` and error of ``strict=True``, for parameters and buffers."""
     for is_plain, names_buffer, (of_buffer, of_parameter) in ranks.run(_reports, 2, kind):
         assert is_plain
         assert names_buffer
