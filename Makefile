@@ -1,11 +1,12 @@
-# make test | make coverage | make demo | make bench | make docs: all do their own set-up and can be run again cheaply.
+# make check | make test | make test-all | make coverage | make demo | make bench | make docs: all do their own set-up
+# and can be run again cheaply.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup test coverage golden lint demo bench peers docs clean
+.PHONY: setup check test test-all coverage golden lint demo bench peers docs clean
 
 setup: $(READY)
 
@@ -19,8 +20,18 @@ lint: $(READY)
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+# Before each commit: lint, types and a quick test of every folder (tests/support/tiers.py); 3 minutes on 2 cores.
+check: lint
+	$(PY) -m pytest tests -m smoke
+
+# Before each push: all tests but those that are slow; 12 minutes on 2 cores.
 test: lint
 	$(PY) -m pytest tests
+
+# All tests. Those that measure time need a quiet machine; .ci/run leaves them out with SELECT="not timing".
+SELECT ?=
+test-all: lint
+	$(PY) -m pytest tests -m "$(SELECT)"
 
 # Lines of both packages that the test command runs, its ranks and subprocesses included.
 coverage: $(READY)

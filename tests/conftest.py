@@ -1,4 +1,4 @@
-"""Fixtures: the shared pool of ranks."""
+"""Fixtures: the shared pool of ranks. Marks: the tiers of tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,30 @@ sys.path[:0] = [str(Path(__file__).parent / "support"), str(Path(__file__).paren
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import durability  # noqa: E402
+import tiers  # noqa: E402
 from namespaces import why_there_is_no_link  # noqa: E402
 from pool import RankPool  # noqa: E402
+
+_COLLECTED = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = [item.nodeid.removeprefix("tests/") for item in items]
+    for item, name in zip(items, names, strict=True):
+        for mark in tiers.marks_of(name):
+            item.add_marker(mark)
+    config.stash[_COLLECTED] = names
+
+
+@pytest.fixture(scope="session")
+def every_test(request: pytest.FixtureRequest) -> list[str]:
+    """Names of all tests, selected or not; skips where some files were not collected."""
+    names = request.config.stash[_COLLECTED]
+    files = {path.name for path in Path(__file__).parent.glob("*/test_*.py")}
+    if files != {Path(name.partition("::")[0]).name for name in names}:
+        pytest.skip("needs all files of tests to be collected")
+    return names
 
 
 @pytest.fixture(scope="session", autouse=True)

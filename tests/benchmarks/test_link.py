@@ -91,6 +91,7 @@ def test_link_counts_bytes_and_cleans_up(tmp_path: Path) -> None:
 
 @needs_link
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("rate", ["40mbit", "200mbit"])
 def test_link_keeps_its_rate(tmp_path: Path, rate: str) -> None:
     """A time, so with a wide margin: what the network's headers take is a twentieth."""

@@ -1,0 +1,188 @@
+"""Tiers of tests: smoke (`make check`), default (`make test`) and all (`make test-all`).
+
+What is slow by itself has the mark where it is defined. Here are what cannot be said there without
+noise: a quick test per folder, and parameters that repeat what a test shows with another one. `*`
+stands for any characters of a test's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+SMOKE: dict[str, tuple[str, ...]] = {
+    "fsdp_dynamo/agreement": (
+        "agreement/test_agreement.py::test_two_groups_of_the_same_ranks",
+        "agreement/test_divergence.py::test_every_rank_gets_an_error[eager-a unit left out]",
+        "agreement/test_flight.py::test_ranks_that_part",
+    ),
+    "fsdp_dynamo/checkpoint": (
+        "checkpoint/test_checkpoint.py::test_goes_on_as_if_nothing_had_been[blocks-2]",
+    ),
+    "fsdp_dynamo/comm": (
+        "comm/test_collectives.py::test_means[2]",
+        "comm/test_hybrid.py::test_equals_ddp[eager-ShardingStrategy.HYBRID_SHARD-pair]",
+    ),
+    "fsdp_dynamo/core": (
+        "core/test_accumulation.py::test_a_sum_is_added_once[eager]",
+        "core/test_clipping.py::test_norm_equals_one_process[FULL_SHARD-eager]",
+        "core/test_full_params.py::test_between_steps[eager]",
+        "core/test_layout.py::test_layout",
+    ),
+    "fsdp_dynamo/dynamo": ("hooks_path/test_hooks_path.py::test_managed_modules_are_tagged*",),
+    "fsdp_dynamo/eager": (
+        "eager/test_eager.py::test_losses_and_norms_equal_ddp[2-False-ShardingStrategy.FULL_SHARD]",
+        "eager/test_offload.py::test_losses[eager-kwargs0]",
+    ),
+    "fsdp_dynamo/estimator": ("estimator/test_planner.py::test_one_rank_only_computes",),
+    "fsdp_dynamo/graph_path": (
+        "graph_path/test_golden.py::test_a_small_model",
+        "graph_path/test_options.py::test_ranks_with_other_options",
+        "wrap/test_ways.py::test_aot_eager_equals_ddp[graph-ShardingStrategy.FULL_SHARD]",
+    ),
+    "fsdp_dynamo/hooks_path": (
+        "hooks_path/test_hooks_path.py::test_module_compile_in_place",
+        "wrap/test_ways.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.FULL_SHARD]",
+    ),
+    "fsdp_dynamo/integrations": (
+        "integrations/test_huggingface.py::test_step_equals_ddp[gpt2-eager]",
+        "integrations/test_lightning.py::test_trains_as_ddp[Direct-eager]",
+    ),
+    "fsdp_dynamo/observe": (
+        "observe/test_explain.py::test_hooks_path",
+        "observe/test_inspection.py::test_no_such_rank",
+    ),
+    "fsdp_dynamo/state_dict": (
+        "state_dict/test_optim_state.py::test_whole_states_are_the_plain_optimizers[sgd]",
+        "state_dict/test_sharded_state_dict.py::test_forms",
+        "state_dict/test_state_dict.py::test_round_trip[2]",
+    ),
+    "fsdp_dynamo/wrap": (
+        "wrap/test_composable.py::test_events_are_the_wrappers[eager]",
+        "wrap/test_deferred_init.py::test_equals_eager_init[ShardingStrategy.FULL_SHARD-True]",
+        "wrap/test_features.py::test_mixed_precision[eager]",
+        "wrap/test_features.py::test_policies",
+    ),
+    "graph_passes/gradients": (
+        "graph_path/test_grad_buffer.py::test_linear_with_bias_and_padding",
+    ),
+    "graph_passes/memory": ("graph_path/test_memory_model.py::test_the_step",),
+    "graph_passes/regions": ("graph_path/test_regions.py::test_equal_bodies_share_a_region",),
+    "graph_passes/scheduling": (
+        "graph_passes/test_schedule.py::test_forward",
+        "graph_passes/test_schedule.py::test_backward",
+    ),
+    "graph_passes/text": ("agreement/test_agreement.py::test_fingerprint",),
+    "graph_passes/views": ("graph_passes/test_passes.py::test_noop_views",),
+    "benchmarks": (
+        "benchmarks/test_benchmarks.py::test_bound_by_hand",
+        "benchmarks/test_cluster.py::test_all_gather",
+    ),
+    "docs": (
+        "project/test_tiers.py::test_*",
+        "project/test_docs.py::test_features_name_tests_that_exist",
+        "project/test_readme.py::test_the_readme_is_short",
+        "project/test_tutorial.py::test_tutorial",
+    ),
+}
+"""Quick tests, by what they go through."""
+
+REPEATED: tuple[str, ...] = (
+    "agreement/test_agreement.py::test_every_rank_gets_the_error[other dtype]",
+    "agreement/test_agreement.py::test_every_rank_gets_the_error[a unit skipped]",
+    "agreement/test_agreement.py::test_ranks_that_agree_go_on[nothing]",
+    "agreement/test_divergence.py::test_every_rank_gets_an_error[hooks-one forward more]",
+    "comm/test_collectives.py::test_off_means_off[hooks]",
+    "core/test_accumulation.py::test_zero_grad_and_accumulation[hooks-True]",
+    "core/test_accumulation.py::test_zero_grad_and_accumulation[graph-True]",
+    "core/test_added_parameters.py::test_refused[adapter-graph]",
+    "core/test_added_parameters.py::test_refused[parameter-hooks]",
+    "core/test_added_parameters.py::test_refused[in the place of None-hooks]",
+    "core/test_added_parameters.py::test_refused[in the place of None-graph]",
+    "core/test_clipping.py::test_units_on_other_groups[hybrid in sharded-hooks]",
+    "core/test_full_params.py::test_a_gather_that_fails[0-hooks]",
+    "core/test_full_params.py::test_a_gather_that_fails[3-graph]",
+    "core/test_late_parameters.py::test_split[fsdp_dynamo_aot_eager-True]",
+    "core/test_module_names.py::test_any_name[graph-options3]",
+    "core/test_tensor_parallel.py::test_equals_one_process[hooks-*]",
+    "core/test_write_back.py::test_compiled_models_see_new_values[data-hooks]",
+    "core/test_write_back.py::test_compiled_models_see_new_values[object-graph]",
+    "core/test_write_back.py::test_the_backward_is_that_of_its_forward[SHARD_GRAD_OP-hooks]",
+    "core/test_write_back.py::test_the_backward_is_that_of_its_forward[NO_SHARD-hooks]",
+    "core/test_write_back.py::test_the_backward_is_that_of_its_forward[NO_SHARD-graph]",
+    "eager/test_local_work.py::test_inputs_are_cast_where_asked_for[hooks-False-False]",
+    "eager/test_local_work.py::test_inputs_are_cast_where_asked_for[hooks-False-True]",
+    "eager/test_local_work.py::test_inputs_are_cast_where_asked_for[hooks-True-False]",
+    "eager/test_local_work.py::test_inputs_are_cast_where_asked_for[graph-False-False]",
+    "eager/test_local_work.py::test_inputs_are_cast_where_asked_for[graph-True-True]",
+    "eager/test_offload.py::test_losses[hooks-*]",
+    "graph_path/test_compile_trouble.py::test_warming_up_changes_nothing[hooks]",
+    "graph_path/test_grad_buffer.py::test_results_are_those_without_the_pass[tied-2]",
+    "graph_path/test_graph_path.py::test_graphs[fsdp_dynamo]",
+    "graph_path/test_numerics.py::test_accumulation_over_backwards[hooks]",
+    "graph_path/test_numerics.py::test_dropout[hooks]",
+    "graph_path/test_numerics.py::test_strided_and_missing_gradients[hooks-users0]",
+    "graph_path/test_numerics.py::test_strided_and_missing_gradients[hooks-users2]",
+    "graph_path/test_numerics.py::test_strided_and_missing_gradients[graph-users0]",
+    "graph_path/test_numerics.py::test_what_is_not_finite_reaches_all_ranks[nan-hooks]",
+    "graph_path/test_options.py::test_results_are_bitwise_the_same_without_each_decision[2]",
+    "graph_path/test_regions.py::test_same_numbers_and_collectives[ShardingStrategy.FULL_SHARD-0.0]",
+    "integrations/test_huggingface.py::test_step_equals_ddp[bert-hooks]",
+    "integrations/test_huggingface.py::test_step_equals_ddp[gpt2-graph]",
+    "integrations/test_huggingface.py::test_step_equals_ddp[llama-hooks]",
+    "integrations/test_huggingface.py::test_step_equals_ddp[t5-hooks]",
+    "integrations/test_huggingface.py::test_step_equals_ddp[t5-graph]",
+    "wrap/test_bad_input.py::test_goes_on_after_a_refused_forward[hooks]",
+    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[object-hooks]",
+    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[data-hooks]",
+    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[data-graph]",
+    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[frozen-graph]",
+    "wrap/test_checkpointing.py::test_against_fsdp2[graph-False-False]",
+    "wrap/test_checkpointing.py::test_against_fsdp2[hooks-False-True]",
+    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[False-hooks-_AllInSegments]",
+    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[False-hooks-_Branches]",
+    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[True-hooks-_Segments]",
+    "wrap/test_checkpointing.py::test_reentrant_segments_of_a_unit[True-hooks-_AllInSegments]",
+    "wrap/test_composable.py::test_names_and_losses[compile-checkpoint-shard]",
+    "wrap/test_composable.py::test_replicate_below_fully_shard[ours-hooks]",
+    "wrap/test_composable.py::test_whole_parameters[hooks]",
+    "wrap/test_features.py::test_conversion_refreshes_views[double-graph]",
+    "wrap/test_features.py::test_frozen_parameters[hooks]",
+    "wrap/test_features.py::test_ignored[hooks]",
+    "wrap/test_features.py::test_odd_outputs_and_uses[dataclass-hooks]",
+    "wrap/test_features.py::test_odd_outputs_and_uses[dict-graph]",
+    "wrap/test_features.py::test_odd_outputs_and_uses[tuple-hooks]",
+    "wrap/test_features.py::test_odd_outputs_and_uses[tuple-graph]",
+    "wrap/test_features.py::test_parameters_tied_across_units[hooks]",
+    "wrap/test_features.py::test_two_forwards_one_backward[hooks]",
+    "wrap/test_user_methods.py::test_a_copy_trains_alike_and_alone[hooks]",
+    "wrap/test_user_methods.py::test_a_frozen_base_costs_no_gradients[hooks]",
+    "wrap/test_user_methods.py::test_an_overflow_on_one_rank_skips_the_step_on_all[hooks]",
+    "wrap/test_user_methods.py::test_ranks_compare_their_order_in_debug_level_detail[hooks]",
+    "wrap/test_ways.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.SHARD_GRAD_OP]",
+    "wrap/test_ways.py::test_world_sizes[hooks-1]",
+    "wrap/test_ways.py::test_world_sizes[hooks-3]",
+    "wrap/test_ways.py::test_world_sizes[graph-1]",
+    "wrap/test_ways.py::test_world_sizes[graph-4]",
+)
+"""Slow for what they add: another mode, model or strategy of a test that stays in `make test`."""
+
+
+def marks_of(test: str) -> Iterable[str]:
+    """Marks of a test, named as in the tables: its file below tests, and its name."""
+    if any(_stands_for(entry, test) for entries in SMOKE.values() for entry in entries):
+        yield "smoke"
+    if any(_stands_for(entry, test) for entry in REPEATED):
+        yield "slow"
+
+
+def unused(tests: Iterable[str]) -> list[str]:
+    """Entries that stand for none of the tests."""
+    entries = [entry for found in (*SMOKE.values(), REPEATED) for entry in found]
+    named = list(tests)
+    return [e for e in entries if not any(_stands_for(e, test) for test in named)]
+
+
+def _stands_for(entry: str, test: str) -> bool:
+    parts = [re.escape(part) for part in entry.split("*")]
+    return re.fullmatch(".*".join(parts), test) is not None
