@@ -28,7 +28,7 @@ check: lint
 test: lint
 	$(PY) -m pytest tests
 
-# All tests. Those that measure time need a quiet machine; .ci/run leaves them out with SELECT="not timing".
+# All tests. Those that measure time need a quiet machine: SELECT="not timing" leaves them out.
 SELECT ?=
 test-all: lint
 	$(PY) -m pytest tests -m "$(SELECT)"

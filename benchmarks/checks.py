@@ -63,7 +63,7 @@ def without_checks() -> Iterator[None]:
 
 
 class Row:
-    """One way of running, with its model."""
+    """One mode, with its model."""
 
     def __init__(self, key: str, setting: Setting) -> None:
         self.trainee: Trainee = named([key])[0].train(setting)
@@ -140,7 +140,7 @@ def report(found: dict[str, list[dict[str, float]]]) -> str:
         direct = f"{median['direct'] * 100:.3f} %"
         numbers = (f"{median['step_ms']:.1f}", f"{median['collectives']:.0f}")
         body.append((title, *numbers, f"{median['ratio']:.3f}", spread, direct))
-    return table(("way", "step ms", "collectives", "step", "spread", "direct"), body)
+    return table(("mode", "step ms", "collectives", "step", "spread", "direct"), body)
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ class Peer:
         train: makes the trainee.
         why_not: why it cannot run in a setting, or ``None``.
         communicates: ``False`` for the compute floor.
-        ours: whether it is one of this project's ways.
+        ours: whether it is one of this project's modes.
     """
 
     key: str

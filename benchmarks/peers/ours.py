@@ -1,4 +1,4 @@
-"""This project's three ways."""
+"""This project's three modes."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import Builder
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.distributed.device_mesh import init_device_mesh
-from ways import in_way
 
 from fsdp_dynamo import (
     FSDP,
@@ -59,7 +59,7 @@ class Branching(nn.Module):
         return x
 
 
-def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str, float]:
+def run_differently(rank: int, world_size: int, how: str, mode: str) -> tuple[str, float]:
     """Some steps in which the last rank differs.
 
     Returns:
@@ -86,7 +86,7 @@ def run_differently(rank: int, world_size: int, how: str, way: str) -> tuple[str
         plain.order = [1, 0, 2]
     if differs and how == "a unit skipped":
         plain.order = [0, 1]
-    model = in_way(wrapped, way, bucket=False)
+    model = in_mode(wrapped, mode, bucket=False)
     set_agreement_timeout(TIMEOUTS_S.get(how, AMPLE_S))
     busy_ranks.announce_compilations()
     dist.barrier()
@@ -118,8 +118,8 @@ DIVERGENCES = {
 }
 
 
-def check_divergence(ranks: RankPool, how: str, way: str) -> None:
-    (message, first_s), (other, other_s) = ranks.run(run_differently, 2, how, way)
+def check_divergence(ranks: RankPool, how: str, mode: str) -> None:
+    (message, first_s), (other, other_s) = ranks.run(run_differently, 2, how, mode)
     assert message == other
     for words in DIVERGENCES[how]:
         assert words in message
@@ -172,7 +172,7 @@ def test_ranks_that_agree_go_on(ranks: RankPool, how: str) -> None:
 def count_store_writes(rank: int, world_size: int) -> list[int]:
     """Number of comparisons through the store after each step."""
     written: list[int] = []
-    model = in_way(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
+    model = in_mode(FSDP(Branching(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})), "graph")
     store = shared_store(world())
     for _ in range(3):
         model(torch.randn(2, 16)).sum().backward()

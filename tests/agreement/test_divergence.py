@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
-from ways import in_way
 
 from fsdp_dynamo import FSDP, DivergenceError
 from fsdp_dynamo.comm import watchdog
@@ -80,11 +80,11 @@ CASES: dict[str, tuple[Callable[[Any, int], None], str]] = {
 }
 
 
-def _diverge(rank: int, world_size: int, way: str, case: str) -> tuple[str, str, float]:
+def _diverge(rank: int, world_size: int, mode: str, case: str) -> tuple[str, str, float]:
     """A step that is the same on all ranks, then one that is not."""
     policy = ModuleWrapPolicy({Block})
     model: Any = FSDP(_branching(), auto_wrap_policy=policy)
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     loss_of(run, batch(rank, 0)).backward()
     began = time.monotonic()
     try:
@@ -99,17 +99,19 @@ _SLOW_ON_HOOKS = ("the last unit left out", "a backward left out", "a state dict
 
 
 @pytest.mark.parametrize(
-    ("way", "case"),
+    ("mode", "case"),
     [
         pytest.param(
-            way, case, marks=[pytest.mark.slow] if way == "hooks" and case in _SLOW_ON_HOOKS else []
+            mode,
+            case,
+            marks=[pytest.mark.slow] if mode == "hooks" and case in _SLOW_ON_HOOKS else [],
         )
-        for way in ("eager", "hooks")
+        for mode in ("eager", "hooks")
         for case in CASES
     ],
 )
-def test_every_rank_gets_an_error(ranks: RankPool, way: str, case: str) -> None:
-    found = ranks.run(_diverge, 2, way, case)
+def test_every_rank_gets_an_error(ranks: RankPool, mode: str, case: str) -> None:
+    found = ranks.run(_diverge, 2, mode, case)
     for kind, message, seconds in found:
         assert kind == DivergenceError.__name__, message
         assert CASES[case][1] in message

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from census import Census
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from modes import in_mode
 from namespaces import needs_link
 from pool import RankPool
-from ways import in_way
 
 from benchmarks import link
 from fsdp_dynamo import FSDP, RankFailedError
@@ -84,12 +84,12 @@ def _uncaught(error: Exception) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _train_until_failure(rank: int, way: str, fault: str) -> tuple[str, str, float, int]:
+def _train_until_failure(rank: int, mode: str, fault: str) -> tuple[str, str, float, int]:
     global _armed
     _armed = ""
     torch.manual_seed(7)
     model = FSDP(_Faulty(num_blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: _fail_if("optimizer"))
     _step(run, optimizer, batch(rank, 0))
@@ -110,12 +110,12 @@ def _train_until_failure(rank: int, way: str, fault: str) -> tuple[str, str, flo
     return "", "", 0.0, 0
 
 
-def _fail(rank: int, world_size: int, way: str, fault: str) -> tuple[str, str, float, int, int]:
+def _fail(rank: int, world_size: int, mode: str, fault: str) -> tuple[str, str, float, int, int]:
     """The rank's error, and the number of tensors left beyond those of a run without a failure."""
     left = []
     for what in ("", fault):
         census = Census()
-        found = _train_until_failure(rank, way, what)
+        found = _train_until_failure(rank, mode, what)
         torch._dynamo.reset()
         gc.collect()
         left.append(census.count())
@@ -131,15 +131,15 @@ _QUICK = {
 
 
 @pytest.mark.parametrize(
-    ("way", "fault"),
+    ("mode", "fault"),
     [
-        pytest.param(way, fault, marks=() if (way, fault) in _QUICK else pytest.mark.slow)
-        for way in ("eager", "hooks", "graph")
+        pytest.param(mode, fault, marks=() if (mode, fault) in _QUICK else pytest.mark.slow)
+        for mode in ("eager", "hooks", "graph")
         for fault in FAULTS
     ],
 )
-def test_a_rank_that_raises(ranks: RankPool, way: str, fault: str) -> None:
-    answers = ranks.run(_fail, 2, way, fault)
+def test_a_rank_that_raises(ranks: RankPool, mode: str, fault: str) -> None:
+    answers = ranks.run(_fail, 2, mode, fault)
     (kind, message, seconds, _, kept), (raised, cause, _, step, kept_there) = answers
     assert ("allocate" if fault == "memory" else f"as asked in {fault}") in cause
     assert kind == RankFailedError.__name__, message
@@ -161,10 +161,10 @@ TIMEOUT_S = 2.0
 
 
 def _lose(
-    rank: int, world_size: int, way: str, number: int, told: Path
+    rank: int, world_size: int, mode: str, number: int, told: Path
 ) -> tuple[str, str, float, int]:
     """Rank 1 gets a signal in the third step."""
-    return _lose_rank(rank, 1, way, number, told)
+    return _lose_rank(rank, 1, mode, number, told)
 
 
 def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -> Any:
@@ -176,11 +176,11 @@ def _lose_rank_of_the_store(rank: int, world_size: int, port: int, told: Path) -
 
 
 def _lose_rank(
-    rank: int, victim: int, way: str, number: int, told: Path
+    rank: int, victim: int, mode: str, number: int, told: Path
 ) -> tuple[str, str, float, int]:
     timeout_s = TIMEOUT_S if number == signal.SIGSTOP else 600.0  # not reached
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    model = in_way(wrap(make_transformer(num_blocks=2), process_group=group), way)
+    model = in_mode(wrap(make_transformer(num_blocks=2), process_group=group), mode)
     for step in range(2):
         loss_of(model, batch(rank, step)).backward()
     if rank == victim:
@@ -209,7 +209,7 @@ _LATE = f"got nothing within {TIMEOUT_S:g} s. It is stopped"
 
 
 @pytest.mark.parametrize(
-    ("way", "number", "got"),
+    ("mode", "number", "got"),
     [
         ("eager", signal.SIGKILL, _CLOSED),
         ("graph", signal.SIGKILL, _CLOSED),
@@ -220,11 +220,11 @@ _LATE = f"got nothing within {TIMEOUT_S:g} s. It is stopped"
     ],
 )
 def test_a_rank_that_is_gone(
-    ranks: RankPool, tmp_path: Path, way: str, number: signal.Signals, got: str
+    ranks: RankPool, tmp_path: Path, mode: str, number: signal.Signals, got: str
 ) -> None:
     others = [tmp_path / "0", tmp_path / "2"]
     found = ranks.run_and_kill(
-        _lose, 3, way, number, tmp_path, victims=[1], when=_all_exist(others)
+        _lose, 3, mode, number, tmp_path, victims=[1], when=_all_exist(others)
     )
     steps = set()
     for is_answer, answer in found.values():

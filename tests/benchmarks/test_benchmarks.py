@@ -186,7 +186,7 @@ def test_sends_and_receives_are_counted_as_collectives(ranks: RankPool, world_si
 
 
 def _saving(rank: int, world_size: int, folder: str) -> tuple[list[list[str]], str, list[int]]:
-    """One round of both ways of saving, of a small decoder."""
+    """One round of both modes of saving, of a small decoder."""
     found = saving.measure(Setting(catalogue.decoder("small", 2, 16), CPU), 1, Path(folder))
     steps = [step for step, _ in checkpoint.complete(Path(folder) / "ours")]
     return [sorted(rounds[0]) for rounds in found.values()], saving.report(found), steps

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
-from ways import WAYS, in_way
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives, point_to_point
@@ -209,7 +209,7 @@ def test_nothing_to_transfer(ranks: RankPool) -> None:
     assert ranks.run(_empty, 2) == [True, True]
 
 
-def _no_events(rank: int, world_size: int, way: str) -> bool:
+def _no_events(rank: int, world_size: int, mode: str) -> bool:
     """With no recording, no event is ever made."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -218,7 +218,7 @@ def _no_events(rank: int, world_size: int, way: str) -> bool:
     kept = events.EventLog.issue
     events.EventLog.issue = refuse  # type: ignore[method-assign]
     try:
-        model = in_way(wrap(make_transformer(num_blocks=2)), way)
+        model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
         for step in range(2):
             loss_of(model, batch(rank, step)).backward()
     finally:
@@ -226,6 +226,6 @@ def _no_events(rank: int, world_size: int, way: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_off_means_off(ranks: RankPool, way: str) -> None:
-    assert ranks.run(_no_events, 2, way) == [True, True]
+@pytest.mark.parametrize("mode", MODES)
+def test_off_means_off(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_no_events, 2, mode) == [True, True]

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
-from ways import in_way
 
 from fsdp_dynamo import FSDP, Event, MixedPrecision, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import CustomPolicy
@@ -36,7 +36,7 @@ def _named_by(how: str) -> dict[str, Any]:
 
 
 def _as_ddp(
-    rank: int, world_size: int, way: str, strategy: ShardingStrategy, how: str
+    rank: int, world_size: int, mode: str, strategy: ShardingStrategy, how: str
 ) -> tuple[Any, Any, list[Event], int]:
     if how == "nodes":
         os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -48,7 +48,7 @@ def _as_ddp(
             torch.nn.init.zeros_(model.embed.weight)
         model = wrap(model, sharding_strategy=strategy, sync_module_states=True, **_named_by(how))
         # Rates given, not measured: what is decided from them does not depend on the machine.
-        run = in_way(model, way, link=Link(latency_ms=0.5), device=Device())
+        run = in_mode(model, mode, link=Link(latency_ms=0.5), device=Device())
         got = train(run, rank, clip=0.5)
         with record_events() as log:
             loss_of(run, batch(rank, 9)).backward()
@@ -58,7 +58,7 @@ def _as_ddp(
 
 
 @pytest.mark.parametrize(
-    ("way", "strategy", "how"),
+    ("mode", "strategy", "how"),
     [
         ("eager", HYBRID, "pair"),
         ("eager", ShardingStrategy.HYBRID_SHARD_ZERO2, "mesh"),
@@ -67,10 +67,10 @@ def _as_ddp(
         pytest.param("graph", ShardingStrategy._HYBRID_SHARD_ZERO2, "pair", marks=pytest.mark.slow),
     ],
 )
-def test_equals_ddp(ranks: RankPool, way: str, strategy: ShardingStrategy, how: str) -> None:
+def test_equals_ddp(ranks: RankPool, mode: str, strategy: ShardingStrategy, how: str) -> None:
     """Losses and norms of 4 ranks; scatters inside a replica, a mean of the parts across."""
     for (losses, norms), (got, got_norms), events, shards in ranks.run(
-        _as_ddp, 4, way, strategy, how
+        _as_ddp, 4, mode, strategy, how
     ):
         assert got == pytest.approx(losses, rel=1e-6)
         assert got_norms == pytest.approx(norms, rel=1e-6)
@@ -83,10 +83,10 @@ def test_equals_ddp(ranks: RankPool, way: str, strategy: ShardingStrategy, how: 
         assert gathers == BLOCKS + 1 + (BLOCKS if strategy is HYBRID else 0)
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_the_mean_across_overlaps(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_mean_across_overlaps(ranks: RankPool, mode: str) -> None:
     """A unit's reductions end behind a later backward: neither is waited for where it begins."""
-    for _, _, events, _ in ranks.run(_as_ddp, 4, way, HYBRID, "pair"):
+    for _, _, events, _ in ranks.run(_as_ddp, 4, mode, HYBRID, "pair"):
         keys = [e.key for e in events]
         last = f"blocks.{BLOCKS - 1}"
         scatter = keys.index(("reduce_scatter", last, "backward"))
@@ -100,7 +100,7 @@ def _one_replica_or_one_shard(rank: int, world_size: int, shape: tuple[int, int]
     expected, _ = ddp_losses(rank, num_blocks=1)
     mesh = init_device_mesh("cpu", shape)
     model = wrap(make_transformer(num_blocks=1), device_mesh=mesh, sharding_strategy=HYBRID)
-    got, _ = train(in_way(model, "graph"), rank)
+    got, _ = train(in_mode(model, "graph"), rank)
     return expected, got, model._fsdp_unit.config.strategy.name
 
 
@@ -152,7 +152,7 @@ def test_groups_made_here_inherit_the_timeout(ranks: RankPool) -> None:
         assert seconds == [60.0, 60.0]  # as the pool says
 
 
-def _whole_units_in_replicas(rank: int, world_size: int, way: str) -> tuple[Any, Any]:
+def _whole_units_in_replicas(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
     """Blocks that are not sharded below a hybrid root: two means of the same gradient."""
     expected = ddp_losses(rank, num_blocks=2)
     whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
@@ -163,12 +163,12 @@ def _whole_units_in_replicas(rank: int, world_size: int, way: str) -> tuple[Any,
         auto_wrap_policy=policy,
         **_named_by("mesh"),
     )
-    return expected, train(in_way(model, way), rank)
+    return expected, train(in_mode(model, mode), rank)
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_whole_units_in_replicas(ranks: RankPool, way: str) -> None:
-    for (losses, _), (got, _) in ranks.run(_whole_units_in_replicas, 4, way):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_whole_units_in_replicas(ranks: RankPool, mode: str) -> None:
+    for (losses, _), (got, _) in ranks.run(_whole_units_in_replicas, 4, mode):
         assert got == pytest.approx(losses, rel=1e-6)
 
 
@@ -188,7 +188,7 @@ def _planned_rates(rank: int, world_size: int) -> list[Any]:
     try:
         model = wrap(make_transformer(num_blocks=2), sharding_strategy=HYBRID, **_named_by("pair"))
         with record_plans() as plans:
-            train(in_way(model, "graph"), rank, steps=1)
+            train(in_mode(model, "graph"), rank, steps=1)
     finally:
         calibration.measured = original
         planning._measured.clear()
@@ -208,13 +208,13 @@ def test_replicas_decide_from_the_same_rates(ranks: RankPool) -> None:
 # -- a group for reductions ------------------------------------------------------------------------
 
 
-def _with_own_group(rank: int, world_size: int, way: str) -> tuple[Any, Any, set[int], int]:
+def _with_own_group(rank: int, world_size: int, mode: str) -> tuple[Any, Any, set[int], int]:
     from fsdp_dynamo.graph_path.planning import record_plans
 
     def run(group: dist.ProcessGroup | None) -> tuple[Any, Any]:
         model = wrap(make_transformer(num_blocks=2), reduction_group=group)
         with record_plans() as plans:
-            losses, _ = train(in_way(model, way), rank, steps=3)
+            losses, _ = train(in_mode(model, mode), rank, steps=3)
         return losses, plans
 
     own = dist.new_group(list(range(world_size)))
@@ -230,10 +230,10 @@ def _with_own_group(rank: int, world_size: int, way: str) -> tuple[Any, Any, set
     )
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_reductions_in_a_group_of_their_own(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_reductions_in_a_group_of_their_own(ranks: RankPool, mode: str) -> None:
     """The same to the last bit; the planner knows that the two groups share a link."""
-    for shared, own, counts, same_plan in ranks.run(_with_own_group, 2, way):
+    for shared, own, counts, same_plan in ranks.run(_with_own_group, 2, mode):
         assert own == shared
         assert same_plan
-        assert counts == ({0} if way == "eager" else {1, 2})
+        assert counts == ({0} if mode == "eager" else {1, 2})

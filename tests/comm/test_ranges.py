@@ -1,4 +1,4 @@
-"""Ranges of torch's profiler, named by unit, in eager and on both compiled ways."""
+"""Ranges of torch's profiler, named by unit, in eager and on both compiled modes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch.profiler import profile
 
-WAYS: dict[str, dict[str, Any] | None] = {
+MODES: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "hooks": {"backend": "aot_eager"},
     "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
 }
 
 
-def _ranges(rank: int, world_size: int, way: str) -> dict[str, int]:
+def _ranges(rank: int, world_size: int, mode: str) -> dict[str, int]:
     model = wrap(make_transformer(num_blocks=2))
-    options = WAYS[way]
+    options = MODES[mode]
     step = model if options is None else torch.compile(model, **options)
     loss_of(step, batch(rank, 0)).backward()
     with profile() as profiler:
@@ -29,13 +29,13 @@ def _ranges(rank: int, world_size: int, way: str) -> dict[str, int]:
     return dict(names)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_every_collective_has_a_range(ranks: RankPool, way: str) -> None:
-    found = ranks.run(_ranges, 2, way)[0]
+@pytest.mark.parametrize("mode", list(MODES))
+def test_every_collective_has_a_range(ranks: RankPool, mode: str) -> None:
+    found = ranks.run(_ranges, 2, mode)[0]
     units = {"(root)": 1, "blocks.0": 2, "blocks.1": 2}
     for unit, gathers in units.items():
         for name, times in (("all_gather", gathers), ("reduce_scatter", 1)):
             assert found[f"FSDP::{name} {unit}"] == times
             assert found[f"FSDP::{name} wait {unit}"] == times
     forwards = {name for name in found if name.startswith("FSDP::forward")}
-    assert forwards == (set() if way == "graph" else {f"FSDP::forward {unit}" for unit in units})
+    assert forwards == (set() if mode == "graph" else {f"FSDP::forward {unit}" for unit in units})

@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import torch
 from models import batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import (
     ModuleWrapPolicy,
 )
 
-ALL_WAYS = list(WAYS)
+ALL_MODES = list(MODES)
 
 
 def _accumulate(rank: int, world_size: int, first: str, last: str) -> tuple[Any, Any, Any]:
-    """Two steps in ``no_sync()`` (or outside of it) in one way, then one more in another, twice."""
+    """Two steps in ``no_sync()`` (or outside it) in one mode, then one more in another, twice."""
     reference = DistributedDataParallel(make_transformer(num_blocks=2))
     for step in range(3):
         loss_of(reference, batch(rank, step)).backward()
     expected = float(nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
     model = wrap(make_transformer(num_blocks=2))
-    early, late = (in_way(model, way.removesuffix(" sync")) for way in (first, last))
+    early, late = (in_mode(model, mode.removesuffix(" sync")) for mode in (first, last))
     for window in range(2):
         model.zero_grad()
         with record_events() as log:
@@ -66,10 +66,10 @@ def test_accumulation(ranks: RankPool, first: str, last: str) -> None:
         assert reduced == [6 if first.endswith(" sync") else 0, 3]
 
 
-def _accumulated_bytes(rank: int, world_size: int, way: str) -> tuple[int, int, int, int]:
+def _accumulated_bytes(rank: int, world_size: int, mode: str) -> tuple[int, int, int, int]:
     """Gradient bytes kept by two steps in ``no_sync()``, and by two steps outside it."""
     model = wrap(make_transformer(num_blocks=2))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
 
     def kept() -> int:
@@ -90,19 +90,19 @@ def _accumulated_bytes(rank: int, world_size: int, way: str) -> tuple[int, int, 
     return outside, inside, unsharded // world_size, unsharded
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_memory_of_accumulation(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_memory_of_accumulation(ranks: RankPool, mode: str) -> None:
     """Outside ``no_sync()`` one shard of the gradients is kept, inside it all of them."""
-    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2, way):
+    for outside, inside, sharded, unsharded in ranks.run(_accumulated_bytes, 2, mode):
         assert (outside, inside) == (sharded, unsharded)
 
 
-def _zero_between(rank: int, world_size: int, way: str, to_none: bool) -> tuple[float, float]:
+def _zero_between(rank: int, world_size: int, mode: str, to_none: bool) -> tuple[float, float]:
     """zero_grad between forward and backward, and gradients kept over two backwards."""
     norms = []
     for model in (
         DistributedDataParallel(make_transformer(num_blocks=2)),
-        in_way(wrap(make_transformer(num_blocks=2)), way),
+        in_mode(wrap(make_transformer(num_blocks=2)), mode),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loss_of(model, batch(rank, 0)).backward()
@@ -119,9 +119,9 @@ def _zero_between(rank: int, world_size: int, way: str, to_none: bool) -> tuple[
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_zero_grad_and_accumulation(ranks: RankPool, way: str, to_none: bool) -> None:
-    for expected, got in ranks.run(_zero_between, 2, way, to_none):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_zero_grad_and_accumulation(ranks: RankPool, mode: str, to_none: bool) -> None:
+    for expected, got in ranks.run(_zero_between, 2, mode, to_none):
         assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -185,12 +185,12 @@ def _expected(program: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def _wrong(rank: int, world_size: int, way: str) -> list[str]:
+def _wrong(rank: int, world_size: int, mode: str) -> list[str]:
     x = torch.arange(8.0).view(2, 4) / 8  # the same on all ranks, so the mean is one rank's
     wrong = []
     for program in PROGRAMS:
         model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        step = in_way(model, way)
+        step = in_mode(model, mode)
 
         def unsynced(model: FSDP = model, step: Any = step) -> None:
             with model.no_sync():
@@ -209,9 +209,9 @@ def _wrong(rank: int, world_size: int, way: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_a_sum_is_added_once(ranks: RankPool, way: str) -> None:
-    assert ranks.run(_wrong, 2, way) == [[], []]
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_sum_is_added_once(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_wrong, 2, mode) == [[], []]
 
 
 # -- changes by the user before the reduction ------------------------------------------------------
@@ -344,12 +344,12 @@ CHANGES = (
 )
 
 
-def _gradients_as_ddp(rank: int, world_size: int, way: str, strategy: str) -> list[str]:
+def _gradients_as_ddp(rank: int, world_size: int, mode: str, strategy: str) -> list[str]:
     """Programs whose gradients are not those of DDP."""
     wrong = []
     policy = ModuleWrapPolicy({nn.Linear})
     model = FSDP(_model(), auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy])
-    run, initial = in_way(model, way), copy.deepcopy(model.state_dict())
+    run, initial = in_mode(model, mode), copy.deepcopy(model.state_dict())
     for program in CHANGES:
         model.load_state_dict(initial)
         model.zero_grad()
@@ -392,7 +392,7 @@ def _of_one_process_each(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "strategy"),
+    ("mode", "strategy"),
     [
         ("eager", "FULL_SHARD"),
         ("eager", "NO_SHARD"),
@@ -401,18 +401,18 @@ def _of_one_process_each(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         pytest.param("graph", "NO_SHARD", marks=pytest.mark.slow),
     ],
 )
-def test_changes_before_the_reduction(ranks: RankPool, way: str, strategy: str) -> None:
+def test_changes_before_the_reduction(ranks: RankPool, mode: str, strategy: str) -> None:
     """What the user drops or scales is dropped or scaled, as with DDP."""
-    assert ranks.run(_gradients_as_ddp, 2, way, strategy) == [[], []]
+    assert ranks.run(_gradients_as_ddp, 2, mode, strategy) == [[], []]
 
 
-def _switched_by_attribute(rank: int, world_size: int, way: str) -> tuple[Any, Any, list[int]]:
+def _switched_by_attribute(rank: int, world_size: int, mode: str) -> tuple[Any, Any, list[int]]:
     """DDP's attribute in place of ``no_sync()``: both norms, and our reductions."""
     x = torch.arange(8.0).view(2, 4)
     reference = DistributedDataParallel(_model())
     model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     counts = []
-    for one, run in ((reference, reference), (model, in_way(model, way))):
+    for one, run in ((reference, reference), (model, in_mode(model, mode))):
         for sync in (False, True):
             one.require_backward_grad_sync = sync
             assert one.require_backward_grad_sync is sync
@@ -425,19 +425,19 @@ def _switched_by_attribute(rank: int, world_size: int, way: str) -> tuple[Any, A
     return float(expected), float(model.clip_grad_norm_(1e9)), counts[2:]
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_require_backward_grad_sync(ranks: RankPool, way: str) -> None:
-    for expected, norm, reduced in ranks.run(_switched_by_attribute, 2, way):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_require_backward_grad_sync(ranks: RankPool, mode: str) -> None:
+    for expected, norm, reduced in ranks.run(_switched_by_attribute, 2, mode):
         assert norm == pytest.approx(expected, rel=1e-6)
         assert reduced == [0, 2]
 
 
-def _seen_before_the_reduction(rank: int, world_size: int, way: str) -> list[float]:
+def _seen_before_the_reduction(rank: int, world_size: int, mode: str) -> list[float]:
     """Norms in a window: by clip_grad_norm_(), of whole gradients, and after another step."""
     x = torch.arange(8.0).view(2, 4)
     reference = DistributedDataParallel(_model())
     model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     reference(x + rank).square().sum().backward()
     with model.no_sync():
         run(x + rank).square().sum().backward()
@@ -455,10 +455,10 @@ def _seen_before_the_reduction(rank: int, world_size: int, way: str) -> list[flo
     return norms
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_what_looks_at_gradients_reduces_them(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_looks_at_gradients_reduces_them(ranks: RankPool, mode: str) -> None:
     for whole, expected, clipped, expected_later, later in ranks.run(
-        _seen_before_the_reduction, 2, way
+        _seen_before_the_reduction, 2, mode
     ):
         assert whole == pytest.approx(expected, rel=1e-5)
         assert clipped == pytest.approx(expected, rel=1e-5)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, FSDPStateError
 
@@ -46,13 +46,13 @@ ADDED: dict[str, tuple[Callable[[FSDP], None], str]] = {
 }
 
 
-def _added(rank: int, world_size: int, way: str, name: str) -> list[str]:
+def _added(rank: int, world_size: int, mode: str, name: str) -> list[str]:
     wrapped = wrap(make_transformer(num_blocks=2, tied=True))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     loss_of(model, batch(rank, 0)).backward()
     ADDED[name][0](wrapped)
     messages = []
-    if way != "graph" or name != "parameter":  # a graph that does not use it needs no new trace
+    if mode != "graph" or name != "parameter":  # a graph that does not use it needs no new trace
         with pytest.raises(FSDPStateError) as caught:
             model(batch(rank, 0))
         messages.append(str(caught.value))
@@ -61,10 +61,10 @@ def _added(rank: int, world_size: int, way: str, name: str) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ADDED)
-def test_refused(ranks: RankPool, name: str, way: str) -> None:
-    for messages in ranks.run(_added, 2, way, name):
+def test_refused(ranks: RankPool, name: str, mode: str) -> None:
+    for messages in ranks.run(_added, 2, mode, name):
         assert all(ADDED[name][1] in message for message in messages), messages
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.wrap_policy import CustomPolicy
@@ -26,9 +26,9 @@ def _expected(world_size: int, norm_type: float) -> float:
     return float(nn.utils.clip_grad_norm_(plain.parameters(), BOUND, norm_type))
 
 
-def _norms(rank: int, world_size: int, wrapped: FSDP, way: str) -> list[Norms]:
+def _norms(rank: int, world_size: int, wrapped: FSDP, mode: str) -> list[Norms]:
     """For each p: one process's norm, the sharded model's, and the latter after clipping."""
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     found = []
     for norm_type in NORM_TYPES:
         wrapped.zero_grad()
@@ -46,14 +46,14 @@ def _check(results: list[list[Norms]]) -> None:
             assert after == pytest.approx(min(BOUND, expected), rel=1e-4)
 
 
-def _one_strategy(rank: int, world_size: int, name: str, way: str) -> list[Norms]:
+def _one_strategy(rank: int, world_size: int, name: str, mode: str) -> list[Norms]:
     strategy = ShardingStrategy[name]
     wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=strategy)
-    return _norms(rank, world_size, wrapped, way)
+    return _norms(rank, world_size, wrapped, mode)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "way"),
+    ("strategy", "mode"),
     [
         ("FULL_SHARD", "eager"),
         ("NO_SHARD", "eager"),
@@ -63,11 +63,11 @@ def _one_strategy(rank: int, world_size: int, name: str, way: str) -> list[Norms
         pytest.param("NO_SHARD", "graph", marks=pytest.mark.slow),
     ],
 )
-def test_norm_equals_one_process(ranks: RankPool, strategy: str, way: str) -> None:
-    _check(ranks.run(_one_strategy, 2, strategy, way))
+def test_norm_equals_one_process(ranks: RankPool, strategy: str, mode: str) -> None:
+    _check(ranks.run(_one_strategy, 2, strategy, mode))
 
 
-def _sharded_and_whole(rank: int, world_size: int, way: str) -> list[Norms]:
+def _sharded_and_whole(rank: int, world_size: int, mode: str) -> list[Norms]:
     """The first block is whole on every rank; the second one and the root are sharded."""
     plain = make_transformer(num_blocks=2)
     strategies = {
@@ -80,15 +80,15 @@ def _sharded_and_whole(rank: int, world_size: int, way: str) -> list[Norms]:
     wrapped = FSDP(plain, auto_wrap_policy=policy)
     used = [unit.config.strategy.name for unit in wrapped._fsdp_root.units]
     assert used == ["FULL_SHARD", "NO_SHARD", "FULL_SHARD"]
-    return _norms(rank, world_size, wrapped, way)
+    return _norms(rank, world_size, wrapped, mode)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sharded_and_whole_units_in_one_model(ranks: RankPool, way: str) -> None:
-    _check(ranks.run(_sharded_and_whole, 2, way))
+@pytest.mark.parametrize("mode", MODES)
+def test_sharded_and_whole_units_in_one_model(ranks: RankPool, mode: str) -> None:
+    _check(ranks.run(_sharded_and_whole, 2, mode))
 
 
-def _nested_on_other_groups(rank: int, world_size: int, case: str, way: str) -> list[Norms]:
+def _nested_on_other_groups(rank: int, world_size: int, case: str, mode: str) -> list[Norms]:
     """The first block on other groups than the root: four ranks, half of them, or replicas."""
     grid = init_device_mesh("cpu", (2, 2))
     hybrid = {"device_mesh": grid, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
@@ -103,12 +103,12 @@ def _nested_on_other_groups(rank: int, world_size: int, case: str, way: str) -> 
     plain.blocks[0] = FSDP(plain.blocks[0], **inner)
     wrapped = FSDP(plain, **outer)
     if case == "copies in sharded":  # they agree where their data do
-        return _norms(rank % 2, 2, wrapped, way)
-    return _norms(rank, world_size, wrapped, way)
+        return _norms(rank % 2, 2, wrapped, mode)
+    return _norms(rank, world_size, wrapped, mode)
 
 
 @pytest.mark.parametrize(
-    ("case", "way"),
+    ("case", "mode"),
     [
         ("hybrid in sharded", "eager"),
         ("sharded in hybrid", "eager"),
@@ -118,8 +118,8 @@ def _nested_on_other_groups(rank: int, world_size: int, case: str, way: str) -> 
         ("hybrid in sharded", "graph"),
     ],
 )
-def test_units_on_other_groups(ranks: RankPool, case: str, way: str) -> None:
-    _check(ranks.run(_nested_on_other_groups, 4, case, way))
+def test_units_on_other_groups(ranks: RankPool, case: str, mode: str) -> None:
+    _check(ranks.run(_nested_on_other_groups, 4, case, mode))
 
 
 def _copies_that_differ(rank: int, world_size: int) -> str:

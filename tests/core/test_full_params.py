@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from models import batch, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
-from ways import in_way
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 from fsdp_dynamo.comm.collectives import all_gather
@@ -82,11 +82,11 @@ def test_all_combinations(ranks: RankPool, strategy: str) -> None:
         assert wrong == []
 
 
-def _between_steps(rank: int, world_size: int, way: str) -> tuple[Any, Any, list[str]]:
+def _between_steps(rank: int, world_size: int, mode: str) -> tuple[Any, Any, list[str]]:
     """Training goes on with what was written; running inside is refused, and forgotten."""
     expected = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     before = train(expected, 0, steps=2), train(model, 0, steps=2)
     messages = []
     with torch.no_grad():
@@ -95,9 +95,9 @@ def _between_steps(rank: int, world_size: int, way: str) -> tuple[Any, Any, list
             if rank == 0:
                 wrapped.head.weight.mul_(3.0)
     with FSDP.summon_full_params(wrapped):
-        for mode in (torch.enable_grad, torch.no_grad):
+        for grad_mode in (torch.enable_grad, torch.no_grad):
             try:
-                with mode():
+                with grad_mode():
                     model(batch(rank, 0))
             except FSDPStateError as error:
                 messages.append(str(error))
@@ -105,9 +105,9 @@ def _between_steps(rank: int, world_size: int, way: str) -> tuple[Any, Any, list
     return (before[0], after[0]), (before[1], after[1]), messages
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_between_steps(ranks: RankPool, way: str) -> None:
-    for expected, got, messages in ranks.run(_between_steps, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_between_steps(ranks: RankPool, mode: str) -> None:
+    for expected, got, messages in ranks.run(_between_steps, 2, mode):
         for (losses, _), (got_losses, _) in zip(expected, got, strict=True):
             assert got_losses == pytest.approx(losses, rel=1e-5)
         assert len(messages) == 2
@@ -170,12 +170,12 @@ def test_nested_and_partial(ranks: RankPool) -> None:
         assert "between two steps only" in messages[0]
 
 
-def _failing_gather(rank: int, world_size: int, way: str, at: int) -> list[str]:
+def _failing_gather(rank: int, world_size: int, mode: str, at: int) -> list[str]:
     """A gather that fails on every rank, the ``at``-th of the context; what was wrong after it."""
     wrong: list[str] = []
     expected = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     train(expected, 0, steps=1)
     train(model, 0, steps=1)
     before = {name: (p.grad, p.shape) for name, p in wrapped.named_parameters()}
@@ -210,8 +210,8 @@ def _failing_gather(rank: int, world_size: int, way: str, at: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_gather_that_fails(ranks: RankPool, way: str, at: int) -> None:
-    for wrong in ranks.run(_failing_gather, 2, way, at):
+def test_a_gather_that_fails(ranks: RankPool, mode: str, at: int) -> None:
+    for wrong in ranks.run(_failing_gather, 2, mode, at):
         assert wrong == []

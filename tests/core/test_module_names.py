@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder
+from modes import INDUCTOR_MODES, MODES, in_mode
 from pool import RankPool
 from torch import nn
-from ways import INDUCTOR_WAYS, WAYS, in_way
 
 from fsdp_dynamo import FSDP, DivergenceError, events, record_plans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -58,27 +58,27 @@ def _expected(world_size: int) -> list[torch.Tensor]:
 
 
 def _train(
-    rank: int, world_size: int, way: str, options: dict[str, Any]
+    rank: int, world_size: int, mode: str, options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[str], list[str]]:
     """Parameters; units that were gathered in the last step; problems with the plan, if made."""
     model = FSDP(_Model(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     problems = []
     with record_plans() as log:
-        run = in_way(model, way, **options)
+        run = in_mode(model, mode, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             optimizer.zero_grad()
             with events.record_events() as recorded:
                 run(_batch(rank, step)).square().mean().backward()
             optimizer.step()
-    if way.startswith("graph"):
+    if mode.startswith("graph"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.json"
             log.plan().save(path)
             problems = log.plan().diff(Plan.load(path))
             planned = {transfer.unit for graph in log.plan().graphs for transfer in graph.transfers}
             torch._dynamo.reset()
-            in_way(model, way, **options, plan=str(path))(_batch(rank, 0)).sum().backward()
+            in_mode(model, mode, **options, plan=str(path))(_batch(rank, 0)).sum().backward()
         problems += sorted(planned ^ {"", *(f"layers.{key}" for key in KEYS)})
     units = list(dict.fromkeys(event.unit for event in recorded if event.kind == "all_gather"))
     with FSDP.summon_full_params(model):
@@ -86,15 +86,15 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("way", "options"),
+    ("mode", "options"),
     [
-        *((way, {}) for way in WAYS),
+        *((mode, {}) for mode in MODES),
         ("graph", {"regions": True}),
-        *((pytest.param(way, {}, marks=pytest.mark.slow)) for way in INDUCTOR_WAYS),
+        *((pytest.param(mode, {}, marks=pytest.mark.slow)) for mode in INDUCTOR_MODES),
     ],
 )
-def test_any_name(ranks: RankPool, way: str, options: dict[str, Any]) -> None:
-    for parameters, units, problems in ranks.run(_train, 2, way, options):
+def test_any_name(ranks: RankPool, mode: str, options: dict[str, Any]) -> None:
+    for parameters, units, problems in ranks.run(_train, 2, mode, options):
         assert problems == []
         assert sorted(units) == sorted(["", *(f"layers.{key}" for key in KEYS)])
         torch.testing.assert_close(parameters, _expected(2))

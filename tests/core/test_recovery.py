@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -36,7 +36,7 @@ def _use_clip(model: FSDP, run: nn.Module, x: torch.Tensor) -> None:
     model.clip_grad_norm_(1.0)
 
 
-def _after_a_failure(rank: int, world_size: int, way: str) -> list[str]:
+def _after_a_failure(rank: int, world_size: int, mode: str) -> list[str]:
     """What does not work, or leaves other gradients than one process, after a caught failure."""
     x = torch.arange(8.0).view(2, 4)
     plain = _model()
@@ -45,7 +45,7 @@ def _after_a_failure(rank: int, world_size: int, way: str) -> list[str]:
     wrong = []
     for use in (_use_no_sync, _use_to, _use_load, _use_clip):
         model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        run = in_way(model, way)
+        run = in_mode(model, mode)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def fail(*_: Any) -> None:
@@ -69,6 +69,6 @@ def _after_a_failure(rank: int, world_size: int, way: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_methods_after_a_caught_failure(ranks: RankPool, way: str) -> None:
-    assert ranks.run(_after_a_failure, 2, way) == [[], []]
+@pytest.mark.parametrize("mode", MODES)
+def test_methods_after_a_caught_failure(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_after_a_failure, 2, mode) == [[], []]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -19,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from ways import in_way
 
 from fsdp_dynamo import FSDP, ShardingStrategy, checkpoint, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -100,7 +100,7 @@ def _one_process(steps: int = STEPS) -> tuple[list[float], list[float], dict[str
 
 
 def _two_dimensions(
-    rank: int, world_size: int, way: str, composable: bool, kwargs: dict[str, Any]
+    rank: int, world_size: int, mode: str, composable: bool, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, list[str], list[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = _one_process()
@@ -110,7 +110,7 @@ def _two_dimensions(
         sharded = fully_shard(plain, policy=policy, mesh=mesh["dp"], **kwargs)
     else:
         sharded = FSDP(plain, auto_wrap_policy=policy, device_mesh=mesh["dp"], **kwargs)
-    model = in_way(sharded, way)
+    model = in_mode(sharded, mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(STEPS):
@@ -132,7 +132,7 @@ def _two_dimensions(
 
 
 @pytest.mark.parametrize(
-    ("way", "composable", "kwargs"),
+    ("mode", "composable", "kwargs"),
     [
         ("eager", False, {}),
         ("eager", True, {}),
@@ -143,9 +143,9 @@ def _two_dimensions(
     ],
 )
 def test_equals_one_process(
-    ranks: RankPool, way: str, composable: bool, kwargs: dict[str, Any]
+    ranks: RankPool, mode: str, composable: bool, kwargs: dict[str, Any]
 ) -> None:
-    for got, expected, wrong, kinds in ranks.run(_two_dimensions, 4, way, composable, kwargs):
+    for got, expected, wrong, kinds in ranks.run(_two_dimensions, 4, mode, composable, kwargs):
         for mine, theirs in zip(got, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
         assert wrong == []

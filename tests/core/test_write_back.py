@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import Transformer, batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 
@@ -84,12 +84,12 @@ USES: dict[str, Callable[[FSDP], dict[str, torch.Tensor]]] = {
 
 
 def _written_back(
-    rank: int, world_size: int, way: str, kind: str, strategy: str, uses: list[str]
+    rank: int, world_size: int, mode: str, kind: str, strategy: str, uses: list[str]
 ) -> list[str]:
     wrong: list[str] = []
     expected = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     for use in uses:
         _step(expected, rank, 0)
         _step(model, rank, 0)
@@ -115,11 +115,11 @@ def test_every_use_sees_new_values(ranks: RankPool, kind: str, strategy: str) ->
         assert wrong == []
 
 
-@pytest.mark.parametrize("way", ["hooks", "graph"])
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
 @pytest.mark.parametrize("kind", ["data", "object"])
-def test_compiled_models_see_new_values(ranks: RankPool, kind: str, way: str) -> None:
+def test_compiled_models_see_new_values(ranks: RankPool, kind: str, mode: str) -> None:
     uses = ["forward", "summon", "state_dict"]
-    for wrong in ranks.run(_written_back, 2, way, kind, "FULL_SHARD", uses):
+    for wrong in ranks.run(_written_back, 2, mode, kind, "FULL_SHARD", uses):
         assert wrong == []
 
 
@@ -243,11 +243,11 @@ def test_refused(ranks: RankPool, name: str) -> None:
         assert all(REFUSED[name][1] in message for message in messages), messages
 
 
-def _before_backward(rank: int, world_size: int, way: str, strategy: str) -> list[str]:
+def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> list[str]:
     """New values between forward and backward."""
     expected = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     loss_of(expected, batch(0, 0)).backward()
     loss = loss_of(model, batch(0, 0))
     _replace(wrapped, "data")
@@ -262,8 +262,8 @@ def _before_backward(rank: int, world_size: int, way: str, strategy: str) -> lis
     return wrong
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, way: str) -> None:
-    for wrong in ranks.run(_before_backward, 2, way, strategy):
+def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mode: str) -> None:
+    for wrong in ranks.run(_before_backward, 2, mode, strategy):
         assert wrong == []

@@ -1,4 +1,4 @@
-"""The eager way against DistributedDataParallel."""
+"""The eager mode against DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from models import batch, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, MixedPrecision, record_events
 from fsdp_dynamo.eager.hooks import prepare_inputs
@@ -128,14 +128,14 @@ class _Outer(_Inner):
 
 
 def _inputs(
-    rank: int, world_size: int, way: str, inner: bool, root: bool
+    rank: int, world_size: int, mode: str, inner: bool, root: bool
 ) -> tuple[list[torch.dtype], list[torch.dtype]]:
     precision = MixedPrecision(
         param_dtype=LOW, cast_forward_inputs=inner, cast_root_forward_inputs=root
     )
     policy = ModuleWrapPolicy({_Inner})
     model = FSDP(_Outer(), auto_wrap_policy=policy, mixed_precision=precision)
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     for _ in range(2):  # the first call may trace, on tensors without values
         model.module.seen, model.inner.module.seen = [], []
         run(torch.ones(2, 6)).float().sum().backward()
@@ -144,12 +144,12 @@ def _inputs(
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 def test_inputs_are_cast_where_asked_for(
-    ranks: RankPool, way: str, root: bool, inner: bool
+    ranks: RankPool, mode: str, root: bool, inner: bool
 ) -> None:
     """The root's by ``cast_root_forward_inputs``, a nested unit's by ``cast_forward_inputs``."""
-    for seen_by_root, seen_by_inner in ranks.run(_inputs, 2, way, inner, root):
+    for seen_by_root, seen_by_inner in ranks.run(_inputs, 2, mode, inner, root):
         assert seen_by_root == [LOW if root else FULL]
         assert seen_by_inner == ([LOW, LOW] if inner else [FULL, torch.float64])
 
@@ -169,12 +169,12 @@ def test_inputs_on_another_device_are_moved() -> None:
 # -- fills and padding -----------------------------------------------------------------------------
 
 
-def _filled(rank: int, world_size: int, way: str, width: int) -> tuple[list[int], int]:
+def _filled(rank: int, world_size: int, mode: str, width: int) -> tuple[list[int], int]:
     """Elements that a step fills (but single ones), and reductions of that step."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
     wrapped = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     for _ in range(2):
         model(torch.ones(2, width)).sum().backward()
         wrapped.zero_grad()
@@ -183,16 +183,16 @@ def _filled(rank: int, world_size: int, way: str, width: int) -> tuple[list[int]
     return [n for n in work.filled if n > 1], len(log.keys("reduce_scatter"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_filled_or_padded_where_sizes_divide(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_filled_or_padded_where_sizes_divide(ranks: RankPool, mode: str) -> None:
     """Neither outputs of reductions nor what is gathered or reduced."""
-    for filled, reductions in ranks.run(_filled, 2, way, 8):
+    for filled, reductions in ranks.run(_filled, 2, mode, 8):
         assert filled == []
         assert reductions == 3
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_only_gaps_are_filled_where_sizes_do_not_divide(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_only_gaps_are_filled_where_sizes_do_not_divide(ranks: RankPool, mode: str) -> None:
     """25 + 5 elements begin at multiples of 4: a gap of 3 behind the first, 1 at the end."""
-    for filled, _ in ranks.run(_filled, 2, way, 5):
+    for filled, _ in ranks.run(_filled, 2, mode, 5):
         assert filled == [3] * 3

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from models import batch, ddp_losses, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
-from ways import in_way
 
 from fsdp_dynamo import FSDP, CPUOffload, FSDPTypeError, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.wrap import arguments
@@ -31,11 +31,11 @@ def _offloaded(**kwargs: Any) -> FSDP:
         arguments.offloads = decide
 
 
-def _run(rank: int, world_size: int, way: str, kwargs: dict[str, Any]) -> tuple[Any, Any, int]:
+def _run(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> tuple[Any, Any, int]:
     """Losses and norms without offload and with it; shards that share memory with what is sent."""
-    expected = train(in_way(wrap(make_transformer(num_blocks=2), **kwargs), way), rank, clip=1.0)
+    expected = train(in_mode(wrap(make_transformer(num_blocks=2), **kwargs), mode), rank, clip=1.0)
     sharded = _offloaded(**kwargs)
-    got = train(in_way(sharded, way), rank, clip=1.0)
+    got = train(in_mode(sharded, mode), rank, clip=1.0)
     flats = [flat for unit in sharded._fsdp_root.units for flat in unit.flats]
     shared = [f for f in flats if f.shard_to_gather().data_ptr() == f.sharded.data_ptr()]
     assert all(flat.needs_storage and flat.is_offloaded for flat in flats)
@@ -43,7 +43,7 @@ def _run(rank: int, world_size: int, way: str, kwargs: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("way", "kwargs"),
+    ("mode", "kwargs"),
     [
         ("eager", {}),
         ("eager", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
@@ -51,8 +51,8 @@ def _run(rank: int, world_size: int, way: str, kwargs: dict[str, Any]) -> tuple[
         ("graph", {}),
     ],
 )
-def test_losses(ranks: RankPool, way: str, kwargs: dict[str, Any]) -> None:
-    for expected, got, shared in ranks.run(_run, 2, way, kwargs):
+def test_losses(ranks: RankPool, mode: str, kwargs: dict[str, Any]) -> None:
+    for expected, got, shared in ranks.run(_run, 2, mode, kwargs):
         assert got == expected
         assert shared == 0
 

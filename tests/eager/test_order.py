@@ -1,4 +1,4 @@
-"""Order and memory of a step by recorded events, in all three ways."""
+"""Order and memory of a step by recorded events, in all three modes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 from models import batch, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
-from ways import in_way
 
 from fsdp_dynamo import BackwardPrefetch, Event, record_events
 
 BLOCKS = 4
 UNITS = [f"blocks.{i}" for i in range(BLOCKS)]
-ALL_WAYS = ["eager", "hooks", "graph", "graph-inductor"]
+ALL_MODES = ["eager", "hooks", "graph", "graph-inductor"]
 
 
 def _recorded_step(
-    rank: int, world_size: int, way: str, options: dict[str, Any]
+    rank: int, world_size: int, mode: str, options: dict[str, Any]
 ) -> tuple[list[Event], int, dict[str, int]]:
     """Events of one step after two warm-up steps, the peak, and the units' bytes."""
     wrapped = wrap(make_transformer(num_blocks=BLOCKS), **options)
     # Units this small do not saturate a link: planned, neighbours would be launched together.
-    model = in_way(wrapped, way, bucket=False, max_in_flight=1)
+    model = in_mode(wrapped, mode, bucket=False, max_in_flight=1)
     train(model, rank, steps=2)
     with record_events() as log:
         loss_of(model, batch(rank, 2)).backward()
@@ -35,9 +35,9 @@ def _recorded_step(
 Step = tuple[str, list[tuple[list[Event], int, dict[str, int]]]]
 
 
-@pytest.fixture(scope="module", params=ALL_WAYS)
+@pytest.fixture(scope="module", params=ALL_MODES)
 def recorded(ranks: RankPool, request: pytest.FixtureRequest) -> Step:
-    """A way, and its step on each rank."""
+    """A mode, and its step on each rank."""
     return request.param, ranks.run(_recorded_step, 2, request.param, {})
 
 
@@ -63,7 +63,7 @@ def test_order_of_a_step(recorded: Step) -> None:
 
 def test_collectives_of_a_step(recorded: Step) -> None:
     """Two all-gathers a block, one of the root; one reduce-scatter a unit; all completed."""
-    way, steps = recorded
+    mode, steps = recorded
     for events, _, sizes in steps:
         gathers = [(e.unit, e.phase) for e in events if e.kind == "all_gather"]
         wanted = [("", "forward")] + [(u, p) for u in UNITS for p in ("forward", "backward")]
@@ -74,7 +74,7 @@ def test_collectives_of_a_step(recorded: Step) -> None:
             if event.kind in ("all_gather", "reduce_scatter"):
                 assert event.num_bytes == sizes[event.unit]
                 assert event.waited_ns >= event.issued_ns > 0
-                assert event.source == ("graph" if way.startswith("graph") else "hook")
+                assert event.source == ("graph" if mode.startswith("graph") else "hook")
 
 
 def test_unsharded_bytes(recorded: Step) -> None:

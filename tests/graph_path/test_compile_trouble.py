@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
-from ways import in_way
 
 from fsdp_dynamo import (
     FSDP,
@@ -45,20 +45,20 @@ def _losses(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
 # -- lengths ---------------------------------------------------------------------------------------
 
 
-def _sixteen_lengths(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], int]:
+def _sixteen_lengths(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], int]:
     batches = [batch(rank, n, length=5 + 3 * n) for n in range(16)]
     expected = _losses(wrap(make_transformer(num_blocks=3)), batches)
-    model = in_way(wrap(make_transformer(num_blocks=3)), way)
+    model = in_mode(wrap(make_transformer(num_blocks=3)), mode)
     losses = _losses(model, batches[:2])
     after_two = _num_graphs()
     losses += _losses(model, batches[2:])
     return expected, losses, _num_graphs() - after_two
 
 
-@pytest.mark.parametrize("way", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
-def test_many_lengths_need_few_graphs(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
+def test_many_lengths_need_few_graphs(ranks: RankPool, mode: str) -> None:
     """The first length is compiled as it is, the second one for all that follow."""
-    for expected, losses, more in ranks.run(_sixteen_lengths, 2, way):
+    for expected, losses, more in ranks.run(_sixteen_lengths, 2, mode):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert more == 0
 
@@ -88,7 +88,7 @@ def _breaking() -> FSDP:
 
 def _break_in_a_whole_graph(rank: int, world_size: int) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # Dynamo's, whose class is private
-        loss_of(in_way(_breaking(), "graph"), batch(rank, 0))
+        loss_of(in_mode(_breaking(), "graph"), batch(rank, 0))
     return str(caught.value)
 
 
@@ -164,11 +164,13 @@ class _Changing(Transformer):
         return super().forward(tokens) * (1 + int(self.kind[1:]) / 8)
 
 
-def _beyond_the_limit(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], str]:
-    def run(way: str) -> tuple[list[float], str]:
+def _beyond_the_limit(
+    rank: int, world_size: int, mode: str
+) -> tuple[list[float], list[float], str]:
+    def run(mode: str) -> tuple[list[float], str]:
         torch.manual_seed(7)
         wrapped = FSDP(_Changing(num_blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}))
-        model = in_way(wrapped, way)
+        model = in_mode(wrapped, mode)
         losses = []
         for step in range(5):
             wrapped.module.kind = f"a{step}"
@@ -179,7 +181,7 @@ def _beyond_the_limit(rank: int, world_size: int, way: str) -> tuple[list[float]
         return losses, ""
 
     with torch._dynamo.config.patch(recompile_limit=3):
-        return run("eager")[0], *run(way)
+        return run("eager")[0], *run(mode)
 
 
 def test_beyond_the_recompile_limit(ranks: RankPool) -> None:
@@ -207,7 +209,9 @@ def _loss_and_noise(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return loss_of(model, tokens) + torch.rand(())
 
 
-def _warmed_up(rank: int, world_size: int, way: str) -> tuple[bool, bool, list[float], list[float]]:
+def _warmed_up(
+    rank: int, world_size: int, mode: str
+) -> tuple[bool, bool, list[float], list[float]]:
     batches = [batch(rank, n, length=4 + n) for n in range(4)]
     expected, _ = train(wrap(make_transformer(num_blocks=2)), rank, steps=3)
     plain = make_transformer(num_blocks=2)
@@ -218,7 +222,7 @@ def _warmed_up(rank: int, world_size: int, way: str) -> tuple[bool, bool, list[f
 
     plain.blocks[0].register_forward_hook(count)
     wrapped = wrap(plain)
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     before = _state_of(model)
     warmup(model, batches, _loss_and_noise, max_recompiles=0)
     same = all(torch.equal(a, b) for a, b in zip(before, _state_of(model), strict=True))
@@ -232,9 +236,9 @@ def _warmed_up(rank: int, world_size: int, way: str) -> tuple[bool, bool, list[f
     return same, clean, expected, losses
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_warming_up_changes_nothing(ranks: RankPool, way: str) -> None:
-    for same, clean, expected, losses in ranks.run(_warmed_up, 2, way):
+@pytest.mark.parametrize("mode", COMPILED)
+def test_warming_up_changes_nothing(ranks: RankPool, mode: str) -> None:
+    for same, clean, expected, losses in ranks.run(_warmed_up, 2, mode):
         assert same
         assert clean
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -296,7 +300,7 @@ def _other_batches(rank: int, world_size: int, how: str) -> tuple[str, str]:
 
 
 def _warm_up_otherwise(rank: int, how: str) -> None:
-    model = in_way(wrap(make_transformer(num_blocks=1)), "graph")
+    model = in_mode(wrap(make_transformer(num_blocks=1)), "graph")
     batches: list[Any] = [batch(rank, 0), batch(rank, 1)][: 1 if how == "fewer" and rank else 2]
     if how == "raises" and rank:
         batches[1] = "no tensor"

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from graphs import Builder, Even, forward_graph, render
 from models import STEPS, batch, loss_of, make_transformer, nothing_cached, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from ways import in_way
 
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
@@ -101,11 +101,11 @@ class _Graphs:
 _CASTS = ("aten::_to_copy", "prims::convert_element_type")
 
 
-def _run(rank: int, way: str, bucket: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+def _run(rank: int, mode: str, bucket: bool, dtype: torch.dtype | None) -> dict[str, Any]:
     """Losses, gradients, launches, events and operators of a model of tiny units."""
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
     wrapped = wrap(make_transformer(num_blocks=BLOCKS), mixed_precision=precision)
-    model = in_way(wrapped, way, bucket=bucket, **SLOW_LINK)
+    model = in_mode(wrapped, mode, bucket=bucket, **SLOW_LINK)
     with nothing_cached(), _Graphs() as graphs:
         losses, _ = train(model, rank)
     with _Count() as count, record_events() as log:
@@ -121,14 +121,14 @@ def _run(rank: int, way: str, bucket: bool, dtype: torch.dtype | None) -> dict[s
     }
 
 
-def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None) -> Any:
-    off, on = (_run(rank, way, bucket, dtype) for bucket in (False, True))
+def _on_and_off(rank: int, world_size: int, mode: str, dtype: torch.dtype | None) -> Any:
+    off, on = (_run(rank, mode, bucket, dtype) for bucket in (False, True))
     pairs = list(zip(off.pop("numbers"), on.pop("numbers"), strict=True))
     return all(torch.equal(a, b) for a, b in pairs), off, on
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"),
+    ("mode", "dtype"),
     [
         ("graph", None),
         pytest.param("graph", torch.bfloat16, marks=pytest.mark.slow),
@@ -136,8 +136,8 @@ def _on_and_off(rank: int, world_size: int, way: str, dtype: torch.dtype | None)
         pytest.param("graph-inductor", None, marks=pytest.mark.slow),
     ],
 )
-def test_fewer_launches_same_results(ranks: RankPool, way: str, dtype: torch.dtype | None) -> None:
-    for equal, off, on in ranks.run(_on_and_off, 2, way, dtype):
+def test_fewer_launches_same_results(ranks: RankPool, mode: str, dtype: torch.dtype | None) -> None:
+    for equal, off, on in ranks.run(_on_and_off, 2, mode, dtype):
         assert equal
         assert off["operators"] == on["operators"]  # no copy, no concatenation, no cast is added
         assert {size for sizes in off["launches"].values() for size in sizes} == {1}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from models import batch, loss_of, make_transformer, train, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.nn import functional as F
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -30,10 +30,10 @@ def _gradients(model: FSDP) -> dict[str, torch.Tensor | None]:
 # -- autocast --------------------------------------------------------------------------------------
 
 
-def _under_autocast(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], set]:
-    def run(way: str) -> tuple[list[float], FSDP]:
+def _under_autocast(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], set]:
+    def run(mode: str) -> tuple[list[float], FSDP]:
         model = wrap(make_transformer(num_blocks=2))
-        compiled = in_way(model, way)
+        compiled = in_mode(model, mode)
         losses = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -46,13 +46,13 @@ def _under_autocast(rank: int, world_size: int, way: str) -> tuple[list[float], 
         return losses, model
 
     expected, _ = run("eager")
-    losses, model = run(way)
+    losses, model = run(mode)
     return expected, losses, {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("way", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
-def test_autocast(ranks: RankPool, way: str) -> None:
-    for expected, losses, dtypes in ranks.run(_under_autocast, 2, way):
+@pytest.mark.parametrize("mode", [pytest.param("hooks", marks=pytest.mark.slow), "graph"])
+def test_autocast(ranks: RankPool, mode: str) -> None:
+    for expected, losses, dtypes in ranks.run(_under_autocast, 2, mode):
         assert losses == pytest.approx(expected, rel=1e-2)  # bfloat16 in another order of sums
         assert dtypes == {"torch.float32"}
 
@@ -60,23 +60,23 @@ def test_autocast(ranks: RankPool, way: str) -> None:
 # -- dropout ---------------------------------------------------------------------------------------
 
 
-def _dropped(rank: int, world_size: int, way: str) -> tuple[list[float], list[float], list[float]]:
+def _dropped(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float], list[float]]:
     """Losses of two runs from one seed a rank, and of eager from the same."""
 
-    def run(way: str) -> list[float]:
+    def run(mode: str) -> list[float]:
         plain = make_transformer(num_blocks=2)
         for block in plain.blocks:
             block.down = nn.Sequential(block.down, nn.Dropout(0.5))
-        model = in_way(wrap(plain), way)
+        model = in_mode(wrap(plain), mode)
         torch.manual_seed(100 + rank)
         return train(model, 0, steps=3)[0]  # the same tokens on all ranks
 
-    return run(way), run(way), run("eager")
+    return run(mode), run(mode), run("eager")
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_dropout(ranks: RankPool, way: str) -> None:
-    (first, again, eager), (other, _, _) = ranks.run(_dropped, 2, way)
+@pytest.mark.parametrize("mode", COMPILED)
+def test_dropout(ranks: RankPool, mode: str) -> None:
+    (first, again, eager), (other, _, _) = ranks.run(_dropped, 2, mode)
     assert first == again
     assert first == pytest.approx(eager, rel=1e-5)
     assert first != other  # each rank has masks of its own
@@ -85,22 +85,22 @@ def test_dropout(ranks: RankPool, way: str) -> None:
 # -- what is not finite ----------------------------------------------------------------------------
 
 
-def _not_finite(rank: int, world_size: int, way: str, value: float) -> tuple[bool, float, str]:
+def _not_finite(rank: int, world_size: int, mode: str, value: float) -> tuple[bool, float, str]:
     """One rank's loss is not finite: all ranks' gradients are not, and clipping says so."""
     model = wrap(make_transformer(num_blocks=2))
-    loss = loss_of(in_way(model, way), batch(rank, 0))
+    loss = loss_of(in_mode(model, mode), batch(rank, 0))
     (loss * (value if rank == 1 else 1.0)).backward()
     finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad.numel())
     norm = float(model.clip_grad_norm_(1.0))
     return finite, norm, str(norm)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
 )
-def test_what_is_not_finite_reaches_all_ranks(ranks: RankPool, way: str, value: float) -> None:
-    found = ranks.run(_not_finite, 2, way, value)
+def test_what_is_not_finite_reaches_all_ranks(ranks: RankPool, mode: str, value: float) -> None:
+    found = ranks.run(_not_finite, 2, mode, value)
     for finite, norm, _ in found:
         assert not finite
         assert not torch.tensor(norm).isfinite()
@@ -132,12 +132,12 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(_Layer(), _Layer(), nn.Linear(DIM, 1))
 
 
-def _missing(rank: int, world_size: int, way: str, users: tuple[int, ...]) -> list[str]:
+def _missing(rank: int, world_size: int, mode: str, users: tuple[int, ...]) -> list[str]:
     """Compare with one process that does what all ranks do; what was wrong."""
     inputs = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     plain = _layers()
     model = FSDP(_layers(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     for r, x in enumerate(inputs):
         plain[1].use = r in users
         (plain(x).square().mean() / world_size).backward()
@@ -156,26 +156,26 @@ def _missing(rank: int, world_size: int, way: str, users: tuple[int, ...]) -> li
 
 
 @pytest.mark.parametrize("users", [(0, 1), (0,), ()])
-@pytest.mark.parametrize("way", WAYS)
-def test_strided_and_missing_gradients(ranks: RankPool, way: str, users: tuple[int, ...]) -> None:
-    assert ranks.run(_missing, 2, way, users) == [[], []]
+@pytest.mark.parametrize("mode", MODES)
+def test_strided_and_missing_gradients(ranks: RankPool, mode: str, users: tuple[int, ...]) -> None:
+    assert ranks.run(_missing, 2, mode, users) == [[], []]
 
 
 # -- accumulation ----------------------------------------------------------------------------------
 
 
-def _accumulated(rank: int, world_size: int, way: str) -> Any:
-    def run(way: str) -> dict[str, torch.Tensor | None]:
+def _accumulated(rank: int, world_size: int, mode: str) -> Any:
+    def run(mode: str) -> dict[str, torch.Tensor | None]:
         model = wrap(make_transformer(num_blocks=2))
-        compiled = in_way(model, way)
+        compiled = in_mode(model, mode)
         for step in range(3):
             loss_of(compiled, batch(rank, step)).backward()
         return _gradients(model)
 
-    expected, got = run("eager"), run(way)
+    expected, got = run("eager"), run(mode)
     return [n for n in got if not torch.allclose(got[n], expected[n], 1e-4, 1e-6)]
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_accumulation_over_backwards(ranks: RankPool, way: str) -> None:
-    assert ranks.run(_accumulated, 2, way) == [[], []]
+@pytest.mark.parametrize("mode", COMPILED)
+def test_accumulation_over_backwards(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_accumulated, 2, mode) == [[], []]

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch._dynamo
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from ways import in_way
 
 from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -219,11 +219,11 @@ def test_module_compile_in_place(ranks: RankPool) -> None:
         assert graphs == 3
 
 
-def _many_models(rank: int, world_size: int, way: str) -> list[bool]:
+def _many_models(rank: int, world_size: int, mode: str) -> list[bool]:
     results = []
     for _ in range(10):
         expected, _ = train(make_transformer(num_blocks=1), 0, steps=1)
-        got, _ = train(in_way(wrap(make_transformer(num_blocks=1)), way), 0, steps=1)
+        got, _ = train(in_mode(wrap(make_transformer(num_blocks=1)), mode), 0, steps=1)
         results.append(got == pytest.approx(expected, rel=1e-6))
     counters.clear()
     backend = CountingBackend()
@@ -234,10 +234,10 @@ def _many_models(rank: int, world_size: int, way: str) -> list[bool]:
     return [*results, watch.outside == 0]
 
 
-@pytest.mark.parametrize("way", ["hooks", pytest.param("graph", marks=pytest.mark.slow)])
-def test_many_models_in_one_process(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["hooks", pytest.param("graph", marks=pytest.mark.slow)])
+def test_many_models_in_one_process(ranks: RankPool, mode: str) -> None:
     """More models than Dynamo keeps entries of one code object: all are compiled."""
-    assert ranks.run(_many_models, 2, way) == [[True] * 11] * 2
+    assert ranks.run(_many_models, 2, mode) == [[True] * 11] * 2
 
 
 def _no_recompiles(rank: int, world_size: int) -> tuple[int, int, int]:
@@ -277,9 +277,9 @@ class _Counting(nn.Module):
         return self.last
 
 
-def _attributes(rank: int, world_size: int, way: str) -> tuple[list[int], bool]:
+def _attributes(rank: int, world_size: int, mode: str) -> tuple[list[int], bool]:
     model = nn.Sequential(nn.Linear(4, 4), _Counting())
-    run = in_way(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Counting})), way)
+    run = in_mode(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({_Counting})), mode)
     counts, is_real = [], True
     for _ in range(3):
         output = run(torch.ones(2, 4))
@@ -289,10 +289,10 @@ def _attributes(rank: int, world_size: int, way: str) -> tuple[list[int], bool]:
     return counts, is_real
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks"])
-def test_attributes_that_a_forward_sets(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_attributes_that_a_forward_sets(ranks: RankPool, mode: str) -> None:
     """Tracing runs a nested unit's forward on fake tensors: nothing of that is left."""
-    assert ranks.run(_attributes, 2, way) == [([1, 2, 3], True)] * 2
+    assert ranks.run(_attributes, 2, mode) == [([1, 2, 3], True)] * 2
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""transformers models wrapped by their layer class: one step equals DDP, in all three ways."""
+"""transformers models wrapped by their layer class: one step equals DDP, in all three modes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, FullStateDictConfig, StateDictType, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -31,17 +31,17 @@ def _two_losses(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-def _compare(rank: int, world_size: int, name: str, way: str) -> tuple[list[float], list[float]]:
+def _compare(rank: int, world_size: int, name: str, mode: str) -> tuple[list[float], list[float]]:
     reference, layer = hf_models.make(name)
     expected = _two_losses(DistributedDataParallel(reference), rank)
     model: nn.Module = FSDP(hf_models.make(name)[0], auto_wrap_policy=ModuleWrapPolicy({layer}))
-    return expected, _two_losses(in_way(model, way), rank)
+    return expected, _two_losses(in_mode(model, mode), rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", hf_models.NAMES)
-def test_step_equals_ddp(ranks: RankPool, name: str, way: str) -> None:
-    for expected, got in ranks.run(_compare, 2, name, way):
+def test_step_equals_ddp(ranks: RankPool, name: str, mode: str) -> None:
+    for expected, got in ranks.run(_compare, 2, name, mode):
         assert expected[1] < expected[0]
         assert got == pytest.approx(expected, rel=1e-6)
 

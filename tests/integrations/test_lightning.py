@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from models import VOCABULARY
+from modes import INDUCTOR_MODES, MODES
 from pool import RankPool
-from ways import INDUCTOR_WAYS, WAYS
 
 if find_spec("lightning") is None:
     pytest.skip("needs lightning", allow_module_level=True)
@@ -30,7 +30,7 @@ def _call(rank: int, world_size: int, run: str, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "mode"),
     [
         ("Module", "eager"),
         ("Direct", "eager"),
@@ -39,12 +39,12 @@ def _call(rank: int, world_size: int, run: str, *arguments: Any) -> Any:
         pytest.param("Module", "graph-inductor", marks=pytest.mark.slow),
     ],
 )
-def test_trains_as_ddp(ranks: RankPool, kind: str, way: str) -> None:
+def test_trains_as_ddp(ranks: RankPool, kind: str, mode: str) -> None:
     """Two batches a step are reduced once, gradients are clipped, evaluation in inference mode."""
     changed = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    compiled = {**WAYS, **INDUCTOR_WAYS}[way]
+    compiled = {**MODES, **INDUCTOR_MODES}[mode]
     for found in ranks.run(_call, 2, "trained", kind, compiled, changed):
-        _require_same(found["ours"], found["ddp"], 2e-6 if way != "graph-inductor" else 1e-5)
+        _require_same(found["ours"], found["ddp"], 2e-6 if mode != "graph-inductor" else 1e-5)
         assert found["free"]["losses"][-1] != pytest.approx(found["ddp"]["losses"][-1], rel=1e-3)
         assert 0.49 < found["ours"]["numel"] / found["ddp"]["numel"] < 0.51
         assert found["ours"]["scatters"] == 3 * 4  # 3 units, 4 steps
@@ -63,7 +63,7 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind", "way"),
+    ("precision", "kind", "mode"),
     [
         ("bf16-mixed", "Direct", "eager"),
         ("bf16-true", "Direct", "eager"),
@@ -72,9 +72,9 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], tolerance: floa
         pytest.param("bf16-true", "Module", "hooks", marks=pytest.mark.slow),
     ],
 )
-def test_precision_is_lightnings(ranks: RankPool, precision: str, kind: str, way: str) -> None:
+def test_precision_is_lightnings(ranks: RankPool, precision: str, kind: str, mode: str) -> None:
     """What the Trainer's precision does under DDP it does here."""
-    for found in ranks.run(_call, 2, "trained", kind, WAYS[way], {"precision": precision}):
+    for found in ranks.run(_call, 2, "trained", kind, MODES[mode], {"precision": precision}):
         _require_same(found["ours"], found["ddp"], 2e-6)
 
 

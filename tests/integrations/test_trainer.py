@@ -52,11 +52,11 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], names: list[str
         assert got[name] == pytest.approx(expected[name], rel=2e-6), name
 
 
-@pytest.mark.parametrize(("way", "gathers"), [("eager", 60), ("grad op", 36)])
-def test_trains_as_ddp(ranks_results: list[dict[str, Any]], way: str, gathers: int) -> None:
+@pytest.mark.parametrize(("mode", "gathers"), [("eager", 60), ("grad op", 36)])
+def test_trains_as_ddp(ranks_results: list[dict[str, Any]], mode: str, gathers: int) -> None:
     """Losses, norms before clipping, rates, evaluation; two batches a step are reduced once."""
     found = _of(ranks_results, "same_as_ddp")
-    expected, got = found["ddp"], found[way]
+    expected, got = found["ddp"], found[mode]
     assert expected["losses"][-1] < expected["losses"][0]
     assert min(expected["norms"]) > 0.3  # clipped in each step
     _require_same(got, expected, ["losses", "norms", "rates", "eval", "flos"])

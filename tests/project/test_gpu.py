@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import make_transformer, wrap
-from ways import in_way
+from modes import in_mode
 
 from fsdp_dynamo import CPUOffload
 
@@ -40,14 +40,14 @@ def nccl() -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph", "graph-inductor"])
-def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str, offload: bool) -> None:
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph", "graph-inductor"])
+def test_one_gpu_equals_the_plain_model(nccl: torch.device, mode: str, offload: bool) -> None:
     tokens = torch.randint(31, (2, 8), device=nccl)
     plain = make_transformer(num_blocks=2).to(nccl)
     cpu_offload = CPUOffload(offload_params=offload)
     sharded = wrap(make_transformer(num_blocks=2), device_id=0, cpu_offload=cpu_offload)
     assert {p.device.type for p in sharded.parameters()} == {"cpu" if offload else "cuda"}
-    model = in_way(sharded, way)
+    model = in_mode(sharded, mode)
     losses = []
     for net in (plain, model):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -60,12 +60,12 @@ def test_one_gpu_equals_the_plain_model(nccl: torch.device, way: str, offload: b
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_inputs_on_another_device_are_moved(nccl: torch.device, way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_inputs_on_another_device_are_moved(nccl: torch.device, mode: str) -> None:
     """The root's, positional and by keyword, are moved to where its parameters are."""
     tokens = torch.randint(31, (2, 8))
     plain = make_transformer(num_blocks=2).to(nccl)
-    model = in_way(wrap(make_transformer(num_blocks=2), device_id=0), way)
+    model = in_mode(wrap(make_transformer(num_blocks=2), device_id=0), mode)
     expected = plain(tokens.to(nccl))
     for output in (model(tokens), model(tokens=tokens)):
         assert output.device == nccl

@@ -50,7 +50,7 @@ def _in_fsdp2(plain: nn.Module) -> nn.Module:
     return plain
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "wrapper": wrap,
     "one unit": FSDP,
     "composable": lambda plain: fully_shard(plain, policy=ModuleWrapPolicy({Block})),
@@ -72,7 +72,7 @@ def _made(how: str, seed: int = 7) -> Pair:
         with torch.no_grad():
             for param in plain.parameters():
                 param.mul_(0.5)
-    model = WAYS[how](plain)
+    model = MODES[how](plain)
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 

@@ -173,7 +173,7 @@ def test_another_sharding_loads_it(
 
 
 def _of_the_plain_model(rank: int, world_size: int, kind: str) -> tuple[bool, list[float], Any]:
-    """Whole states are those of a plain optimizer, and go both ways."""
+    """Whole states are those of a plain optimizer, and go both modes."""
     plain = _plain()
     reference = OPTIMIZERS[kind](plain)
     model = _sharded("blocks")

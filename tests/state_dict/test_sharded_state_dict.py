@@ -92,7 +92,7 @@ def _moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _sharded(how: str) -> nn.Module:
-    """The same model in units of other sizes, by other ways and strategies."""
+    """The same model in units of other sizes, by other modes and strategies."""
     if how == "one unit":
         return FSDP(_model())
     if how == "composable":

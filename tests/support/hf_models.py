@@ -67,7 +67,7 @@ def _gpt2() -> tuple[nn.Module, type[nn.Module]]:
     )
     model = GPT2LMHeadModel(config)
     # Without it transformers logs a warning in the middle of the forward, which no whole graph
-    # can hold (plain torch.compile(fullgraph=True) fails in the same way).
+    # can hold (plain torch.compile(fullgraph=True) fails in the same mode).
     model.loss_type = "ForCausalLM"
     return model, GPT2Block
 

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins import MixedPrecision as Autocast
 from models import VOCABULARY, make_transformer
+from modes import MODES
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from ways import WAYS
 
 from fsdp_dynamo import FSDPError, MixedPrecision, checkpoint, record_events
 from fsdp_dynamo.integrations.lightning import FSDPDynamoStrategy
@@ -258,7 +258,7 @@ def refused(rank: int, kind: str, changed: dict[str, Any]) -> str:
         named["plugins"] = [Autocast("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     elif "plugins" in named:
         named["plugins"] = [AsyncCheckpointIO()]
-    compiled = WAYS["graph"] if named.pop("compile", False) else None
+    compiled = MODES["graph"] if named.pop("compile", False) else None
     module = globals()[kind]()
     numel = sum(p.numel() for p in module.parameters())
     given = torch.compile(module, backend="eager") if named.pop("is_compiled", False) else module

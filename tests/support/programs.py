@@ -13,8 +13,8 @@ from typing import Any
 import module_trees as trees
 import torch
 import torch.distributed as dist
+from modes import in_mode
 from torch import nn
-from ways import in_way
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.wrap_policy import CustomPolicy
@@ -30,14 +30,14 @@ class Program:
     Attributes:
         tree: the model.
         strategy: name of the sharding strategy.
-        way: of running it.
+        mode: of running it.
         widened: whether it computes and reduces in float64, which the reference need not do.
         calls: in order; those that make no sense where they stand are left out when it runs.
     """
 
     tree: trees.Branch
     strategy: str
-    way: str
+    mode: str
     widened: bool
     calls: tuple[Call, ...]
 
@@ -47,7 +47,7 @@ class _Pair:
 
     def __init__(self, program: Program, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.way = program.way
+        self.mode = program.mode
         self.plain = trees.build(program.tree)
         inner = trees.build(program.tree)
         has_units = any(trees.wants_unit(m) for m in inner.modules() if m is not inner)
@@ -58,7 +58,7 @@ class _Pair:
             sharding_strategy=ShardingStrategy[program.strategy],
             mixed_precision=wide if program.widened else None,
         )
-        self.run = in_way(self.model, self.way)
+        self.run = in_mode(self.model, self.mode)
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_unsynced = False
         self.wrong: list[str] = []
@@ -139,7 +139,7 @@ class _Pair:
     def deepcopy(self) -> None:
         if not self.losses and not self.is_unsynced:
             self.model, self.plain = copy.deepcopy((self.model, self.plain))
-            self.run = in_way(self.model, self.way)
+            self.run = in_mode(self.model, self.mode)
 
     # -- how
 

@@ -38,11 +38,11 @@ SMOKE: dict[str, tuple[str, ...]] = {
     "fsdp_dynamo/graph_path": (
         "graph_path/test_golden.py::test_a_small_model",
         "graph_path/test_options.py::test_ranks_with_other_options",
-        "wrap/test_ways.py::test_aot_eager_equals_ddp[graph-ShardingStrategy.FULL_SHARD]",
+        "wrap/test_modes.py::test_aot_eager_equals_ddp[graph-ShardingStrategy.FULL_SHARD]",
     ),
     "fsdp_dynamo/hooks_path": (
         "hooks_path/test_hooks_path.py::test_module_compile_in_place",
-        "wrap/test_ways.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.FULL_SHARD]",
+        "wrap/test_modes.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.FULL_SHARD]",
     ),
     "fsdp_dynamo/integrations": (
         "integrations/test_huggingface.py::test_step_equals_ddp[gpt2-eager]",
@@ -159,11 +159,11 @@ REPEATED: tuple[str, ...] = (
     "wrap/test_user_methods.py::test_a_frozen_base_costs_no_gradients[hooks]",
     "wrap/test_user_methods.py::test_an_overflow_on_one_rank_skips_the_step_on_all[hooks]",
     "wrap/test_user_methods.py::test_ranks_compare_their_order_in_debug_level_detail[hooks]",
-    "wrap/test_ways.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.SHARD_GRAD_OP]",
-    "wrap/test_ways.py::test_world_sizes[hooks-1]",
-    "wrap/test_ways.py::test_world_sizes[hooks-3]",
-    "wrap/test_ways.py::test_world_sizes[graph-1]",
-    "wrap/test_ways.py::test_world_sizes[graph-4]",
+    "wrap/test_modes.py::test_aot_eager_equals_ddp[hooks-ShardingStrategy.SHARD_GRAD_OP]",
+    "wrap/test_modes.py::test_world_sizes[hooks-1]",
+    "wrap/test_modes.py::test_world_sizes[hooks-3]",
+    "wrap/test_modes.py::test_world_sizes[graph-1]",
+    "wrap/test_modes.py::test_world_sizes[graph-4]",
 )
 """Slow for what they add: another mode, model or strategy of a test that stays in `make test`."""
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from ways import WAYS, in_way
 
 import fsdp_dynamo
 from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy
@@ -53,7 +53,7 @@ def _cpu_tensors_with_nccl() -> None:
         FSDP(nn.Linear(2, 2), sync_module_states=True)
 
 
-def _wrap_in_compiled_way(backend: str, fullgraph: bool, **kwargs: Any) -> None:
+def _wrap_in_compiled_mode(backend: str, fullgraph: bool, **kwargs: Any) -> None:
     model = wrap(make_transformer(num_blocks=1), **kwargs)
     torch.compile(model, backend=backend, fullgraph=fullgraph)(batch(0, 0))
 
@@ -167,15 +167,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "got one that is tied to 'up.weight'",
     ),
     "use_orig_params, hooks path": (
-        lambda: _wrap_in_compiled_way("aot_eager", False, use_orig_params=False),
+        lambda: _wrap_in_compiled_mode("aot_eager", False, use_orig_params=False),
         "expected use_orig_params=True under torch.compile",
     ),
     "use_orig_params, graph path": (
-        lambda: _wrap_in_compiled_way("fsdp_dynamo_aot_eager", True, use_orig_params=False),
+        lambda: _wrap_in_compiled_mode("fsdp_dynamo_aot_eager", True, use_orig_params=False),
         "expected use_orig_params=True under torch.compile",
     ),
     "fullgraph with another backend": (
-        lambda: _wrap_in_compiled_way("aot_eager", True),
+        lambda: _wrap_in_compiled_mode("aot_eager", True),
         'expected backend="fsdp_dynamo"',
     ),
     "no such parameter": (
@@ -258,9 +258,9 @@ def test_offload_on_cpu_is_accepted(ranks: RankPool) -> None:
     assert ranks.run(_offload, 2) == [True, True]
 
 
-def _replaced(rank: int, world_size: int, way: str, kind: str) -> str:
+def _replaced(rank: int, world_size: int, mode: str, kind: str) -> str:
     wrapped = wrap(make_transformer(num_blocks=2))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     loss_of(model, batch(rank, 0)).backward()
     up = wrapped.blocks[1].up
     if kind == "object":
@@ -272,26 +272,26 @@ def _replaced(rank: int, world_size: int, way: str, kind: str) -> str:
     return _message(lambda: model(batch(rank, 0)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["object", "data", "frozen"])
-def test_parameter_changed_behind_the_back(ranks: RankPool, kind: str, way: str) -> None:
-    for message in ranks.run(_replaced, 2, way, kind):
+def test_parameter_changed_behind_the_back(ranks: RankPool, kind: str, mode: str) -> None:
+    for message in ranks.run(_replaced, 2, mode, kind):
         assert "parameter 'blocks.1.up.weight': expected the wrapped parameter" in message
 
 
-def _refused_then_mended(rank: int, world_size: int, way: str) -> tuple[str, Any, Any]:
+def _refused_then_mended(rank: int, world_size: int, mode: str) -> tuple[str, Any, Any]:
     expected, _ = train(wrap(make_transformer(num_blocks=2)), rank, steps=2)
     wrapped = wrap(make_transformer(num_blocks=2))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     wrapped.scale.requires_grad_(False)
     message = _message(lambda: model(batch(rank, 0)))
     wrapped.scale.requires_grad_(True)
     return message, expected, train(model, rank, steps=2)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_goes_on_after_a_refused_forward(ranks: RankPool, way: str) -> None:
-    for message, expected, got in ranks.run(_refused_then_mended, 2, way):
+@pytest.mark.parametrize("mode", MODES)
+def test_goes_on_after_a_refused_forward(ranks: RankPool, mode: str) -> None:
+    for message, expected, got in ranks.run(_refused_then_mended, 2, mode):
         assert "parameter 'scale': expected the wrapped parameter" in message
         assert got == pytest.approx(expected, rel=1e-6)
 
@@ -310,12 +310,12 @@ class Failing(Transformer):
         return self.head(self.norm(x)) * self.scale
 
 
-def _failing(rank: int, world_size: int, way: str) -> tuple[Any, Any, int]:
+def _failing(rank: int, world_size: int, mode: str) -> tuple[Any, Any, int]:
     torch.manual_seed(7)
     expected, _ = train(wrap(Failing(num_blocks=3)), rank, steps=2)
     torch.manual_seed(7)
     wrapped = wrap(Failing(num_blocks=3))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     wrapped.module.fail_at = 1
     with pytest.raises(Exception, match="as asked"):
         model(batch(rank, 0))
@@ -325,9 +325,9 @@ def _failing(rank: int, world_size: int, way: str) -> tuple[Any, Any, int]:
     return expected, got, alive
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks"])
-def test_forward_that_raises(ranks: RankPool, way: str) -> None:
-    for expected, got, alive in ranks.run(_failing, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_forward_that_raises(ranks: RankPool, mode: str) -> None:
+    for expected, got, alive in ranks.run(_failing, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert alive == 0
 

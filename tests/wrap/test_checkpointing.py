@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed._composable.fsdp import fully_shard
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from ways import in_way
 
 from benchmarks.measure.step_profile import StepProfiler
 from fsdp_dynamo import FSDP, record_events
@@ -88,15 +88,15 @@ def _steps(
     return losses, sum(profile.peak_bytes.values()), profile.counts()
 
 
-def _compare(rank: int, world_size: int, way: str, selective: bool, autocast: bool) -> Any:
+def _compare(rank: int, world_size: int, mode: str, selective: bool, autocast: bool) -> Any:
     reference = _fsdp2(selective)
     expected = _steps(reference, reference, rank, autocast)
     wrapped = wrap(_checkpointed(selective))
-    return expected, _steps(in_way(wrapped, way), wrapped, rank, autocast)
+    return expected, _steps(in_mode(wrapped, mode), wrapped, rank, autocast)
 
 
 @pytest.mark.parametrize(
-    ("way", "selective", "autocast"),
+    ("mode", "selective", "autocast"),
     [
         ("eager", False, False),
         ("eager", True, False),
@@ -107,9 +107,9 @@ def _compare(rank: int, world_size: int, way: str, selective: bool, autocast: bo
         ("graph", False, True),
     ],
 )
-def test_against_fsdp2(ranks: RankPool, way: str, selective: bool, autocast: bool) -> None:
+def test_against_fsdp2(ranks: RankPool, mode: str, selective: bool, autocast: bool) -> None:
     """The same losses, no surplus all-gathers, and a peak at most 5 % higher."""
-    results = ranks.run(_compare, 2, way, selective, autocast)
+    results = ranks.run(_compare, 2, mode, selective, autocast)
     for (losses, peak, counts), (got, own_peak, own) in results:
         assert got == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
         assert own["all_gather"] <= counts["all_gather"]
@@ -159,12 +159,12 @@ def _set_checkpointing(model: nn.Module, is_on: bool) -> None:
 
 
 def _segments(
-    rank: int, world_size: int, cls: type[_Segments], way: str, pattern: list[bool], apart: bool
+    rank: int, world_size: int, cls: type[_Segments], mode: str, pattern: list[bool], apart: bool
 ) -> Any:
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(6, 6), cls(), cls())
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Segments}))
-    net = in_way(model, way)
+    net = in_mode(model, mode)
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
     wrong, backwards = [], []
     for is_on in pattern:
@@ -193,14 +193,14 @@ _ORDER = [
 
 
 @pytest.mark.parametrize("cls", [_Segments, _AllInSegments, _Branches])
-@pytest.mark.parametrize("way", ["eager", "hooks"])
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_reentrant_segments_of_a_unit(
-    ranks: RankPool, cls: type[_Segments], way: str, apart: bool
+    ranks: RankPool, cls: type[_Segments], mode: str, apart: bool
 ) -> None:
     """One reduction, one gather, also where checkpointing differs by step, or by rank."""
     pattern = [True, True, False, False, True]
-    for wrong, backwards in ranks.run(_segments, 2, cls, way, pattern, apart):
+    for wrong, backwards in ranks.run(_segments, 2, cls, mode, pattern, apart):
         assert wrong == []
         assert backwards == [_ORDER] * len(pattern)
 
@@ -240,7 +240,7 @@ def test_ranks_that_use_other_layers_reduce_in_one_order(ranks: RankPool) -> Non
 # -- against DDP without checkpointing -----------------------------------------------------------
 
 
-def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: str) -> Any:
+def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, mode: str) -> Any:
     impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     expected, _ = ddp_losses(rank, num_blocks=3)
     model = make_transformer(num_blocks=3)
@@ -252,7 +252,7 @@ def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: st
         for i in range(3):
             model.blocks[i] = checkpoint_wrapper(model.blocks[i], checkpoint_impl=impl)
         wrapped = wrap(model)
-    net = in_way(wrapped, way)
+    net = in_mode(wrapped, mode)
     got, _ = train(net, rank)
     with record_events() as log:
         loss_of(net, batch(rank, 0)).backward()
@@ -260,7 +260,7 @@ def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: st
 
 
 @pytest.mark.parametrize(
-    ("outside", "reentrant", "way"),
+    ("outside", "reentrant", "mode"),
     [
         (False, False, "eager"),
         (False, True, "eager"),
@@ -270,9 +270,9 @@ def _trained(rank: int, world_size: int, outside: bool, reentrant: bool, way: st
     ],
 )
 def test_activation_checkpointing(
-    ranks: RankPool, outside: bool, reentrant: bool, way: str
+    ranks: RankPool, outside: bool, reentrant: bool, mode: str
 ) -> None:
     """Same losses, and no surplus collectives: 3 blocks twice, the root once."""
-    for expected, got, gathers, reduces in ranks.run(_trained, 2, outside, reentrant, way):
+    for expected, got, gathers, reduces in ranks.run(_trained, 2, outside, reentrant, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert (gathers, reduces) == (7, 4)

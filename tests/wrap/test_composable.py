@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import Block, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from ways import in_way
 
 from fsdp_dynamo import (
     FSDP,
@@ -44,10 +44,10 @@ def _sharded(kind: str, model: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def _run(
-    rank: int, world_size: int, kind: str, way: str, kwargs: dict[str, Any]
+    rank: int, world_size: int, kind: str, mode: str, kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], int]:
     """Losses and norms, then the events and the peak of one more step."""
-    model = in_way(_sharded(kind, make_transformer(num_blocks=3), **kwargs), way)
+    model = in_mode(_sharded(kind, make_transformer(num_blocks=3), **kwargs), mode)
     losses = train(model, rank, steps=3, clip=1.0)
     with record_events() as log:
         loss_of(model, batch(rank, 9)).backward()
@@ -55,12 +55,12 @@ def _run(
 
 
 @pytest.mark.parametrize(
-    "way", ["eager", "hooks", "graph", pytest.param("graph-inductor", marks=pytest.mark.slow)]
+    "mode", ["eager", "hooks", "graph", pytest.param("graph-inductor", marks=pytest.mark.slow)]
 )
-def test_events_are_the_wrappers(ranks: RankPool, way: str) -> None:
-    wrapper = ranks.run(_run, 2, "wrapper", way, {})
-    for kind in ("policy", "one by one") if way == "eager" else ("policy",):
-        assert ranks.run(_run, 2, kind, way, {}) == wrapper
+def test_events_are_the_wrappers(ranks: RankPool, mode: str) -> None:
+    wrapper = ranks.run(_run, 2, "wrapper", mode, {})
+    for kind in ("policy", "one by one") if mode == "eager" else ("policy",):
+        assert ranks.run(_run, 2, kind, mode, {}) == wrapper
     assert {kind for kind, *_ in wrapper[0][1]} >= {"unshard", "all_gather", "reduce_scatter"}
 
 
@@ -129,7 +129,7 @@ def test_order_is_that_of_modules(ranks: RankPool) -> None:
 # -- replicate -------------------------------------------------------------------------------------
 
 
-def _replicated(rank: int, world_size: int, whose: str, way: str) -> tuple[Any, Any, list[str]]:
+def _replicated(rank: int, world_size: int, whose: str, mode: str) -> tuple[Any, Any, list[str]]:
     """One block replicated below fully_shard; losses of DDP, ours, and what the root holds."""
     from torch.distributed._composable.replicate import replicate as replicate_of_torch
 
@@ -138,15 +138,15 @@ def _replicated(rank: int, world_size: int, whose: str, way: str) -> tuple[Any, 
     (replicate if whose == "ours" else replicate_of_torch)(model.blocks[1])
     fully_shard(model, policy=lambda module, recurse, **_: recurse or module is model.blocks[0])
     held = [f"{u.fqn}.{o.fqn}" for u in model._fsdp_root.units[:1] for o in u.originals()]
-    return expected, train(in_way(model, way), rank)[0], held
+    return expected, train(in_mode(model, mode), rank)[0], held
 
 
 @pytest.mark.parametrize(
-    ("whose", "way"),
+    ("whose", "mode"),
     [("ours", "eager"), ("ours", "hooks"), ("ours", "graph"), ("torch's", "eager")],
 )
-def test_replicate_below_fully_shard(ranks: RankPool, whose: str, way: str) -> None:
-    for expected, got, held in ranks.run(_replicated, 2, whose, way):
+def test_replicate_below_fully_shard(ranks: RankPool, whose: str, mode: str) -> None:
+    for expected, got, held in ranks.run(_replicated, 2, whose, mode):
         assert got == pytest.approx(expected, rel=1e-5)
         assert not any("blocks.1." in name for name in held)
         assert any("blocks.2." in name for name in held)
@@ -217,11 +217,11 @@ def test_the_module_stays_the_users(ranks: RankPool) -> None:
         assert [what for what, holds in found.items() if not holds] == []
 
 
-def _summoned(rank: int, world_size: int, way: str) -> dict[str, bool]:
+def _summoned(rank: int, world_size: int, mode: str) -> dict[str, bool]:
     """Whole parameters between two steps of a model without a wrapper."""
     plain = make_transformer(num_blocks=2)
     model = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     expected, got = [train(plain, 0, steps=2)[0]], [train(run, 0, steps=2)[0]]
     with FSDP.summon_full_params(model, with_grads=True):
         pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
@@ -245,9 +245,9 @@ def _summoned(rank: int, world_size: int, way: str) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_whole_parameters(ranks: RankPool, way: str) -> None:
-    for found in ranks.run(_summoned, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_whole_parameters(ranks: RankPool, mode: str) -> None:
+    for found in ranks.run(_summoned, 2, mode):
         assert [what for what, holds in found.items() if not holds] == []
 
 

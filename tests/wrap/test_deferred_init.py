@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Transformer, batch, loss_of, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
-from ways import in_way
 
 from fsdp_dynamo import FSDP, FSDPValueError, ShardingStrategy
 
@@ -129,7 +129,7 @@ def test_lists_what_nobody_initialised(ranks: RankPool) -> None:
         assert table == [0, 1, 2, 3]
 
 
-def _optimizer_first(rank: int, world_size: int, way: str) -> bool:
+def _optimizer_first(rank: int, world_size: int, mode: str) -> bool:
     """Two steps with an optimizer that was made on the meta device, and one made afterwards."""
     results = []
     for is_first in (True, False):
@@ -139,7 +139,7 @@ def _optimizer_first(rank: int, world_size: int, way: str) -> bool:
         wrapped = wrap(model)
         assert all(a is b for a, b in zip(held, wrapped.parameters(), strict=True))
         optimizer = torch.optim.AdamW(held if is_first else wrapped.parameters(), lr=0.1)
-        run = in_way(wrapped, way)
+        run = in_mode(wrapped, mode)
         for step in range(2):
             loss_of(run, batch(rank, step)).backward()
             optimizer.step()
@@ -148,9 +148,9 @@ def _optimizer_first(rank: int, world_size: int, way: str) -> bool:
     return all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_an_optimizer_made_before_fits(ranks: RankPool, way: str) -> None:
-    assert all(ranks.run(_optimizer_first, 2, way))
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_an_optimizer_made_before_fits(ranks: RankPool, mode: str) -> None:
+    assert all(ranks.run(_optimizer_first, 2, mode))
 
 
 def _replaces(module: nn.Module) -> None:
@@ -200,7 +200,7 @@ def test_what_cannot_be_initialised(ranks: RankPool) -> None:
         assert kept_too
 
 
-def _from_rank_0(rank: int, world_size: int, way: str) -> tuple[float, float]:
+def _from_rank_0(rank: int, world_size: int, mode: str) -> tuple[float, float]:
     """Rank 0 has a model, the others have none."""
     torch.manual_seed(11)
     expected = float(loss_of(Resettable(num_blocks=1), batch(0, 0)))
@@ -211,12 +211,12 @@ def _from_rank_0(rank: int, world_size: int, way: str) -> tuple[float, float]:
         sync_module_states=True,
         param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False),
     )
-    loss = loss_of(in_way(wrapped, way), batch(0, 0))
+    loss = loss_of(in_mode(wrapped, mode), batch(0, 0))
     loss.backward()
     return expected, float(loss)
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_only_rank_0_has_values(ranks: RankPool, way: str) -> None:
-    for expected, got in ranks.run(_from_rank_0, 3, way):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_only_rank_0_has_values(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_from_rank_0, 3, mode):
         assert got == pytest.approx(expected, rel=1e-6)

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from ways import WAYS, in_way
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import (
@@ -26,7 +26,7 @@ from fsdp_dynamo.wrap_policy import (
     transformer_auto_wrap_policy,
 )
 
-ALL_WAYS = list(WAYS)
+ALL_MODES = list(MODES)
 
 
 # -- mixed precision ---------------------------------------------------------------------------
@@ -49,14 +49,14 @@ def _low_precision_mean(world_size: int) -> dict[str, torch.Tensor]:
     return means
 
 
-def _mixed(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+def _mixed(rank: int, world_size: int, mode: str) -> tuple[Any, Any, Any]:
     precision = MixedPrecision(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         _module_classes_to_ignore=(nn.LayerNorm,),
     )
     wrapped = wrap(make_transformer(num_blocks=2), mixed_precision=precision)
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     with record_events() as log:
         out = model(batch(rank, 0))
         loss_of(lambda _: out, batch(rank, 0)).backward()
@@ -72,10 +72,10 @@ def _mixed(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
     return grads, _low_precision_mean(world_size), (dtypes, out.dtype, gathered, reduced, numels)
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_mixed_precision(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_mixed_precision(ranks: RankPool, mode: str) -> None:
     """bf16 on the wire of the gathers, fp32 on that of the reductions; norms stay in fp32."""
-    for grads, means, (dtypes, out, gathered, reduced, numels) in ranks.run(_mixed, 2, way):
+    for grads, means, (dtypes, out, gathered, reduced, numels) in ranks.run(_mixed, 2, mode):
         assert grads.keys() == means.keys()
         for fqn, mean in means.items():
             torch.testing.assert_close(grads[fqn], mean, rtol=1e-5, atol=1e-7)
@@ -113,10 +113,10 @@ def _freeze(model: Transformer) -> Transformer:
     return model
 
 
-def _frozen(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+def _frozen(rank: int, world_size: int, mode: str) -> tuple[Any, Any, Any]:
     expected, _ = train(DistributedDataParallel(_freeze(make_transformer(num_blocks=2))), rank)
     wrapped = wrap(_freeze(make_transformer(num_blocks=2)))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     got, _ = train(model, rank)
     with record_events() as log:
         loss_of(model, batch(rank, 0)).backward()
@@ -127,9 +127,9 @@ def _frozen(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
     return expected, got, (reduced, [f.reduce_bytes for f in unit.flats if f.requires_grad])
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_frozen_parameters(ranks: RankPool, way: str) -> None:
-    for expected, got, (reduced, trainable) in ranks.run(_frozen, 2, way):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_frozen_parameters(ranks: RankPool, mode: str) -> None:
+    for expected, got, (reduced, trainable) in ranks.run(_frozen, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert reduced == sum(trainable)
 
@@ -145,12 +145,12 @@ class TiedBlocks(Transformer):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-def _tied_across_units(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any, list[str]]:
+def _tied_across_units(rank: int, world_size: int, mode: str) -> tuple[Any, Any, Any, list[str]]:
     torch.manual_seed(2)
     expected, _ = train(DistributedDataParallel(TiedBlocks()), rank)
     torch.manual_seed(2)
     wrapped = wrap(TiedBlocks())
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     got, _ = train(model, rank)
     owner = wrapped.flat_parameter_of("blocks.1.up.weight")
     state = wrapped.state_dict()
@@ -160,10 +160,10 @@ def _tied_across_units(rank: int, world_size: int, way: str) -> tuple[Any, Any, 
     return expected, got, owner.unit_fqn, [e.unit for e in log if e.kind == "all_gather"]
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_parameters_tied_across_units(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_parameters_tied_across_units(ranks: RankPool, mode: str) -> None:
     """The unit above all users owns them, and gathers once for all of them."""
-    for expected, got, owner, gathered in ranks.run(_tied_across_units, 2, way):
+    for expected, got, owner, gathered in ranks.run(_tied_across_units, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert owner == ""
         assert gathered.count("") == 1
@@ -229,11 +229,11 @@ def _odd_model(kind: str) -> OddModel:
     return OddModel(kind)
 
 
-def _odd(rank: int, world_size: int, kind: str, way: str) -> tuple[Any, Any]:
+def _odd(rank: int, world_size: int, kind: str, mode: str) -> tuple[Any, Any]:
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
     plain = _odd_model(kind)
     policy = ModuleWrapPolicy({OddBlock, nn.Sequential})
-    model = in_way(FSDP(_odd_model(kind), auto_wrap_policy=policy), way)
+    model = in_mode(FSDP(_odd_model(kind), auto_wrap_policy=policy), mode)
     results = []
     for net in (DistributedDataParallel(plain, find_unused_parameters=True), model):
         losses = []
@@ -248,16 +248,16 @@ def _odd(rank: int, world_size: int, kind: str, way: str) -> tuple[Any, Any]:
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("kind", ["dataclass", "dict", "tuple"])
-def test_odd_outputs_and_uses(ranks: RankPool, kind: str, way: str) -> None:
-    for expected, got in ranks.run(_odd, 2, kind, way):
+def test_odd_outputs_and_uses(ranks: RankPool, kind: str, mode: str) -> None:
+    for expected, got in ranks.run(_odd, 2, kind, mode):
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def _no_grad_and_eval(rank: int, world_size: int, way: str) -> tuple[Any, Any, list[int]]:
+def _no_grad_and_eval(rank: int, world_size: int, mode: str) -> tuple[Any, Any, list[int]]:
     wrapped = wrap(make_transformer(num_blocks=2))
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     plain = make_transformer(num_blocks=2)
     alive = []
     outputs = []
@@ -274,28 +274,28 @@ def _no_grad_and_eval(rank: int, world_size: int, way: str) -> tuple[Any, Any, l
     return outputs[0], outputs[1:], alive
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_no_grad_eval_and_abandoned_forwards(ranks: RankPool, way: str) -> None:
-    for expected, got, alive in ranks.run(_no_grad_and_eval, 2, way):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_no_grad_eval_and_abandoned_forwards(ranks: RankPool, mode: str) -> None:
+    for expected, got, alive in ranks.run(_no_grad_and_eval, 2, mode):
         for output in got:
             torch.testing.assert_close(output, expected)
         assert alive == [0, 0, 0]
 
 
-def _two_forwards(rank: int, world_size: int, way: str) -> tuple[float, float]:
+def _two_forwards(rank: int, world_size: int, mode: str) -> tuple[float, float]:
     """Two forwards, then one backward through both."""
     plain = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2))
-    for net in (plain, in_way(wrapped, way)):
+    for net in (plain, in_mode(wrapped, mode)):
         loss = loss_of(net, batch(0, 0)) + loss_of(net, batch(0, 1))
         loss.backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     return float(expected), float(wrapped.clip_grad_norm_(1e9))
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_two_forwards_one_backward(ranks: RankPool, way: str) -> None:
-    for expected, got in ranks.run(_two_forwards, 2, way):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_two_forwards_one_backward(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_two_forwards, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -348,7 +348,7 @@ def test_policies(ranks: RankPool) -> None:
         assert strategies == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"]
 
 
-def _ignored(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
+def _ignored(rank: int, world_size: int, mode: str) -> tuple[Any, Any, Any]:
     """Ignored parameters keep their shapes and are not reduced (so equal batches are used)."""
     expected, _ = train(make_transformer(num_blocks=2), 0)
     model = make_transformer(num_blocks=2)
@@ -359,14 +359,14 @@ def _ignored(rank: int, world_size: int, way: str) -> tuple[Any, Any, Any]:
     wrapped = FSDP(model, ignored_modules=ignored, ignored_states=state)
     assert wrapped.head.weight.shape == (31, 16)
     assert wrapped.blocks[0].up.weight.shape == (32, 16)
-    got, _ = train(in_way(wrapped, way), 0)
+    got, _ = train(in_mode(wrapped, mode), 0)
     names = {o.fqn for u in wrapped._fsdp_root.units for o in u.originals()}
     return expected, got, names & {"head.weight", "scale", "up.weight"}
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_ignored(ranks: RankPool, way: str) -> None:
-    for expected, got, managed in ranks.run(_ignored, 2, way):
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_ignored(ranks: RankPool, mode: str) -> None:
+    for expected, got, managed in ranks.run(_ignored, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert managed == set()
 
@@ -403,11 +403,11 @@ def test_each_tensor_is_broadcast_once(ranks: RankPool) -> None:
         assert sorted(sent) == sorted(expected)
 
 
-def _conversion(rank: int, world_size: int, how: str, way: str) -> tuple[Any, Any, Any]:
+def _conversion(rank: int, world_size: int, how: str, mode: str) -> tuple[Any, Any, Any]:
     """In the middle of training; optimizers keep their parameters."""
     convert = CONVERSIONS[how]
     wrapped, plain = wrap(make_transformer(num_blocks=1)), make_transformer(num_blocks=1)
-    model = in_way(wrapped, way)
+    model = in_mode(wrapped, mode)
     before = train(plain, 0, steps=2)[0], train(model, 0, steps=2)[0]
     grads = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
     parameters = list(wrapped.parameters())
@@ -431,7 +431,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("how", "way"),
+    ("how", "mode"),
     [
         ("double", "eager"),
         ("double", "hooks"),
@@ -444,9 +444,9 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
         pytest.param("to", "graph", marks=pytest.mark.slow),
     ],
 )
-def test_conversion_refreshes_views(ranks: RankPool, how: str, way: str) -> None:
+def test_conversion_refreshes_views(ranks: RankPool, how: str, mode: str) -> None:
     """Parameters keep identity and gradients; training goes on, in float64 where converted."""
-    for kept, (first, then), (got_first, got) in ranks.run(_conversion, 2, how, way):
+    for kept, (first, then), (got_first, got) in ranks.run(_conversion, 2, how, mode):
         assert kept
         assert got_first == pytest.approx(first, rel=1e-6)
         assert got == pytest.approx(then, rel=1e-5)
@@ -495,14 +495,14 @@ def test_groups_and_meshes(ranks: RankPool) -> None:
         assert got == expected
 
 
-def _hook_order(rank: int, world_size: int, way: str) -> list[Any]:
+def _hook_order(rank: int, world_size: int, mode: str) -> list[Any]:
     seen: list[Any] = []
     model = make_transformer(num_blocks=1)
     model.blocks[0].register_forward_pre_hook(
         lambda m, args, kwargs: seen.append(m.qkv.weight.shape), with_kwargs=True
     )
     wrapped = wrap(model)
-    run = in_way(wrapped, way)
+    run = in_mode(wrapped, mode)
     run(tokens=batch(rank, 0))  # the root's forward by keyword; it may trace
     assert wrapped.blocks[0].qkv.weight.ndim == 1
     seen.clear()
@@ -510,7 +510,7 @@ def _hook_order(rank: int, world_size: int, way: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_unit_hooks_run_first(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_unit_hooks_run_first(ranks: RankPool, mode: str) -> None:
     """A module's own pre-hooks see unsharded parameters; the root takes keyword inputs."""
-    assert ranks.run(_hook_order, 2, way) == [[torch.Size([48, 16])]] * 2
+    assert ranks.run(_hook_order, 2, mode) == [[torch.Size([48, 16])]] * 2

@@ -20,7 +20,7 @@ from programs import Call, Program, run_program
 
 WORLD_SIZE = 2
 NUM_CALLS = 8
-_WAYS = ("eager", "eager", "hooks", "graph")
+_MODES = ("eager", "eager", "hooks", "graph")
 _seeds = st.integers(0, 5)
 
 
@@ -41,11 +41,11 @@ def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
         @initialize(
             tree=trees,
             strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
-            way=st.sampled_from(_WAYS),
+            mode=st.sampled_from(_MODES),
             widened=st.booleans(),
         )
-        def wrap(self, tree: Branch, strategy: str, way: str, widened: bool) -> None:
-            self.model = tree, strategy, way, widened
+        def wrap(self, tree: Branch, strategy: str, mode: str, widened: bool) -> None:
+            self.model = tree, strategy, mode, widened
 
         @rule(seed=_seeds, backward=st.booleans())
         def forward(self, seed: int, backward: bool) -> None:

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from census import Census
 from models import batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
 from pool import RankPool
-from ways import WAYS, in_way
 
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.hooks_path.leaves import SegmentBackend
 
 
-def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, int]:
+def _steps(rank: int, world_size: int, mode: str, backward: bool) -> tuple[int, int]:
     census = Census()
-    model = in_way(wrap(make_transformer(num_blocks=2)), way)
+    model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
     counts = []
     for step in range(300):
         loss = loss_of(model, batch(rank, step))
@@ -33,10 +33,11 @@ def _steps(rank: int, world_size: int, way: str, backward: bool) -> tuple[int, i
 
 @pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "hooks" else way for way in WAYS]
+    "mode",
+    [pytest.param(mode, marks=pytest.mark.slow) if mode == "hooks" else mode for mode in MODES],
 )
-def test_no_tensor_is_kept(ranks: RankPool, way: str, backward: bool) -> None:
-    for early, late in ranks.run(_steps, 2, way, backward):
+def test_no_tensor_is_kept(ranks: RankPool, mode: str, backward: bool) -> None:
+    for early, late in ranks.run(_steps, 2, mode, backward):
         assert late <= early
 
 
@@ -57,11 +58,11 @@ def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
         assert late <= early
 
 
-def _compiled_cycles(rank: int, world_size: int, way: str) -> list[dict[type, int]]:
+def _compiled_cycles(rank: int, world_size: int, mode: str) -> list[dict[type, int]]:
     kinds = (Unit, SegmentBackend, torch.fx.GraphModule)
     counts = []
     for cycle in range(4):
-        model = in_way(wrap(make_transformer(num_blocks=2)), way)
+        model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
         loss_of(model, batch(rank, cycle)).backward()
         del model
         while gc.collect():
@@ -72,10 +73,10 @@ def _compiled_cycles(rank: int, world_size: int, way: str) -> list[dict[type, in
     return counts
 
 
-@pytest.mark.parametrize("way", ["hooks", "graph"])
-def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, mode: str) -> None:
     """Backends, segments and graphs go with the model that they were compiled for."""
-    for counts in ranks.run(_compiled_cycles, 2, way):
+    for counts in ranks.run(_compiled_cycles, 2, mode):
         assert counts[1:] == [counts[0]] * 3
         assert counts[0][SegmentBackend] == 0
 
@@ -83,16 +84,16 @@ def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, way: str) 
 _groups: list[weakref.ref[dist.ProcessGroup]] = []
 
 
-def _groups_that_live_on(rank: int, world_size: int, way: str) -> int:
+def _groups_that_live_on(rank: int, world_size: int, mode: str) -> int:
     """Of the groups of earlier jobs of this kind; each has threads that never rest."""
     gc.collect()
     alive = sum(reference() is not None for reference in _groups)
     _groups.append(weakref.ref(dist.group.WORLD))
-    loss_of(in_way(wrap(make_transformer(num_blocks=2)), way), batch(rank, 0)).backward()
+    loss_of(in_mode(wrap(make_transformer(num_blocks=2)), mode), batch(rank, 0)).backward()
     return alive
 
 
 def test_groups_that_are_destroyed_are_gone(ranks: RankPool) -> None:
-    for way in ("eager", "graph", "hooks", "eager", "eager", "eager"):
-        alive = ranks.run(_groups_that_live_on, 2, way)
+    for mode in ("eager", "graph", "hooks", "eager", "eager", "eager"):
+        alive = ranks.run(_groups_that_live_on, 2, mode)
     assert max(alive) <= 1  # Dynamo keeps its last frames for a while

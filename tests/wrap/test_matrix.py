@@ -1,4 +1,4 @@
-"""Every combination of strategy, way, precision, checkpointing and frozen parameters, against one
+"""Every combination of strategy, mode, precision, checkpointing and frozen parameters, against one
 process that sees all ranks' batches."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
-from ways import in_way
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -104,7 +104,7 @@ def reference(case: Case, world_size: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in params.items()}
 
 
-def run_case(case: Case, rank: int, world_size: int, way: str) -> str:
+def run_case(case: Case, rank: int, world_size: int, mode: str) -> str:
     """What was wrong, or nothing."""
     model = make_model(case)
     if case.checkpointed:
@@ -119,7 +119,7 @@ def run_case(case: Case, rank: int, world_size: int, way: str) -> str:
         mixed_precision=low if case.low_precision else None,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
     )
-    run = in_way(wrapped, way)
+    run = in_mode(wrapped, mode)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -138,31 +138,31 @@ def run_case(case: Case, rank: int, world_size: int, way: str) -> str:
         wanted = 0
     if gathers > wanted:
         wrong.append(f"{gathers} all-gathers for {wanted}")
-    return f"{way} {case}: {', '.join(wrong)}" if wrong else ""
+    return f"{mode} {case}: {', '.join(wrong)}" if wrong else ""
 
 
-def _all_cases(rank: int, world_size: int, way: str, hybrid: bool) -> list[str]:
+def _all_cases(rank: int, world_size: int, mode: str, hybrid: bool) -> list[str]:
     wrong = []
     for case in cases(hybrid):
-        wrong.append(run_case(case, rank, world_size, way))
+        wrong.append(run_case(case, rank, world_size, mode))
         torch._dynamo.reset()
         dist.barrier()
     return [text for text in wrong if text]
 
 
-@pytest.mark.parametrize("way", ["eager", pytest.param("hooks", marks=pytest.mark.slow), "graph"])
-def test_on_two_ranks(ranks: RankPool, way: str) -> None:
-    for wrong in ranks.run(_all_cases, 2, way, False):
+@pytest.mark.parametrize("mode", ["eager", pytest.param("hooks", marks=pytest.mark.slow), "graph"])
+def test_on_two_ranks(ranks: RankPool, mode: str) -> None:
+    for wrong in ranks.run(_all_cases, 2, mode, False):
         assert wrong == []
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize(
-    "way", ["eager", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hooks", "graph"))]
+    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hooks", "graph"))]
 )
-def test_on_four_ranks(ranks: RankPool, way: str, hybrid: bool) -> None:
+def test_on_four_ranks(ranks: RankPool, mode: str, hybrid: bool) -> None:
     """Compiled, these 40 cases take minutes on 2 cores: ``pytest -m slow``."""
-    for wrong in ranks.run(_all_cases, 4, way, hybrid):
+    for wrong in ranks.run(_all_cases, 4, mode, hybrid):
         assert wrong == []
 
 

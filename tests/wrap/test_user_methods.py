@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from ways import in_way
 
 from fsdp_dynamo import (
     FSDP,
@@ -42,16 +42,16 @@ def _error(action: Callable[[], object]) -> str:
 
 
 def _with_hook(
-    rank: int, world_size: int, hook: str, strategy: str, way: str
+    rank: int, world_size: int, hook: str, strategy: str, mode: str
 ) -> tuple[list[float], list[float]]:
     expected, _ = ddp_losses(rank, num_blocks=1)
     model = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
     model.register_comm_hook(None, getattr(comm_hooks, hook))
-    return expected, train(in_way(model, way), rank)[0]
+    return expected, train(in_mode(model, mode), rank)[0]
 
 
 @pytest.mark.parametrize(
-    ("hook", "strategy", "way", "rel"),
+    ("hook", "strategy", "mode", "rel"),
     [
         ("default_hook", "FULL_SHARD", "eager", 1e-7),
         ("default_hook", "NO_SHARD", "hooks", 1e-6),
@@ -60,8 +60,8 @@ def _with_hook(
         ("fp16_compress_hook", "FULL_SHARD", "hooks", 5e-3),
     ],
 )
-def test_hooks_average(ranks: RankPool, hook: str, strategy: str, way: str, rel: float) -> None:
-    for expected, got in ranks.run(_with_hook, 2, hook, strategy, way):
+def test_hooks_average(ranks: RankPool, hook: str, strategy: str, mode: str, rel: float) -> None:
+    for expected, got in ranks.run(_with_hook, 2, hook, strategy, mode):
         assert got == pytest.approx(expected, rel=rel)
         assert hook == "default_hook" or got != expected
 
@@ -92,7 +92,7 @@ def _own_hook(rank: int, world_size: int) -> tuple[list[str], list[tuple[int, ..
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_mesh=init_device_mesh("cpu", (1, 2)),
     )
-    graph = in_way(model, "graph")
+    graph = in_mode(model, "graph")
     refused = [
         _error(lambda: model.register_comm_hook(calls, halved)),
         _error(lambda: expected.blocks[0].register_comm_hook(calls, halved)),
@@ -202,21 +202,21 @@ def test_a_registered_method_trains(ranks: RankPool) -> None:
 # -- copies --------------------------------------------------------------------------------------
 
 
-def _copies(rank: int, world_size: int, way: str) -> tuple[Any, Any, str]:
+def _copies(rank: int, world_size: int, mode: str) -> tuple[Any, Any, str]:
     model = wrap(make_transformer(num_blocks=2, tied=True))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     train(run, rank, steps=2)
     loss_of(run, batch(rank, 5)).backward()  # as in nn.Module, a copy has no gradients
     twin = copy.deepcopy(model)
     rest, _ = train(run, rank, steps=3)
-    again, _ = train(in_way(twin, way), rank, steps=3)
+    again, _ = train(in_mode(twin, mode), rank, steps=3)
     nested = _error(lambda: copy.deepcopy(model.blocks[0]))
     return rest, again, nested
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_a_copy_trains_alike_and_alone(ranks: RankPool, way: str) -> None:
-    for rest, again, nested in ranks.run(_copies, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_a_copy_trains_alike_and_alone(ranks: RankPool, mode: str) -> None:
+    for rest, again, nested in ranks.run(_copies, 2, mode):
         assert again == rest
         assert "expected a copy of the outermost unit's module" in nested
 
@@ -267,10 +267,10 @@ def test_apply_sees_whole_parameters(ranks: RankPool) -> None:
 # -- gradient scaling --------------------------------------------------------------------------
 
 
-def _scaled(rank: int, world_size: int, way: str) -> tuple[list[float], list[bool]]:
+def _scaled(rank: int, world_size: int, mode: str) -> tuple[list[float], list[bool]]:
     """One rank's gradients overflow in the second of three steps."""
     model = wrap(make_transformer(num_blocks=1))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales, moved = [], []
@@ -289,9 +289,9 @@ def _scaled(rank: int, world_size: int, way: str) -> tuple[list[float], list[boo
     return scales, moved
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, way: str) -> None:
-    for scales, moved in ranks.run(_scaled, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, mode: str) -> None:
+    for scales, moved in ranks.run(_scaled, 2, mode):
         assert scales == [8.0, 4.0, 4.0]
         assert moved == [True, False, True]
 
@@ -311,10 +311,10 @@ class Swapping(nn.Module):
         return out
 
 
-def _swapped(rank: int, world_size: int, way: str) -> tuple[Any, list[str]]:
+def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str]]:
     plain = Swapping()
     model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     messages = []
     for swapped in (False, False, True, True):
         plain.swapped = swapped
@@ -328,22 +328,22 @@ def _swapped(rank: int, world_size: int, way: str) -> tuple[Any, list[str]]:
     return model._fsdp_root.execution_order.fqns, messages
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks"])
-def test_another_order_warns_once(ranks: RankPool, way: str) -> None:
-    for fqns, messages in ranks.run(_swapped, 2, way):
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_another_order_warns_once(ranks: RankPool, mode: str) -> None:
+    for fqns, messages in ranks.run(_swapped, 2, mode):
         assert fqns == ("", "a", "b")
         assert [bool(message) for message in messages] == [False, False, True, False]
         assert "expected unit 'a' at position 1, got unit 'b'" in messages[2]
 
 
-def _swapped_on_one_rank(rank: int, world_size: int, way: str) -> str:
+def _swapped_on_one_rank(rank: int, world_size: int, mode: str) -> str:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
     try:
         plain = Swapping()
         model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
         plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
-        in_way(model, way)(torch.ones(2, 4))
+        in_mode(model, mode)(torch.ones(2, 4))
     except DivergenceError as error:
         return str(error)
     finally:
@@ -352,9 +352,9 @@ def _swapped_on_one_rank(rank: int, world_size: int, way: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks"])
-def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool, way: str) -> None:
-    first, second = ranks.run(_swapped_on_one_rank, 2, way)
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_ranks_compare_their_order_in_debug_level_detail(ranks: RankPool, mode: str) -> None:
+    first, second = ranks.run(_swapped_on_one_rank, 2, mode)
     assert first == second
     # By which of the two comparisons: whichever is first to see it.
     assert "order of units in the forward" in first or "to issue what rank" in first
@@ -384,10 +384,10 @@ def _adapted() -> Transformer:
     return model
 
 
-def _fine_tuned(rank: int, world_size: int, way: str) -> tuple[Any, Any, dict[str, int], int, int]:
+def _fine_tuned(rank: int, world_size: int, mode: str) -> tuple[Any, Any, dict[str, int], int, int]:
     expected, _ = train(nn.parallel.DistributedDataParallel(_adapted()), rank)
     model = wrap(_adapted())
-    run = in_way(model, way)
+    run = in_mode(model, mode)
     got, _ = train(run, rank)
     with record_events() as log:
         loss_of(run, batch(rank, 0)).backward()
@@ -397,10 +397,10 @@ def _fine_tuned(rank: int, world_size: int, way: str) -> tuple[Any, Any, dict[st
     return expected, got, sent, 4 * trainable, grads
 
 
-@pytest.mark.parametrize("way", ["eager", "hooks", "graph"])
-def test_a_frozen_base_costs_no_gradients(ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_a_frozen_base_costs_no_gradients(ranks: RankPool, mode: str) -> None:
     """Reduced bytes and gradient memory are those of the trainable part, up to padding."""
-    for expected, got, sent, trainable, grads in ranks.run(_fine_tuned, 2, way):
+    for expected, got, sent, trainable, grads in ranks.run(_fine_tuned, 2, mode):
         assert got == pytest.approx(expected, rel=1e-6)
         assert set(sent) == {"blocks.0", "blocks.1"}
         assert all(trainable <= size <= trainable + 64 for size in sent.values())
