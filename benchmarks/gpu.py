@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--decoder 1b] [--json runs/gpu.json] [--budget_s 460]
 
 A Llama-style decoder in bf16: at world size 1 over NCCL (this project in three modes, FSDP1, FSDP2
-eager and compiled, SimpleFSDP), then as rank 0 of simulated clusters with real GPU compute. Peers are
-interleaved within a part; the parts are small enough that all models of one fit into the memory.
+eager and compiled, SimpleFSDP), then as rank 0 of simulated clusters with real GPU compute. Peers
+are interleaved within a part; the parts are small enough that all models of one fit in memory.
 A part for which no time is left is recorded as skipped.
 """
 

@@ -1,4 +1,4 @@
-"""Recorder of what happened: unshards, reshards, collectives and compute, in order of issue.
+"""Recorder of unshards, reshards, collectives and compute, in order of issue.
 
 Off, the recorder is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return at
 once. On, each event is appended when its work is *issued*, so the order of the list is the order of
@@ -28,12 +28,12 @@ COMPUTE_KINDS = frozenset({"forward", "backward"})
 
 @dataclass
 class Event:
-    """One thing that happened.
+    """One unshard, reshard, collective or piece of compute.
 
     Attributes:
         unit: the unit's FQN, ``""`` for the root.
-        kind: what happened.
-        phase: in which pass.
+        kind: of the event.
+        phase: the pass in which it was issued.
         num_bytes: of the unsharded tensor that the event is about; 0 for compute.
         source: ``"hook"`` where Python around the compute did it, ``"graph"`` where a node of
             a compiled graph did.
@@ -62,7 +62,7 @@ class EventLog(list[Event]):
     """The list of ``Event`` that ``record_events`` yields, in order of issue.
 
     Attributes:
-        at_end: called when the recording ends; ``None``: nothing is left to do then.
+        at_end: called when the recording ends, or ``None``.
     """
 
     def __init__(self) -> None:

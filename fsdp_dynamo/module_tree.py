@@ -36,21 +36,25 @@ def is_unit(module: object) -> bool:
 
 
 def is_inside_wrapper(prefix: str) -> bool:
-    """Whether the module with this prefix was reached through a wrapper right around it."""
+    """Whether a module with this prefix is held directly by an FSDP wrapper."""
     names = reversed(prefix.rstrip(".").split("."))
     return WRAPPED in itertools.takewhile(WRAPPER_NAMES.__contains__, names)
 
 
 def plain_fqn(name: str) -> str:
-    """An FQN without the parts that wrappers put in."""
+    """Remove the names that wrappers put into an FQN."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
 def raw_named_modules(
     module: nn.Module, enters: Callable[[nn.Module], bool] = lambda _: True
 ) -> Iterator[tuple[str, Any]]:
-    """``named_modules`` with the wrappers' own names left in, below modules that ``enters`` takes;
-    the first one is always taken."""
+    """``named_modules`` with the wrappers' own names kept.
+
+    Args:
+        module: where to begin.
+        enters: whether to walk into a child.
+    """
     stack: list[tuple[str, nn.Module]] = [("", module)]
     seen: set[nn.Module] = set()
     while stack:
@@ -76,7 +80,7 @@ def wrapper_of(module: nn.Module) -> Any:
 
 
 def without_wrapper_names(text: str) -> str:
-    """A sentence about FQNs without the parts that wrappers put into them."""
+    """Remove the names that wrappers put into the FQNs of a text."""
     for name in WRAPPER_NAMES:
         text = text.replace(f"{name}.", "")
     return text

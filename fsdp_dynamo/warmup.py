@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.core.restoring import forget_gradients, nothing_changes
+from fsdp_dynamo.core.preserve_state import clear_gradients, preserve_state
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
@@ -54,14 +54,14 @@ def warmup(
     module = uncompiled(model)
     units = _units_of(module)
     groups = units[0].config.groups.all
-    with nothing_changes(module, units):
+    with preserve_state(module, units):
         for number, batch in enumerate(given, 1):
             for group in groups:
                 require_same(group, "batch to warm up", f"{number} of {len(given)}")
             loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
             if torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
-            forget_gradients(list(module.parameters()), units)
+            clear_gradients(list(module.parameters()), units)
     for group in groups:
         require_same(group, "end of the warm-up", "reached")
     if max_recompiles is not None:

@@ -1,5 +1,5 @@
 """Flat parameters and units: layout, storage, views, gradients, training state.
 
-A unit knows how things are done; when they are done is decided in ``eager`` and ``graph_path``.
+A unit implements each action; ``eager`` and ``graph_path`` decide when it runs.
 Imports: ``comm``.
 """

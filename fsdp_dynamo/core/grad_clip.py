@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -38,61 +37,55 @@ def clip_grad_norm(
         UnsupportedError: ranks of the root have different norms, as they train different
             parameters in a unit on fewer ranks.
     """
-    whole = _Part(())
-    whole.grads = [p.grad for p in others if p.grad is not None]
-    parts = [whole]
+    # By the groups over which their elements are spread; on every rank in the same order.
+    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
+        (): [p.grad for p in others if p.grad is not None]
+    }
     num_ranks = math.prod(group.size() for group in groups)
-    apart: FlatParameter | None = None
+    partial: FlatParameter | None = None
     device = torch.device("cpu")
     for flat in flats:
         device = flat.device
         if math.prod(group.size() for group in flat.groups.all) < num_ranks:
-            apart = apart or flat
+            partial = partial or flat
         shard = (flat.group,) if flat.is_sharded else ()
         for original in flat.originals:
             splits = () if original.parallel is None else original.parallel.splitting_groups
-            part = next((part for part in parts if part.groups == shard + splits), None)
-            if part is None:
-                parts.append(part := _Part(shard + splits))
+            same = spread.setdefault(shard + splits, [])
             if original.param.grad is not None:
-                part.grads.append(original.param.grad)
-    grads = [grad for part in parts for grad in part.grads]
+                same.append(original.param.grad)
+    grads = [grad for same in spread.values() for grad in same]
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     norm_type = float(norm_type)
-    totals = torch.stack([part.total(norm_type, dtype, device) for part in parts])
+    totals = torch.stack(
+        [_total(same, over, norm_type, dtype, device) for over, same in spread.items()]
+    )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
-    if apart is not None:
-        _require_agreement(norm, groups, apart)
+    if partial is not None:
+        _require_agreement(norm, groups, partial)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 
-@dataclass
-class _Part:
-    """Gradients whose elements are spread over the same groups, by sharding and by tensor
-    parallelism.
-
-    Attributes:
-        groups: these groups; the same on every rank, in the same order of parts.
-        grads: what this rank has of them.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
-    grads: list[torch.Tensor] = field(default_factory=list)
-
-    def total(self, norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Sum of |g|^p over all elements on all ranks (largest |g| for inf)."""
-        total = _power_sum(self.grads, norm_type, dtype, device)
-        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        for group in self.groups:
-            dist.all_reduce(total, operation, group=group)
-        return total
+def _total(
+    grads: Sequence[torch.Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    norm_type: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Sum of |g|^p over all elements on all ranks of the groups (largest |g| for inf)."""
+    total = _power_sum(grads, norm_type, dtype, device)
+    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for group in groups:
+        dist.all_reduce(total, operation, group=group)
+    return total
 
 
 def _require_agreement(
-    norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], apart: FlatParameter
+    norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], partial: FlatParameter
 ) -> None:
     """Raise on all ranks if their norms differ by more than rounding."""
     bounds = torch.stack([norm, -norm])
@@ -103,17 +96,17 @@ def _require_agreement(
         raise UnsupportedError(
             expected="one norm on all ranks of the root",
             got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on "
-            f"{math.prod(group.size() for group in apart.groups.all)} ranks differs",
-            where=f"clip_grad_norm_(), {unit_name(apart.unit_fqn)}",
+            f"{math.prod(group.size() for group in partial.groups.all)} ranks differs",
+            where=f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}",
             fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies; "
             "clip by a norm of your own where they hold different parameters.",
         )
 
 
 def _power_sum(
-    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+    grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Sum of |g|^p over all elements (largest |g| for inf)."""
+    """Sum of |g|^p over all elements on this rank (largest |g| for inf)."""
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)

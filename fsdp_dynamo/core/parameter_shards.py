@@ -95,13 +95,13 @@ def update_whole(
         _check(known, fqn, part)
     parallel = {fqn: flat.originals[index].parallel for fqn, (flat, index) in known.items()}
     refuse_parallel({fqn: parallel[fqn] for fqn in parts}, "update_whole()")
-    jobs = [_Job(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
-    _assign(jobs)
-    _exchange([transfer for job in jobs for transfer in job.bring()])
-    for job in jobs:
-        job.run(update)
-    _exchange([transfer for job in jobs for transfer in job.take_back()])
-    return {job.fqn: job.result for job in jobs}
+    updates = [_WholeUpdate(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
+    _assign(updates)
+    _exchange([transfer for one in updates for transfer in one.gather()])
+    for one in updates:
+        one.run(update)
+    _exchange([transfer for one in updates for transfer in one.scatter()])
+    return {one.fqn: one.result for one in updates}
 
 
 def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch.Tensor) -> None:
@@ -133,8 +133,8 @@ class _Transfer:
     group: dist.ProcessGroup
 
 
-class _Job:
-    """One tensor's way to the rank that updates it, and back."""
+class _WholeUpdate:
+    """The update of one whole tensor on its owner, with the transfers before and after."""
 
     def __init__(self, fqn: str, flat: FlatParameter, index: int, part: torch.Tensor) -> None:
         self.fqn = fqn
@@ -154,8 +154,8 @@ class _Job:
         """This rank's part of what was returned, where the part was."""
         return self._received.to(self._home)
 
-    def bring(self) -> Iterator[_Transfer]:
-        """What moves the parts to the owner."""
+    def gather(self) -> Iterator[_Transfer]:
+        """Transfers of the parts to the owner."""
         rank = self.flat.rank
         if rank != self.owner:
             if self._part.numel():
@@ -169,7 +169,7 @@ class _Job:
                 yield _Transfer(False, place, peer, self.flat.group)
 
     def run(self, update: WholeUpdate) -> None:
-        """On the owner, update."""
+        """Call ``update`` on the owner."""
         if self._whole is None:
             return
         updated = update(self.fqn, self._whole)
@@ -182,8 +182,8 @@ class _Job:
             )
         self._whole = updated.to(self._part.dtype).contiguous()
 
-    def take_back(self) -> Iterator[_Transfer]:
-        """What moves the parts of the result to their ranks."""
+    def scatter(self) -> Iterator[_Transfer]:
+        """Transfers of the parts of the result to their ranks."""
         rank = self.flat.rank
         if self._whole is None:
             if self._received.numel():
@@ -202,15 +202,15 @@ class _Job:
                 yield rank, part.of(whole)
 
 
-def _assign(jobs: Sequence[_Job]) -> None:
-    """The largest first, each to the rank that has least to do so far."""
+def _assign(updates: Sequence[_WholeUpdate]) -> None:
+    """Give each tensor an owner: the largest first, each to the rank with the smallest load."""
     loads: dict[dist.ProcessGroup, list[int]] = {}
-    for job in sorted(jobs, key=lambda job: (-job.numel, job.fqn)):
-        if not job.flat.is_sharded:
+    for one in sorted(updates, key=lambda one: (-one.numel, one.fqn)):
+        if not one.flat.is_sharded:
             continue
-        load = loads.setdefault(job.flat.group, [0] * job.flat.layout.world_size)
-        job.owner = load.index(min(load))
-        load[job.owner] += job.numel
+        load = loads.setdefault(one.flat.group, [0] * one.flat.layout.world_size)
+        one.owner = load.index(min(load))
+        load[one.owner] += one.numel
 
 
 def _exchange(transfers: Sequence[_Transfer]) -> None:

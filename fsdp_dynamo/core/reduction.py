@@ -20,12 +20,12 @@ MAX_REDUCES = 2
 
 @dataclass
 class PendingReduce:
-    """A gradient reduction in flight: what to wait for and where the result goes.
+    """A gradient reduction in flight.
 
     Attributes:
-        flat: whose gradient it is.
-        in_flight: the collective that goes on now.
-        sharded_grad: where the result is.
+        flat: owner of the gradient.
+        in_flight: the collective issued last.
+        sharded_grad: its output.
         over_replicas: starts the reduction over replicas, once; ``None`` where there are none.
     """
 
@@ -69,7 +69,7 @@ def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingRe
 
 
 def reduce_sum(flat: FlatParameter) -> None:
-    """Reduce what steps under ``no_sync()`` have left, and wait for it."""
+    """Reduce the sum of steps under ``no_sync()``, and wait for it."""
     total = flat.grad_sum.take()
     if total is not None:
         reduced = issue_reduce(flat, total.clone())

@@ -1,4 +1,4 @@
-"""summon_full_params: original parameters with their whole values, for a while.
+"""summon_full_params: original parameters with their unsharded values inside a context.
 
 Inside the context every original parameter of the units named has its original shape; it is the
 same object. At the end the parts that this rank holds are taken from it again.
@@ -23,8 +23,8 @@ from fsdp_dynamo.module_tree import join_fqn
 
 
 @dataclass(frozen=True)
-class Summon:
-    """What the context was asked for.
+class SummonOptions:
+    """Arguments of ``summon_full_params``.
 
     Attributes:
         writeback: keep what was changed.
@@ -40,9 +40,10 @@ class Summon:
 
 
 @contextmanager
-def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
-    """Whole parameters of the units; every rank must open and leave it. Units whose parameters are
-    whole already stay as they are.
+def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator[None]:
+    """Give original parameters their whole values; every rank must enter and leave the context.
+
+    Units that are summoned already stay as they are.
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.
@@ -54,44 +55,44 @@ def summoned(units: Iterable[Unit], how: Summon) -> Iterator[None]:
         refuse_parallel(known, "summon_full_params()")
         unit.write_back()
     with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
-        whole = [(unit, _open(unit, how, undo)) for unit in units]
+        whole = [(unit, _open(unit, options, undo)) for unit in units]
         undo.pop_all()
     with ExitStack() as stack:
         # Also behind an exception: the others leave the context too, and wait here.
         for unit, flats in whole:
-            stack.callback(_close, unit, flats, how)
+            stack.callback(_close, unit, flats, options)
         yield
 
 
-def _open(unit: Unit, how: Summon, undo: ExitStack) -> list[_WholeFlat]:
+def _open(unit: Unit, options: SummonOptions, undo: ExitStack) -> list[_SummonedFlat]:
     unit.machine.advance(UnitState.SUMMON_FULL_PARAMS)
     undo.callback(unit.machine.reset)
     flats = []
     for flat in unit.flats:
-        flats.append(_WholeFlat(flat, how))
+        flats.append(_SummonedFlat(flat, options))
         undo.callback(flats[-1].restore)
     return flats
 
 
-def _close(unit: Unit, flats: Sequence[_WholeFlat], how: Summon) -> None:
+def _close(unit: Unit, flats: Sequence[_SummonedFlat], options: SummonOptions) -> None:
     with ExitStack() as stack:
         stack.callback(unit.machine.advance, UnitState.IDLE)
-        if how.writeback:
+        if options.writeback:
             stack.callback(unit.reshard, "forward")  # what was gathered before is out of date
         for one in flats:
             stack.callback(one.close)
 
 
-class _WholeFlat:
+class _SummonedFlat:
     """One flat parameter whose original parameters are whole."""
 
-    def __init__(self, flat: FlatParameter, how: Summon) -> None:
+    def __init__(self, flat: FlatParameter, options: SummonOptions) -> None:
         self._flat = flat
-        self._how = how
+        self._options = options
         self._is_first = all(group.rank() == 0 for group in flat.groups.all)
-        self._has_whole = self._is_first or not how.rank0_only
+        self._has_whole = self._is_first or not options.rank0_only
         self._grads = [original.param.grad for original in flat.originals]
-        self._has_grads = self._which_have_grads() if how.with_grads else None
+        self._has_grads = self._any_rank_has_grad() if options.with_grads else None
         values = self._gathered(flat.shard_on_device())
         grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
         flat.module_parameters.is_summoned = True
@@ -103,8 +104,8 @@ class _WholeFlat:
             if grads is not None and self._has_grads is not None and self._has_grads[i]:
                 original.param.grad = grads[i]
 
-    def _which_have_grads(self) -> list[bool]:
-        """Which original parameters have a gradient on any rank."""
+    def _any_rank_has_grad(self) -> list[bool]:
+        """Whether any rank has a gradient, per original parameter."""
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
         return [bool(flag) for flag in flags.tolist()]
@@ -116,12 +117,12 @@ class _WholeFlat:
         """Whole tensors made of every rank's shard; copies, on every rank."""
         flat = self._flat
         whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
-        if self._has_whole and self._how.offload_to_cpu:
+        if self._has_whole and self._options.offload_to_cpu:
             whole = whole.cpu()
         return flat.layout.split(whole)
 
     def restore(self) -> None:
-        """Take this rank's parts again, as they were."""
+        """Point the originals at this rank's parts again, unchanged."""
         self._flat.module_parameters.is_summoned = False
         self._flat.point_originals_to_shard()
         for original, grad in zip(self._flat.originals, self._grads, strict=True):
@@ -129,7 +130,7 @@ class _WholeFlat:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Take this rank's parts again; with writeback, of what is there now."""
+        """Point the originals at this rank's parts again; with writeback, of the present values."""
         originals = self._flat.originals
         try:
             self._hold_replacements()
@@ -140,14 +141,14 @@ class _WholeFlat:
         grads = [original.param.grad for original in originals]
         shard = self._flat.sharded.detach()
         self.restore()
-        if not self._how.writeback:
+        if not self._options.writeback:
             return
         self._take(shard, values)
         if self._has_grads is not None and any(self._has_grads):
             self._take_grads(grads)
 
     def _hold_replacements(self) -> None:
-        """Parameters that the user has put into modules meanwhile are the originals from now on."""
+        """Make parameters that the user has put into modules meanwhile the originals."""
         flat = self._flat
         for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
             shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
@@ -168,13 +169,13 @@ class _WholeFlat:
     def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write this rank's part of whole values into ``shard``."""
         flat = self._flat
-        if not self._has_whole or self._how.rank0_only:
+        if not self._has_whole or self._options.rank0_only:
             self._take_from_first(shard, values)
             return
         shard.copy_(flat.shard_layout.of(self._as_flat(shard, values)))
 
     def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """The same from rank 0's values: to the ranks of its replica, then to the others."""
+        """Write rank 0's values: to the ranks of its replica, then to the others."""
         flat, kept = self._flat, shard
         shard = torch.empty_like(kept, device=flat.device)
         replicate = flat.groups.replicate

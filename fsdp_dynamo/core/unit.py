@@ -26,7 +26,7 @@ from fsdp_dynamo.config import (
     StateDictSettings,
 )
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.membership import Membership
+from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
 from fsdp_dynamo.errors import FSDPStateError, unit_name
@@ -34,7 +34,7 @@ from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """What a wrapper call asked for; the same object serves all units of an auto-wrap."""
+    """Arguments of a wrapper call; the same object serves all units of an auto-wrap."""
 
     groups: Groups
     strategy: ShardingStrategy
@@ -46,10 +46,10 @@ class UnitConfig:
 
 @dataclass(eq=False)
 class ForwardCall:
-    """One forward call of a unit, as its backward needs to know it.
+    """One forward call of a unit, with the state that its backward needs.
 
     Attributes:
-        unit: whose call it is.
+        unit: the unit called.
         views: the parameter views of this call, one list per flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
@@ -113,7 +113,7 @@ class Unit:
     Args:
         module: the unit's outermost module (the user's, not the wrapper).
         flats: its flat parameters; none for a unit without parameters.
-        config: what the wrapper call asked for.
+        config: arguments of the wrapper call.
     """
 
     def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
@@ -122,7 +122,7 @@ class Unit:
         self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
         self.config = config
         self.fqn = ""
-        self.membership: Membership | None = None  # until its modules are complete
+        self.late_parameters: LateParameterCheck | None = None  # until its modules are complete
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
         self.pending_calls = 0
         self.is_unsharded = False
@@ -141,7 +141,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device | None:
-        """Where inputs are moved to: the parameters' accelerator, or ``None`` on the CPU."""
+        """Device of the inputs: the parameters' accelerator, or ``None`` on the CPU."""
         if not self.flats or self.flats[0].device.type == "cpu":
             return None
         return self.flats[0].device
@@ -182,7 +182,7 @@ class Unit:
         self.is_ahead = True
 
     def wait_unshard(self) -> None:
-        """Wait for what ``issue_unshard`` started."""
+        """Wait for the all-gathers of ``issue_unshard``."""
         for in_flight in self._gathers:
             in_flight.wait()
         self._gathers = []
@@ -198,7 +198,7 @@ class Unit:
             events.instant(self.fqn, "reshard", phase, freed_bytes)
 
     def abandon(self) -> None:
-        """Free the unsharded flat parameters after an error, whatever became of their gathers."""
+        """Free the unsharded flat parameters after an error, with gathers in any state."""
         gathers, self._gathers = self._gathers, []
         for in_flight in gathers:
             in_flight.abandon()
@@ -235,11 +235,11 @@ class Unit:
         for flat in self.flats:
             flat.module_parameters.unset_views()
 
-    def require_idle(self, what: str) -> None:
+    def require_idle(self, action: str) -> None:
         """Raise if the unit is in its forward, its backward or a summon."""
         if self.machine.state is not UnitState.IDLE:
             raise FSDPStateError(
-                expected=f"{what} between two steps, or between a forward and its backward",
+                expected=f"{action} between two steps, or between a forward and its backward",
                 got=f"a call in state {self.machine.state.name}",
                 where=unit_name(self.fqn),
                 fix="Call it outside of the unit's own forward and backward.",
@@ -247,14 +247,14 @@ class Unit:
 
     def check_originals(self) -> None:
         """Make sure before a forward that the shards hold the values of all parameters."""
-        self.check_membership()
+        self.check_late_parameters()
         for flat in self.flats:
             flat.module_parameters.check()
 
-    def check_membership(self) -> None:
-        """Raise if a trainable parameter came into the unit's modules after it was made."""
-        if self.membership is not None:
-            self.membership.check(self.fqn)
+    def check_late_parameters(self) -> None:
+        """Raise if a trainable parameter was added to the unit's modules after wrapping."""
+        if self.late_parameters is not None:
+            self.late_parameters.check(self.fqn)
 
     def require_gathered_values(self) -> None:
         """Raise if a parameter was given other values since they were gathered."""
@@ -262,7 +262,7 @@ class Unit:
             flat.module_parameters.require_gathered_values()
 
     def write_back(self) -> None:
-        """Take values that were put in the place of parameters into the shards."""
+        """Copy values that were put in the place of parameters into the shards."""
         for flat in self.flats:
             flat.module_parameters.write_back()
 

@@ -75,7 +75,7 @@ class ExecutionOrder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Orders in the context do not count: another method than the forward runs."""
+        """Check no order inside the context: another method than the forward runs."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

@@ -1,7 +1,7 @@
 """A unit's forward between its pre- and post-forward hooks.
 
-``run_unit`` is the eager way and the hooks path: pre-forward, the body (plain or compiled),
-post-forward. ``prepare_inputs`` is shared with the graph path.
+``run_unit`` serves eager and hooks mode: pre-forward, the body (plain or compiled), post-forward.
+``prepare_inputs`` serves graph mode too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_unit(
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
-    """The first gradient of an output to come starts the unit's backward."""
+    """Start the unit's backward with the first gradient of an output."""
 
     def pre_backward(grad: torch.Tensor) -> None:
         root.pre_backward(call)

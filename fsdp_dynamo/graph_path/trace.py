@@ -98,7 +98,7 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """
     unit = module._fsdp_unit
     try:
-        unit.check_membership()
+        unit.check_late_parameters()
     except FSDPStateError as error:
         raise CompileRefusedError(*error.args) from None
     reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()

@@ -10,7 +10,7 @@ from typing import Any
 from torch._dynamo.utils import counters  # graph breaks have no public reader
 
 from fsdp_dynamo import events
-from fsdp_dynamo.core.restoring import nothing_changes
+from fsdp_dynamo.core.preserve_state import preserve_state
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.artifacts import record_artifacts
 from fsdp_dynamo.errors import FSDPStateError
@@ -99,7 +99,7 @@ def explain(
         )
     old_breaks, old_graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
     with (
-        nothing_changes(target.module, target.units, (inputs, kwargs)),
+        preserve_state(target.module, target.units, (inputs, kwargs)),
         record_artifacts() as artifacts,
     ):
         with record_plans() as plans:

@@ -70,7 +70,7 @@ def save_unit(
     if unit.is_summoned:  # the parameters are unsharded already (perhaps only on rank 0)
         return
     settings = unit.state_dict_settings
-    unit.check_membership()
+    unit.check_late_parameters()
     unit.write_back()
     for flat in unit.flats:
         values = _VALUES[settings.state_dict_type](flat)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.core.membership import Membership
+from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import mark_managed
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
@@ -97,7 +97,7 @@ class UnitModule(UserMethods):
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
             walk = partial(build.managed_modules, unit.module, ignored)
-            unit.membership = Membership(walk, ignored.parameters)
+            unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
         self._fsdp_give_own_code()
 
     def _fsdp_give_own_code(self) -> None:

@@ -15,7 +15,7 @@ from fsdp_dynamo.comm_hooks import CommHook, HookState
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
 from fsdp_dynamo.core.parameter_shards import ParameterShard, WholeUpdate, shards_of, update_whole
-from fsdp_dynamo.core.summon import Summon, summoned
+from fsdp_dynamo.core.summon import SummonOptions, unshard_originals
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
@@ -290,8 +290,8 @@ def summon_full_params(
     chosen: list[UserMethods] = [m for _, m in found if recurse or m is module]
     for one in chosen:
         one._fsdp_root.reduce_sums()
-    how = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-    with summoned([one._fsdp_unit for one in chosen], how):
+    options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+    with unshard_originals([one._fsdp_unit for one in chosen], options):
         yield
 
 

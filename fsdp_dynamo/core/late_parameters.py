@@ -1,4 +1,4 @@
-"""Parameters that come into a unit's modules after it was made, which nothing would synchronise."""
+"""Parameters added to a unit's modules after wrapping, which nothing would synchronise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fsdp_dynamo.errors import FSDPStateError
 Walk = Callable[[], Iterable[tuple[str, nn.Module]]]
 
 
-class Membership:
-    """The modules of a unit as they were when it was made or looked at last.
+class LateParameterCheck:
+    """Check that no trainable parameter was added to a unit's modules.
 
-    A look at all of them takes as long as a forward's hooks, so before each forward only the sizes
-    and children of the modules known are compared.
+    A full walk takes as long as the hooks of a forward, so before each forward only the sizes and
+    the children of the known modules are compared with those at the last walk.
 
     Args:
-        modules: walks over the unit's modules with their FQNs; not into nested units and what is
-            ignored.
-        ignored: parameters that stay as they are.
+        modules: walks over the unit's modules with their FQNs, without nested units and ignored
+            modules.
+        ignored: parameters that the user synchronises.
     """
 
     def __init__(self, modules: Walk, ignored: set[nn.Parameter]) -> None:
@@ -31,9 +31,13 @@ class Membership:
         self._remember()
 
     def check(self, unit_fqn: str) -> None:
-        """Raise for a trainable parameter that no unit holds, if anything has changed."""
+        """Raise if modules have changed and one now has a trainable parameter of no unit.
+
+        Raises:
+            FSDPStateError: names the parameter.
+        """
         if (
-            sum(map(len, self._sized)) == self._num_entries
+            sum(map(len, self._entries)) == self._num_entries
             and all(holder.get(name) is None for holder, name in self._absent)
             and all(tuple(held.values()) == children for held, children in self._children)
         ):
@@ -51,9 +55,9 @@ class Membership:
 
     def _remember(self) -> None:
         found = [module for _, module in self._modules()]
-        self._sized: list[dict[str, Any]] = [module._parameters for module in found]
-        self._sized += [module._modules for module in found]
-        self._num_entries = sum(map(len, self._sized))
+        self._entries: list[dict[str, Any]] = [module._parameters for module in found]
+        self._entries += [module._modules for module in found]
+        self._num_entries = sum(map(len, self._entries))
         self._absent = [
             (module._parameters, name)
             for module in found

@@ -1,4 +1,4 @@
-"""Steps after which a model is as it was before."""
+"""Steps that leave no trace: gradients, buffers and random states are restored."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp_dynamo.pytree import tensors_of
 
 
 @contextmanager
-def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) -> Iterator[None]:
-    """Begin without gradients; put gradients, buffers and random states back at the end.
+def preserve_state(module: nn.Module, units: Sequence[Unit], values: Any = ()) -> Iterator[None]:
+    """Begin without gradients; restore gradients, buffers and random states at the end.
 
     Args:
-        module: whose parameters and buffers are meant.
+        module: owner of the parameters and buffers.
         units: of the module.
-        values: inputs, whose gradients are meant too.
+        values: inputs, whose gradients are restored too.
     """
     leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
     holders = dict.fromkeys([*module.parameters(), *leaves])
@@ -32,10 +32,10 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
     devices = [d for d in {unit.device for unit in units} if d is not None and d.type != "cpu"]
     try:
         with torch.random.fork_rng(devices):
-            forget_gradients(holders, units)
+            clear_gradients(holders, units)
             yield
     finally:
-        forget_gradients(holders, units)
+        clear_gradients(holders, units)
         for holder, grad in grads:
             holder.grad = grad
         for flat, total in sums:
@@ -48,10 +48,10 @@ def nothing_changes(module: nn.Module, units: Sequence[Unit], values: Any = ()) 
                     buffer.copy_(before)
 
 
-def forget_gradients(
+def clear_gradients(
     holders: Sequence[torch.Tensor] | dict[Any, None], units: Sequence[Unit]
 ) -> None:
-    """Of tensors, and of units those that wait for a reduction."""
+    """Drop gradients of tensors, and those of units that wait for a reduction."""
     for holder in holders:
         holder.grad = None
     for unit in units:
