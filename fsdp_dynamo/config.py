@@ -163,8 +163,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """Options of a sharded state dict.
 
     Attributes:
-        shares_memory: values share the parameters' memory: saving needs no other memory, and
-        reading
+        shares_memory: values share the parameters' memory: saving needs no more memory, and reading
             into them changes the model. They change with the next step. (Not in upstream.)
     """
 
