@@ -30,7 +30,7 @@ from graph_passes.schedule import Options
 from graph_passes.spec import SpecError, verify_graph
 from graph_passes.text.boundary_labels import Label
 
-BLOCKS = 6
+BLOCKS = 3
 UNITS = ["", *(f"blocks.{i}" for i in range(BLOCKS))]
 SLOW_LINK: dict[str, Any] = {
     "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6},

@@ -174,7 +174,7 @@ def _raised(action: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _too_small(rank: int, world_size: int) -> tuple[str, str]:
-    _, model = _compiled({"memory_budget_bytes": 1000})
+    _, model = _compiled({"memory_budget_bytes": 1000}, num_blocks=1)
     return _raised(lambda: loss_of(model, batch(rank, 0)))
 
 
@@ -200,7 +200,7 @@ def _round_trip(rank: int, world_size: int, path: str) -> Any:
             loss = loss_of(model, batch(rank, 0))
             loss.backward()
         applied.append(log.plan().graphs)
-    _, model = _compiled({"plan": path}, num_blocks=2)
+    _, model = _compiled({"plan": path}, num_blocks=1)
     return plan, applied, _raised(lambda: loss_of(model, batch(rank, 0)))
 
 
@@ -223,7 +223,7 @@ def test_plans_are_given_back(ranks: RankPool, tmp_path: Any) -> None:
 
 
 def _differently(rank: int, world_size: int) -> tuple[str, str]:
-    _, model = _compiled({"max_in_flight": 1 + rank})
+    _, model = _compiled({"max_in_flight": 1 + rank}, num_blocks=1)
     return _raised(lambda: loss_of(model, batch(rank, 0)))
 
 
@@ -243,7 +243,7 @@ COUNTED: list[int] = []
 
 def _own_pass(rank: int, world_size: int) -> list[int]:
     COUNTED.clear()
-    _, model = _compiled({"passes": [count_products]})
+    _, model = _compiled({"passes": [count_products]}, num_blocks=1)
     loss_of(model, batch(rank, 0)).backward()
     return COUNTED
 

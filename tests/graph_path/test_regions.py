@@ -21,7 +21,7 @@ from graph_passes.pipeline import Pipeline
 from graph_passes.regions.outlining import RegionReport, outline_regions
 
 BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
-NUM_BLOCKS = 3
+NUM_BLOCKS = 2
 
 
 def _summary(graph: fx.Graph) -> tuple[bool, list[str], int, int]:
@@ -169,7 +169,7 @@ def _losses_of(
     rank: int, world_size: int, block: type[nn.Module], regions: bool
 ) -> tuple[list[float], set[str]]:
     """Losses, and why blocks were left."""
-    plain = make_transformer()
+    plain = make_transformer(num_blocks=1)
     plain.blocks = nn.ModuleList(block(16) for _ in range(NUM_BLOCKS))
     reports: list[RegionReport] = []
     outline = backends.outline_regions

@@ -47,7 +47,7 @@ def _run(
     rank: int, world_size: int, kind: str, mode: str, kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], int]:
     """Losses and norms, then the events and the peak of one more step."""
-    model = in_mode(_sharded(kind, make_transformer(num_blocks=3), **kwargs), mode)
+    model = in_mode(_sharded(kind, make_transformer(num_blocks=2), **kwargs), mode)
     losses = train(model, rank, steps=3, clip=1.0)
     with record_events() as log:
         loss_of(model, batch(rank, 9)).backward()

@@ -11,7 +11,7 @@ from fsdp_dynamo import ShardingStrategy
 
 
 def _compare(
-    rank: int, world_size: int, mode: str, strategy: ShardingStrategy, blocks: int = 4
+    rank: int, world_size: int, mode: str, strategy: ShardingStrategy, blocks: int = 3
 ) -> object:
     expected = ddp_losses(rank, clip=0.5, num_blocks=blocks)
     model = wrap(make_transformer(num_blocks=blocks), sharding_strategy=strategy)
