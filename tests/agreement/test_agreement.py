@@ -338,7 +338,7 @@ def _wait_for_the_late(rank: int, world_size: int, how: str) -> str:
     if rank == 1:
         time.sleep(4 * PERIOD_S)
         if how == "never":
-            notices.leave_notice(store, DivergenceError("rank 1 does not come"))
+            notices.post_notice(store, DivergenceError("rank 1 does not come"))
             store.wait(["ended/0", "ended/2"], timedelta(seconds=BOUND_S))  # connected until then
             return "rank 1 does not come"
     if how == "reduce":  # on a thread of gloo's, not by sends and receives
