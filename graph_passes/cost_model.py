@@ -7,7 +7,7 @@ inputs that all ranks agree on; nothing here measures anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from graph_passes.graph_utils import (
     hint,
     is_compute,
     num_bytes,
-    op_name,
     payload_bytes,
     world_size_of,
 )
@@ -116,30 +115,42 @@ def wire_bytes(node: fx.Node) -> int:
 
 
 def num_flops(node: fx.Node) -> int:
-    """Operations of a matrix product or alike; 0 for everything else.
-
-    Source: the formulas of ``torch.utils.flop_counter``, which do not know CPU attention.
-    """
-    name = op_name(node)
+    """Floating-point operations of a node; 0 without metadata."""
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
     try:
-        if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
-            return _attention_flops(name, args)
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        return 0 if formula is None else hint(formula(*args, **kwargs, out_val=_value(node)))
+        return operator_flops(node.target, args, kwargs, _value(node))
     except (AttributeError, TypeError, ValueError):  # no metadata
         return 0
 
 
-def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
-    """Operations of attention: two products forward, five backward."""
-    query, key, value = args[1:4] if name.endswith("backward") else args[:3]
-    forward = hint(sdpa_flop_count(query.shape, key.shape, value.shape))
-    return forward * 5 // 2 if name.endswith("backward") else forward
+def operator_flops(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> int:
+    """Floating-point operations of a matrix product, convolution or attention; 0 for others.
+
+    Source: the formulas of ``torch.utils.flop_counter``, which lack attention on CPUs: two
+    products forward, five backward.
+
+    Args:
+        operator: the operator that is called.
+        args: its tensors, or their metadata, and other arguments.
+        kwargs: its keyword arguments.
+        output: its result.
+    """
+    packet = getattr(operator, "overloadpacket", None)
+    if str(packet) == _CPU_ATTENTION:
+        return hint(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if str(packet) == f"{_CPU_ATTENTION}_backward":
+        return hint(sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))) * 5 // 2
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else hint(formula(*args, **kwargs, out_val=output))
+
+
+_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-__all__ = ["CostModel", "Device", "Link", "num_flops", "wire_bytes"]
+__all__ = ["CostModel", "Device", "Link", "num_flops", "operator_flops", "wire_bytes"]

@@ -1,6 +1,6 @@
-"""Report: the cost of one graph's schedule by collective and by unit, and its reasons.
+"""Report on one graph's schedule: times by collective and by unit, with reasons.
 
-All times are simulated milliseconds from the start of the graph; ``simulate`` says how.
+All times are simulated milliseconds from the start of the graph (see ``simulate``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graph_passes.scheduling.binding_constraints import Reason, Reasons, with_launches
+from graph_passes.scheduling.binding_constraints import ConstraintFinder, Reason, with_launches
 from graph_passes.scheduling.limits import BudgetError, Limits
 from graph_passes.scheduling.planner import Planned
 from graph_passes.scheduling.problem import Problem, Transfer
@@ -24,25 +24,26 @@ from graph_passes.scheduling.simulation import (
 
 @dataclass(frozen=True)
 class TransferReport:
-    """One collective.
+    """Times, move and reason of one collective.
 
     Attributes:
         unit, kind, ordinal: from its mark.
         group: name of its process group.
-        link: name of the link, on which its collectives follow one another.
+        link: name of the link, which carries one collective at a time.
         launch: collectives with the same number are launched together.
-        wire_bytes: what this rank sends.
+        wire_bytes: bytes that this rank sends.
         ms: duration when it has the link to itself.
-        issued_ms, begin_ms, end_ms: issue, and when it occupies its link.
-        wait_ms: when its result is waited for.
-        exposed_ms: for how long nothing is computed because of it.
-        moved_steps: steps of compute between where it is and where it was unscheduled.
+        issued_ms, begin_ms, end_ms: times of issue, and of start and end on its link.
+        wait_ms: time of the wait for its result.
+        exposed_ms: time in which nothing is computed because of it.
+        moved_steps: steps of compute between its place and its unscheduled place.
         moved_across: the units of these steps.
-        reason: why it did not move further: ``"hidden"``, ``"dependency"``, ``"memory"``,
-            ``"in flight"``, ``"order"``, ``"bandwidth"`` or ``"not planned"``.
-        bytes_short: what the budget lacks, if that is the reason; else 0.
-        behind: unit of the collective that is ahead on the link, where that matters.
-        saves_ms: what one move more would save, where it is not planned; else 0.
+        reason: the constraint that kept it from moving further: ``"hidden"``,
+            ``"dependency"``, ``"memory"``, ``"in flight"``, ``"order"``, ``"bandwidth"`` or
+            ``"not planned"``.
+        bytes_short: excess over the budget, if that is the reason; else 0.
+        behind: unit of the collective ahead on the link, where that matters.
+        saves_ms: time that another move would save, if it is not planned; else 0.
     """
 
     unit: str
@@ -72,10 +73,10 @@ class UnitReport:
 
     Attributes:
         unit: FQN, ``""`` for the root.
-        compute_ms: of its steps of compute.
-        communication_ms: of its collectives, each with the link to itself.
-        exposed_ms: of its collectives, in which nothing is computed.
-        wire_bytes: what this rank sends for it.
+        compute_ms: time of its steps of compute.
+        communication_ms: time of its collectives, each with the link to itself.
+        exposed_ms: exposed time of its collectives.
+        wire_bytes: bytes that this rank sends for it.
     """
 
     unit: str
@@ -87,7 +88,7 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """Time in which a unit computes without a pause or another unit in between.
+    """A span in which one unit computes without interruption.
 
     Attributes:
         unit: FQN, ``""`` for the root.
@@ -102,18 +103,19 @@ class ComputeSpan:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph.
+    """Times, memory and collectives of one graph.
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
         compute_ms, communication_ms, exposed_ms: sums over the units.
         bound_ms: no schedule is faster.
-        simulated_ms: the schedule.
-        unscheduled_ms: every gather where it is needed, every reduction waited for at once.
-        peak_bytes: predicted for the graph as it is run, on top of what outlives a step (shards,
-            optimizer state); ``None`` where nothing predicts it.
-        budget_bytes: what the planner may have alive; ``None`` where that is not limited.
-        max_in_flight: how many may be under way.
+        simulated_ms: time of the schedule.
+        unscheduled_ms: time if every gather is issued where it is needed and every reduction is
+            waited for at once.
+        peak_bytes: predicted peak of the graph as it runs, on top of what outlives a step
+            (shards, optimizer state); ``None`` without a prediction.
+        budget_bytes: the planner's memory limit; ``None`` without a limit.
+        max_in_flight: limit on the number of collectives in flight.
         transfers: in order of issue.
         units: in order of their compute.
         spans: compute, in order.
@@ -139,7 +141,7 @@ class GraphReport:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> GraphReport:
-        """Back from ``to_dict``, also by way of JSON."""
+        """Read what ``to_dict`` returned, also after a round trip through JSON."""
         transfers = tuple(
             TransferReport(**{**t, "moved_across": tuple(t["moved_across"])})
             for t in data["transfers"]
@@ -150,7 +152,7 @@ class GraphReport:
 
 
 def report_of(planned: Planned) -> GraphReport:
-    """The report of what was done to one graph."""
+    """The report on the schedule of one graph."""
     schedule = planned.schedule
     launches = {
         placement.transfer: transfer.launch
@@ -158,10 +160,10 @@ def report_of(planned: Planned) -> GraphReport:
     }
     problem = with_launches(planned.problem, schedule, launches)
     limits = _resolved(planned)
-    reasons = Reasons(problem, schedule, launches, limits)
-    timeline = reasons.timeline
+    finder = ConstraintFinder(problem, schedule, launches, limits)
+    timeline = finder.timeline
     ordered = sorted(schedule, key=lambda p: p.issue)
-    transfers = tuple(_transfer(reasons, placement) for placement in ordered)
+    transfers = tuple(_transfer(finder, placement) for placement in ordered)
     has_profile = any(problem.base_bytes)
     return GraphReport(
         phase=planned.plan.phase,
@@ -181,17 +183,17 @@ def report_of(planned: Planned) -> GraphReport:
 
 
 def _resolved(planned: Planned) -> Limits:
-    """The limits that were in force; a plan that was given need not keep a budget."""
+    """The limits in force; a given plan need not respect the budget."""
     try:
         return planned.options.limits.resolved(planned.problem)
     except BudgetError:
         return planned.options.limits
 
 
-def _transfer(reasons: Reasons, placement: Placement) -> TransferReport:
-    transfer = reasons.problem.transfers[placement.transfer]
-    timing = reasons.timeline.timings[placement.transfer]
-    why = reasons.why(placement.transfer)
+def _transfer(finder: ConstraintFinder, placement: Placement) -> TransferReport:
+    transfer = finder.problem.transfers[placement.transfer]
+    timing = finder.timeline.timings[placement.transfer]
+    constraint = finder.constraint_of(placement.transfer)
     steps = _moved(transfer, placement)
     return TransferReport(
         unit=transfer.mark.unit,
@@ -199,7 +201,7 @@ def _transfer(reasons: Reasons, placement: Placement) -> TransferReport:
         ordinal=transfer.mark.ordinal,
         group=transfer.group,
         link=transfer.link,
-        launch=reasons.launches[placement.transfer],
+        launch=finder.launches[placement.transfer],
         wire_bytes=transfer.wire_bytes,
         ms=transfer.ms,
         issued_ms=timing.issued_ms,
@@ -208,16 +210,16 @@ def _transfer(reasons: Reasons, placement: Placement) -> TransferReport:
         wait_ms=timing.wait_ms,
         exposed_ms=timing.exposed_ms,
         moved_steps=len(steps),
-        moved_across=tuple(dict.fromkeys(reasons.problem.units[step] for step in steps)),
-        reason=why.reason,
-        bytes_short=why.bytes_short,
-        behind=why.behind,
-        saves_ms=why.saves_ms,
+        moved_across=tuple(dict.fromkeys(finder.problem.units[step] for step in steps)),
+        reason=constraint.reason,
+        bytes_short=constraint.bytes_short,
+        behind=constraint.behind,
+        saves_ms=constraint.saves_ms,
     )
 
 
 def _moved(transfer: Transfer, placement: Placement) -> range:
-    """Steps between a placement and where the transfer was unscheduled."""
+    """Steps between a placement and the unscheduled place of its transfer."""
     if transfer.is_gather:
         return range(placement.issue, transfer.need)
     return range(transfer.ready, placement.wait)
@@ -239,7 +241,7 @@ def _units(problem: Problem, transfers: tuple[TransferReport, ...]) -> tuple[Uni
 
 
 def _spans(problem: Problem, timeline: Timeline) -> tuple[ComputeSpan, ...]:
-    """Steps of one unit that follow each other without a wait in between, as one."""
+    """Spans of compute; consecutive steps of one unit without a wait in between are merged."""
     spans: list[ComputeSpan] = []
     for unit, begin, ms in zip(
         problem.units, timeline.step_begin_ms, problem.compute_ms, strict=True

@@ -1,25 +1,28 @@
-"""What would it take? Memory, communication and step time of a model on a cluster, in seconds.
+"""Estimates of memory, communication and step time of a model on a cluster.
 
 ``python -m fsdp_dynamo.estimator --model llama3-8b --world-size 512 --memory 80GB --link 400Gb/s``
 """
 
 from fsdp_dynamo.estimator.hardware import ACCELERATORS, Accelerator, Cluster
 from fsdp_dynamo.estimator.inventory import Build, Inventory, UnitInventory, Work, take_inventory
-from fsdp_dynamo.estimator.predict import Prediction, Setup, predict
-from fsdp_dynamo.estimator.report import best_of, text_of
+from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
+from fsdp_dynamo.estimator.report import format_report, recommend
+
+Setup, best_of, text_of = ElementSizes, recommend, format_report
+"""Former names."""
 
 __all__ = [
     "ACCELERATORS",
     "Accelerator",
     "Build",
     "Cluster",
+    "ElementSizes",
     "Inventory",
     "Prediction",
-    "Setup",
     "UnitInventory",
     "Work",
-    "best_of",
+    "format_report",
     "predict",
+    "recommend",
     "take_inventory",
-    "text_of",
 ]

@@ -1,4 +1,4 @@
-"""What a cluster is made of, and how sizes and rates are written."""
+"""Accelerators and clusters, and the notation of sizes and rates."""
 
 from __future__ import annotations
 
@@ -8,67 +8,68 @@ from dataclasses import dataclass
 
 from fsdp_dynamo.errors import FSDPValueError
 
-_SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b)", re.IGNORECASE)
+_PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_PREFIXES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?(b)", re.IGNORECASE)
 
 
-def bytes_of(text: str, where: str = "planner") -> int:
-    """``"80GB"``, ``"24GiB"``: bytes.
+def parse_bytes(text: str, where: str = "estimator") -> int:
+    """Bytes of a size such as ``"80GB"`` or ``"24GiB"``.
 
     Args:
         text: the size.
-        where: it was given, for messages.
+        where: its option, for errors.
 
     Raises:
         FSDPValueError: not a size.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not _is_number(found[1]) or found[3] != "B":
+    bits = _bits(text)
+    if bits is None or not text.strip().endswith("B"):
         raise _unreadable("a size such as 80GB or 24GiB", text, where)
-    return round(float(found[1]) * _factor(found[2]))
+    return round(bits / 8)
 
 
-def bytes_per_second_of(text: str, where: str = "planner") -> float:
-    """``"400Gb/s"`` is bits, ``"50GB/s"`` bytes: bytes a second.
+def parse_rate(text: str, where: str = "estimator") -> float:
+    """Bytes per second of a rate such as ``"400Gb/s"`` (bits) or ``"50GB/s"`` (bytes).
 
     Args:
         text: the rate.
-        where: it was given, for messages.
+        where: its option, for errors.
 
     Raises:
         FSDPValueError: not a rate.
     """
-    amount, slash, second = text.strip().rpartition("/")
-    found = _SIZE.fullmatch(amount)
-    if found is None or not slash or second.lower() != "s" or not _is_number(found[1]):
+    amount, _, second = text.strip().rpartition("/")
+    bits = _bits(amount)
+    if bits is None or second.lower() != "s":
         raise _unreadable("a rate such as 400Gb/s (bits) or 50GB/s (bytes)", text, where)
-    return float(found[1]) * _factor(found[2]) / (8 if found[3] == "b" else 1)
+    return bits / 8
 
 
-def _factor(prefix: str | None) -> float:
-    prefix = (prefix or "").lower()
-    return float(_SIZES.get(prefix) or _BINARY[prefix])
-
-
-def _is_number(text: str) -> bool:
-    return text.count(".") <= 1 and text != "." and float(text) > 0
+def _bits(text: str) -> float | None:
+    """The number of bits; ``None`` if it is not a number above 0 with its unit."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        return None
+    number, prefix, unit = match.groups()
+    return float(number) * _PREFIXES[(prefix or "").lower()] * (8 if unit == "B" else 1)
 
 
 def _unreadable(expected: str, got: str, where: str) -> FSDPValueError:
-    return FSDPValueError(expected=expected, got=repr(got), where=where, fix="")
+    fix = "Write a number above 0 with its unit."
+    return FSDPValueError(expected=expected, got=repr(got), where=where, fix=fix)
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One rank's device; rates are those of data sheets.
+    """Data-sheet rates of one rank's device.
 
     Attributes:
-        name: of the device.
-        flops_per_s: floating-point operations a second, dense, of 16-bit matrix products.
-        bytes_per_s: read and written from its memory.
-        memory_bytes: how much it has.
-        node_bytes_per_s: to the other devices of its node, in one direction.
+        name: name of the device.
+        flops_per_s: floating-point operations per second of dense 16-bit matrix products.
+        bytes_per_s: memory bandwidth, in bytes per second.
+        memory_bytes: size of its memory.
+        node_bytes_per_s: bandwidth to the other devices of its node, in one direction.
     """
 
     name: str
@@ -87,22 +88,22 @@ ACCELERATORS = {
         Accelerator("b200", 2250e12, 8e12, 180 * 10**9, 900e9),
     )
 }
-"""By name. Source: NVIDIA's data sheets of the SXM models."""
+"""Accelerators by name. Source: NVIDIA's data sheets of the SXM models."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks, spread evenly over nodes.
+    """Ranks, spread evenly over nodes; rates per rank and millisecond.
 
     Attributes:
-        world_size: ranks.
-        per_node: ranks of a node.
-        flops_per_ms: floating-point operations of a rank, as reached.
-        memory_bytes_per_ms: read and written from a rank's memory, as reached.
-        link_bytes_per_ms: a rank's share of the link between nodes, in each direction.
-        node_bytes_per_ms: the same inside a node.
-        latency_ms: of one collective between nodes, for each doubling of the ranks.
-        memory_bytes: of a rank.
+        world_size: number of ranks.
+        per_node: number of ranks per node.
+        flops_per_ms: achieved floating-point operations.
+        memory_bytes_per_ms: achieved memory bandwidth.
+        link_bytes_per_ms: share of the link between nodes, in each direction.
+        node_bytes_per_ms: share of the link inside a node, in each direction.
+        latency_ms: latency of a collective for each doubling of the ranks.
+        memory_bytes: memory of a rank.
     """
 
     world_size: int
@@ -115,14 +116,14 @@ class Cluster:
     memory_bytes: int
 
     def gather_ms(self, num_bytes: float, ranks: int) -> float:
-        """Milliseconds of an all-gather, or a reduce-scatter, among neighbouring ranks.
+        """Milliseconds of an all-gather or a reduce-scatter among neighbouring ranks.
 
-        Each rank receives what other nodes hold over the link, and passes it on inside its node
-        meanwhile: the slower one counts.
+        Each rank receives the other nodes' shards over the link and meanwhile passes them on
+        inside its node: the slower of the two counts.
 
         Args:
-            num_bytes: of the unsharded tensor.
-            ranks: how many have a shard of it.
+            num_bytes: size of the unsharded tensor.
+            ranks: number of ranks that hold a shard.
         """
         if ranks == 1:
             return 0.0
@@ -137,8 +138,8 @@ class Cluster:
         """Milliseconds of an all-reduce among ranks of different nodes.
 
         Args:
-            num_bytes: of the tensor, on each rank.
-            replicas: how many ranks.
+            num_bytes: size of the tensor on each rank.
+            replicas: number of ranks.
         """
         if replicas == 1:
             return 0.0

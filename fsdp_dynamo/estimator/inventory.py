@@ -1,8 +1,7 @@
-"""What a model's step is made of, found by running it once on tensors without data.
+"""Inventory of a training step: parameters, operations, memory traffic and saved activations.
 
-Nothing is allocated: parameters and activations are fake tensors, so a model of any size takes
-seconds. Counted are parameters, operations, bytes that operators read and write, and what the
-forward saves for the backward, each for the unit whose module runs.
+The step runs once on fake tensors, so nothing is allocated and a model of any size takes seconds.
+Each operator counts for the unit whose module runs.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
+from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.pytree import tensors_of
+from graph_passes.cost_model import operator_flops
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
-"""Makes a model and the keyword arguments of its forward, of fake tensors."""
+"""Function that returns a model and the keyword arguments of its forward."""
 
 
 @dataclass
 class Work:
-    """Operations of matrix products, and bytes that operators read and write.
+    """Floating-point operations and memory traffic of some operators.
 
     Attributes:
-        flops: floating-point operations of all operators.
-        traffic_bytes: of all operators.
-        costs: both, for each operator.
+        flops: floating-point operations in total.
+        traffic_bytes: bytes read and written in total.
+        costs: both numbers for each operator.
     """
 
     flops: int = 0
@@ -40,36 +40,36 @@ class Work:
     costs: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, flops: int, traffic_bytes: int) -> None:
-        """One operator more.
+        """Add an operator.
 
         Args:
             flops: its floating-point operations.
-            traffic_bytes: that it reads and writes.
+            traffic_bytes: bytes that it reads and writes.
         """
         self.flops += flops
         self.traffic_bytes += traffic_bytes
         self.costs.append((flops, traffic_bytes))
 
     def ms(self, flops_per_ms: float, bytes_per_ms: float) -> float:
-        """Milliseconds: each operator takes as long as the slower of arithmetic and memory traffic.
+        """Milliseconds, where each operator takes the longer of arithmetic and memory traffic.
 
         Args:
-            flops_per_ms: of the device.
-            bytes_per_ms: of its memory.
+            flops_per_ms: rate of arithmetic.
+            bytes_per_ms: rate of memory traffic.
         """
         return sum(max(f / flops_per_ms, b / bytes_per_ms) for f, b in self.costs)
 
 
 @dataclass
 class UnitInventory:
-    """One unit.
+    """Parameters and activations of one unit.
 
     Attributes:
-        fqn: ``""`` for the root.
-        numel: elements of its parameters.
-        saved_bytes: of activations that its forward saves for the backward.
-        input_bytes: of what it is called with: what checkpointing saves instead.
-        trained_numel: elements of those that are trained; ``None``: all.
+        fqn: its FQN, ``""`` for the root.
+        numel: number of elements of its parameters.
+        saved_bytes: activations that its forward saves for the backward.
+        input_bytes: its inputs, which checkpointing saves instead.
+        trained_numel: number of trained elements; ``None``: all.
     """
 
     fqn: str
@@ -80,18 +80,18 @@ class UnitInventory:
 
     @property
     def trained(self) -> int:
-        """Elements that have gradients: all of them, if nothing else is said."""
+        """Number of elements with gradients; all, unless ``trained_numel`` is given."""
         return self.numel if self.trained_numel is None else self.trained_numel
 
 
 @dataclass
 class Inventory:
-    """A model's step.
+    """Units and work of one training step.
 
     Attributes:
-        units: by FQN, the root first.
-        segments: in order of the forward, the FQN of the unit that runs and its work.
-        backward: all of the backward's work.
+        units: inventories by FQN, the root first.
+        segments: FQNs and work of the units that run, in order of the forward.
+        backward: work of the whole backward.
     """
 
     units: dict[str, UnitInventory]
@@ -100,12 +100,12 @@ class Inventory:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(unit.numel for unit in self.units.values())
 
     @property
     def trained(self) -> int:
-        """Elements of those that are trained."""
+        """Number of trained elements."""
         return sum(unit.trained for unit in self.units.values())
 
     @property
@@ -117,21 +117,21 @@ class Inventory:
 def take_inventory(
     build: Build, classes: Sequence[str], dtype: torch.dtype, fused: bool = True
 ) -> Inventory:
-    """Run forward and backward once, on tensors without data.
+    """Run forward and backward once on fake tensors.
 
     Args:
-        build: is called under a fake mode.
+        build: called under a fake mode.
         classes: names of the module classes that become units; if empty, the class in a
-            ``ModuleList`` that holds most parameters.
-        dtype: of parameters and compute.
-        fused: pointwise operators are part of their neighbours' kernels, as under a compiler.
+            ``ModuleList`` that holds the most parameters.
+        dtype: data type of parameters and compute.
+        fused: pointwise operators are fused into their neighbours, as a compiler does.
 
     Returns:
-        What one rank's batch takes.
+        The inventory of one rank's batch.
 
     Raises:
-        FSDPValueError: no module of such a class; nothing to differentiate comes out; the model
-            does not run on tensors without data.
+        FSDPValueError: no module has such a class, no output can be differentiated, or the model
+            does not run on fake tensors.
     """
     try:
         with FakeTensorMode(), torch.device("cpu"):
@@ -139,8 +139,10 @@ def take_inventory(
             _cast(model, dtype)
             wrapped = units_of(model, classes)
             counter = _Counter(model, wrapped, fused)
-            with counter.watching():
-                output = model(**{name: _in(dtype, value) for name, value in kwargs.items()})
+            with counter.forward():
+                output = model(
+                    **{name: _cast_input(value, dtype) for name, value in kwargs.items()}
+                )
             with counter.backward():
                 _loss_of(output).backward()  # type: ignore[no-untyped-call]
     except FSDPError:
@@ -152,34 +154,34 @@ def take_inventory(
             where="fsdp_dynamo.estimator",
             fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
         ) from error
-    return Inventory(counter.units, counter.segments, counter.behind)
+    return Inventory(counter.units, counter.segments, counter.backward_work)
 
 
-def _in(dtype: torch.dtype, value: Any) -> Any:
-    """Floating-point inputs are cast, as mixed precision does."""
+def _cast_input(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point input in another data type, as mixed precision casts it."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in another dtype; tied ones stay tied. (``Module.to`` cannot swap fake ones.)"""
-    known: dict[int, nn.Parameter] = {}
+    """Cast parameters; tied ones stay tied. (``Module.to`` cannot swap fake parameters.)"""
+    cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point():
-                if id(parameter) not in known:
+                if id(parameter) not in cast:
                     other = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                    known[id(parameter)] = other
-                module._parameters[name] = known[id(parameter)]
+                    cast[id(parameter)] = other
+                module._parameters[name] = cast[id(parameter)]
 
 
 def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
     """Modules that become units, with their FQNs.
 
     Raises:
-        FSDPValueError: there is none.
+        FSDPValueError: there is no such module.
     """
-    names = set(classes) or _repeating(model)
+    names = set(classes) or _most_repeated_class(model)
     found = {m: name for name, m in model.named_modules() if type(m).__name__ in names and name}
     if not found:
         raise FSDPValueError(
@@ -191,8 +193,8 @@ def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
     return found
 
 
-def _repeating(model: nn.Module) -> set[str]:
-    """The class that holds most parameters among those that stand in lists, twice or more."""
+def _most_repeated_class(model: nn.Module) -> set[str]:
+    """The class with the most parameters among classes that occur repeatedly in a ModuleList."""
     numel: dict[str, int] = {}
     for module in model.modules():
         children = list(module.children()) if isinstance(module, nn.ModuleList) else []
@@ -203,23 +205,15 @@ def _repeating(model: nn.Module) -> set[str]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The output's own loss, or the sum of all that can be differentiated."""
+    """The output's own loss, or the sum of its differentiable tensors."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
-    if not tensors:
-        raise FSDPValueError(
-            expected="an output that depends on the parameters",
-            got=repr(type(output)),
-            where="fsdp_dynamo.estimator",
-            fix="Let the model return a loss or logits.",
-        )
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
+    return sum_of(output, "fsdp_dynamo.estimator", "Let the model return a loss or logits.")
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what runs, for the unit whose module runs."""
+    """Counts operators for the unit whose module runs."""
 
     def __init__(self, model: nn.Module, wrapped: Mapping[nn.Module, str], fused: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -230,12 +224,12 @@ class _Counter(TorchDispatchMode):
         self._parameters: dict[int, nn.Parameter] = {}
         self.units = {"": UnitInventory("")} | {fqn: UnitInventory(fqn) for fqn in wrapped.values()}
         self.segments: list[tuple[str, Work]] = []
-        self.behind = Work()
+        self.backward_work = Work()
         self._is_backward = False
-        self._share_out(model, "")
+        self._assign_parameters(model, "")
 
-    def _share_out(self, module: nn.Module, unit: str) -> None:
-        """Each parameter belongs to the innermost unit around its first place."""
+    def _assign_parameters(self, module: nn.Module, unit: str) -> None:
+        """Assign each parameter to the innermost unit around its first occurrence."""
         unit = self._wrapped.get(module, unit)
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in self._parameters:
@@ -245,11 +239,11 @@ class _Counter(TorchDispatchMode):
                 has_grad = parameter.numel() if parameter.requires_grad else 0
                 mine.trained_numel = (mine.trained_numel or 0) + has_grad
         for child in module.children():
-            self._share_out(child, unit)
+            self._assign_parameters(child, unit)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The forward."""
+    def forward(self) -> Iterator[None]:
+        """Count the forward."""
         own = {_storage(p) for p in self._parameters.values()}
         with ExitStack() as stack:
             for module, fqn in self._wrapped.items():
@@ -266,7 +260,7 @@ class _Counter(TorchDispatchMode):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The backward."""
+        """Count the backward."""
         self._is_backward = True
         with self:
             yield
@@ -290,17 +284,17 @@ class _Counter(TorchDispatchMode):
                 self._kept.append(tensor)
                 num_bytes = _storage_bytes(tensor)
                 self.units[self._stack[-1]].saved_bytes += num_bytes
-                if self._is_fused:  # a fused kernel writes what is kept, and reads it again
+                if self._is_fused:  # fused kernels write what is saved, and read it again
                     self._work().add(0, num_bytes)
-                    self.behind.add(0, num_bytes)
+                    self.backward_work.add(0, num_bytes)
             return tensor
 
-        self._kept: list[torch.Tensor] = []  # while it is counted no storage may be used again
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no address is reused
         return pack
 
     def _work(self) -> Work:
         if self._is_backward:
-            return self.behind
+            return self.backward_work
         unit = self._stack[-1]
         if not self.segments or self.segments[-1][0] != unit:
             self.segments.append((unit, Work()))
@@ -309,11 +303,11 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not _moves_nothing(func):
+        if not _is_free(func):
             moved = [*tensors_of((args, kwargs)), *tensors_of(output)]
             fused = self._is_fused and _is_pointwise(func)
             traffic = 0 if fused else sum(t.numel() * t.element_size() for t in moved)
-            self._work().add(_flops(func, args, kwargs, output), traffic)
+            self._work().add(operator_flops(func, args, kwargs, output), traffic)
         return output
 
 
@@ -325,15 +319,15 @@ def _name(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def _moves_nothing(func: Any) -> bool:
-    """A view, or a question about a tensor."""
+def _is_free(func: Any) -> bool:
+    """Whether an operator moves no data: a view or a query."""
     if func.namespace != "aten" or _name(func) in _VIEWS:
         return True
     return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 def _is_pointwise(func: Any) -> bool:
-    """What a compiler makes part of the kernel before it or after it."""
+    """Whether a compiler fuses an operator into its neighbours."""
     return torch.Tag.pointwise in func.tags or _name(func) in _COPIES
 
 
@@ -343,21 +337,3 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-
-
-def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Of matrix products and attention; 0 for everything else.
-
-    Source: the formulas of ``torch.utils.flop_counter``, which do not know CPU attention.
-    """
-    name = func._schema.name
-    if name.startswith(_CPU_ATTENTION):
-        is_backward = name.endswith("_backward")
-        query, key, value = args[1:4] if is_backward else args[:3]
-        forward = sdpa_flop_count(query.shape, key.shape, value.shape)
-        return int(forward * 5 // 2 if is_backward else forward)
-    formula = flop_registry.get(func.overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))

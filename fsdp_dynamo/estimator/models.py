@@ -1,4 +1,4 @@
-"""Models by name: shapes alone, from configurations of ``transformers``; nothing is downloaded."""
+"""Models by name, from configurations of ``transformers``; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
     "gpt2": ("GPT2Config", {}),
     "gpt2-xl": ("GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
 }
-"""Class of the configuration, and what differs from its defaults. Source: the models' papers
+"""Configuration classes and non-default settings, by name. Source: the models' papers
 (arXiv 2407.21783, table 3; Radford et al. 2019, table 2)."""
 
 
-def named(name: str, batch: int, length: int) -> Build:
-    """A model of ``CONFIGS`` with a batch of tokens.
+def build_of(name: str, batch: int, length: int) -> Build:
+    """Function that builds a model of ``CONFIGS`` and a batch of tokens.
 
     Raises:
         FSDPValueError: there is no such name.
@@ -63,7 +63,7 @@ def named(name: str, batch: int, length: int) -> Build:
             expected=f"--model to be one of {', '.join(CONFIGS)}",
             got=repr(name),
             where="fsdp_dynamo.estimator",
-            fix="For a model of your own: --module package.module:function.",
+            fix="For your own model: --module package.module:function.",
         )
     try:
         import transformers
@@ -72,7 +72,7 @@ def named(name: str, batch: int, length: int) -> Build:
             expected="transformers to be installed, for a model by name",
             got=str(error),
             where="fsdp_dynamo.estimator",
-            fix="pip install transformers, or give a model of your own by --module.",
+            fix="pip install transformers, or give your own model by --module.",
         ) from error
     kind, changes = CONFIGS[name]
 

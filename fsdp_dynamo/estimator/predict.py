@@ -1,4 +1,4 @@
-"""Memory, communication and step time of one way to shard, from an inventory and a cluster."""
+"""Predicted memory, communication and step time of a sharding strategy on a cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a step is besides the model: bytes of an element.
+class ElementSizes:
+    """Bytes per element of the tensors of a step.
 
     Attributes:
-        param_bytes: of a parameter while it is gathered and computes.
-        reduce_bytes: of a gradient that is reduced.
-        master_bytes: of a shard and of its gradient.
-        optimizer_bytes: of the optimizer's state: 8 for AdamW in float32.
+        param_bytes: of unsharded parameters, in all-gathers and compute.
+        reduce_bytes: of gradients in reductions.
+        master_bytes: of shards and their gradients.
+        optimizer_bytes: of the optimizer's state, such as 8 for AdamW in float32.
     """
 
     param_bytes: int = 2
@@ -36,19 +36,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to shard, and what a step takes then.
+    """Predicted costs of a step with one sharding strategy.
 
     Attributes:
-        strategy: how.
-        checkpointing: whether every unit but the root computes its forward again.
-        memory: bytes of a rank at the worst moment, by category: shards, optimizer, unsharded,
-            gradients, activations.
-        wire_bytes: what a rank sends in a step.
-        compute_ms: forward and backward.
-        bound_ms: no order of the collectives is faster, the update included.
+        strategy: the strategy.
+        checkpointing: whether every unit but the root recomputes its forward.
+        memory: peak bytes of a rank by category: shards, optimizer, unsharded, gradients,
+            activations.
+        wire_bytes: bytes that a rank sends per step.
+        compute_ms: compute of forward and backward.
+        bound_ms: lower bound of the step time over all orders of the collectives.
         step_ms: forward and backward as scheduled, and the update.
-        exposed_ms: of forward and backward, in which nothing is computed.
-        update_ms: of the optimizer.
+        exposed_ms: time of forward and backward in which nothing is computed.
+        update_ms: time of the optimizer's update.
     """
 
     strategy: ShardingStrategy
@@ -69,7 +69,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Ranks that share a shard, and how often that is repeated."""
+    """Number of ranks that share a flat parameter, and of replicas."""
 
     ranks: int
     replicas: int
@@ -91,32 +91,32 @@ def predict(
     inventory: Inventory,
     cluster: Cluster,
     strategy: ShardingStrategy,
-    setup: Setup = Setup(),  # noqa: B008  # frozen
+    sizes: ElementSizes = ElementSizes(),  # noqa: B008  # frozen
     checkpointing: bool = False,
 ) -> Prediction:
-    """What one step takes: gathers, forward, backward, reductions, update.
+    """Predict the costs of one step: gathers, forward, backward, reductions, update.
 
     Args:
-        inventory: of the model, for the batch of one rank.
-        cluster: what it runs on.
-        strategy: which ranks share what.
-        setup: sizes of elements.
-        checkpointing: of every unit but the root.
+        inventory: inventory of the model, for the batch of one rank.
+        cluster: the cluster that it runs on.
+        strategy: the sharding strategy.
+        sizes: bytes per element.
+        checkpointing: whether every unit but the root recomputes its forward.
 
     Returns:
-        Memory, bytes sent and times, of one rank.
+        Memory, bytes sent and times of one rank.
     """
     sharding = _sharding(strategy, cluster)
-    forward = _forward(inventory, cluster, sharding, setup)
-    backward = _backward(inventory, cluster, sharding, setup, checkpointing)
+    forward = _forward(inventory, cluster, sharding, sizes)
+    backward = _backward(inventory, cluster, sharding, sizes, checkpointing)
     times = [_scheduled(problem) for problem in (forward, backward)]
-    an_element = 4 * setup.master_bytes + 2 * setup.optimizer_bytes  # read, and written
+    an_element = 4 * sizes.master_bytes + 2 * sizes.optimizer_bytes  # read, and written
     touched = inventory.trained / sharding.ranks * an_element
     update_ms = touched / cluster.memory_bytes_per_ms
     return Prediction(
         strategy=strategy,
         checkpointing=checkpointing,
-        memory=_memory(inventory, sharding, setup, checkpointing),
+        memory=_memory(inventory, sharding, sizes, checkpointing),
         wire_bytes=sum(t.wire_bytes for p in (forward, backward) for t in p.transfers),
         compute_ms=sum(forward.compute_ms) + sum(backward.compute_ms),
         bound_ms=lower_bound_ms(forward) + lower_bound_ms(backward) + update_ms,
@@ -127,7 +127,7 @@ def predict(
 
 
 def _scheduled(problem: Problem) -> float:
-    """With room for what is in flight at most: a cluster short of memory is another question."""
+    """Time of the planner's schedule, without a limit on memory."""
     held = sum(transfer.held_bytes for transfer in problem.transfers)
     limits = Limits(memory_budget_bytes=max(held, 1))
     schedule, _ = decide(problem, Options(limits=limits))
@@ -140,14 +140,16 @@ def _segments_ms(inventory: Inventory, cluster: Cluster) -> list[float]:
 
 
 def _problem(ms: Sequence[float], units: Sequence[str], transfers: list[Transfer]) -> Problem:
-    """Without memory: what is alive is added up in ``_memory``."""
+    """The scheduling problem without memory, which ``_memory`` adds up."""
     return Problem(tuple(ms), tuple(units), (0,) * len(ms), tuple(transfers))
 
 
-def _forward(inventory: Inventory, cluster: Cluster, sharding: _Sharding, setup: Setup) -> Problem:
+def _forward(
+    inventory: Inventory, cluster: Cluster, sharding: _Sharding, sizes: ElementSizes
+) -> Problem:
     units = [unit for unit, _ in inventory.segments]
     gathers = [
-        _gather(inventory, cluster, sharding, setup, unit, "forward", units.index(unit))
+        _gather(inventory, cluster, sharding, sizes, unit, "forward", units.index(unit))
         for unit in dict.fromkeys(units)
     ]
     transfers = gathers if sharding.gathers and sharding.ranks > 1 else []
@@ -155,7 +157,11 @@ def _forward(inventory: Inventory, cluster: Cluster, sharding: _Sharding, setup:
 
 
 def _backward(
-    inventory: Inventory, cluster: Cluster, sharding: _Sharding, setup: Setup, checkpointing: bool
+    inventory: Inventory,
+    cluster: Cluster,
+    sharding: _Sharding,
+    sizes: ElementSizes,
+    checkpointing: bool,
 ) -> Problem:
     units = [unit for unit, _ in reversed(inventory.segments)]
     forward_ms = list(reversed(_segments_ms(inventory, cluster)))
@@ -168,10 +174,10 @@ def _backward(
         last = len(units) - units[::-1].index(unit)
         if unit and sharding.reshards and sharding.ranks > 1:
             first = units.index(unit)
-            transfers.append(_gather(inventory, cluster, sharding, setup, unit, "backward", first))
+            transfers.append(_gather(inventory, cluster, sharding, sizes, unit, "backward", first))
         if sharding.ranks * sharding.replicas > 1 and inventory.units[unit].trained:
             transfers.append(
-                _reduction(inventory, cluster, sharding, setup, unit, last, len(units))
+                _reduction(inventory, cluster, sharding, sizes, unit, last, len(units))
             )
     transfers.sort(key=lambda t: t.need if t.is_gather else t.ready)
     return _problem(ms, units, transfers)
@@ -181,12 +187,12 @@ def _gather(
     inventory: Inventory,
     cluster: Cluster,
     sharding: _Sharding,
-    setup: Setup,
+    sizes: ElementSizes,
     unit: str,
     direction: str,
     need: int,
 ) -> Transfer:
-    num_bytes = inventory.units[unit].numel * setup.param_bytes
+    num_bytes = inventory.units[unit].numel * sizes.param_bytes
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
     ms = cluster.gather_ms(num_bytes, sharding.ranks)
     sent = num_bytes * (sharding.ranks - 1) // sharding.ranks
@@ -197,13 +203,13 @@ def _reduction(
     inventory: Inventory,
     cluster: Cluster,
     sharding: _Sharding,
-    setup: Setup,
+    sizes: ElementSizes,
     unit: str,
     ready: int,
     end: int,
 ) -> Transfer:
-    """Scattered among the ranks of a shard, then summed over its replicas."""
-    num_bytes = inventory.units[unit].trained * setup.reduce_bytes
+    """A reduce-scatter among the ranks of a shard, then an all-reduce over its replicas."""
+    num_bytes = inventory.units[unit].trained * sizes.reduce_bytes
     shard = num_bytes / sharding.ranks
     ms = cluster.gather_ms(num_bytes, sharding.ranks)
     ms += cluster.reduce_replicas_ms(shard, sharding.replicas)
@@ -214,18 +220,18 @@ def _reduction(
 
 
 def _memory(
-    inventory: Inventory, sharding: _Sharding, setup: Setup, checkpointing: bool
+    inventory: Inventory, sharding: _Sharding, sizes: ElementSizes, checkpointing: bool
 ) -> dict[str, int]:
-    """At the worst moment of the backward: activations go as gradients come."""
+    """Peak memory of the backward, where activations are freed as gradients accumulate."""
     units = list(inventory.units.values())
     root, blocks = units[0], units[1:]
-    sizes = sorted((unit.numel for unit in blocks), reverse=True)
-    live = root.numel + sum(sizes[:2]) if sharding.reshards else inventory.numel
-    casts = setup.param_bytes != setup.master_bytes
+    largest = sorted((unit.numel for unit in blocks), reverse=True)[:2]
+    live = root.numel + sum(largest) if sharding.reshards else inventory.numel
+    casts = sizes.param_bytes != sizes.master_bytes
     fixed = {
-        "shards": inventory.numel * setup.master_bytes // sharding.ranks,
-        "optimizer": inventory.trained * setup.optimizer_bytes // sharding.ranks,
-        "unsharded": live * setup.param_bytes if sharding.ranks > 1 or casts else 0,
+        "shards": inventory.numel * sizes.master_bytes // sharding.ranks,
+        "optimizer": inventory.trained * sizes.optimizer_bytes // sharding.ranks,
+        "unsharded": live * sizes.param_bytes if sharding.ranks > 1 or casts else 0,
     }
     kept = {u.fqn: u.input_bytes if checkpointing and u.fqn else u.saved_bytes for u in units}
     again = max((u.saved_bytes for u in blocks), default=0) if checkpointing else 0
@@ -234,14 +240,14 @@ def _memory(
     for index, unit in enumerate(reversed(blocks)):
         before = blocks[-index].trained if index else 0  # its reduction is under way
         flying = unit.trained + before + root.trained  # the root's is whole until the end
-        reduced = done * setup.master_bytes // sharding.ranks
-        moments.append((reduced + flying * setup.param_bytes, sum(kept.values()) + again))
+        reduced = done * sizes.master_bytes // sharding.ranks
+        moments.append((reduced + flying * sizes.param_bytes, sum(kept.values()) + again))
         done += unit.trained
         kept[unit.fqn] = 0
-    moments.append((inventory.trained * setup.master_bytes // sharding.ranks, 0))
+    moments.append((inventory.trained * sizes.master_bytes // sharding.ranks, 0))
     gradients, activations = max(moments, key=sum)
     worst = {"gradients": gradients, "activations": activations}
     return {name: int({**fixed, **worst}[name]) for name in CATEGORIES}
 
 
-__all__ = ["Prediction", "Setup", "predict"]
+__all__ = ["ElementSizes", "Prediction", "predict"]

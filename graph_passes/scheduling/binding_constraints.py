@@ -1,7 +1,8 @@
-"""Binding constraints: the next move of a collective is tried, and what stops it is the reason.
+"""Binding constraints: why each collective of a schedule did not move further.
 
-The move of an all-gather is one unit's compute earlier, that of a reduction's wait one unit later.
-What is launched together moves together.
+The next move is tried, and the constraint that it violates is the reason. An all-gather moves one
+unit's compute earlier, the wait of a reduction one unit later. Collectives that share a launch move
+together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 from graph_passes.scheduling.limits import Limits, is_within
 from graph_passes.scheduling.problem import Problem, Transfer
-from graph_passes.scheduling.simulation import Placement, Schedule, Timeline, peak_bytes, simulate
+from graph_passes.scheduling.simulation import Placement, Schedule, peak_bytes, simulate
 
 Reason = Literal["hidden", "dependency", "memory", "in flight", "order", "bandwidth", "not planned"]
 
@@ -20,19 +21,19 @@ _EPSILON_MS = 1e-6
 
 
 @dataclass(frozen=True)
-class Why:
+class Constraint:
     """The constraint that keeps a collective from a better place.
 
     Attributes:
-        reason: ``"hidden"``: it exposes nothing. ``"dependency"``: its input is ready, or its
-            result is used, only there. ``"memory"``: the move exceeds the budget. ``"in flight"``:
-            too many would be under way. ``"order"``: it would overtake another on its link, and
-            nothing would be gained. ``"bandwidth"``: the link is busy, so nothing would be gained.
-            ``"not planned"``: the move is allowed and would save time; a switch or a given plan
-            rules it out, or the search has stopped before it.
-        bytes_short: what the budget lacks; 0 for other reasons.
-        behind: unit of the collective that is ahead on the link, where that matters.
-        saves_ms: what the move would save; 0 unless it is not planned.
+        reason: ``"hidden"``: it exposes nothing. ``"dependency"``: its input is not ready earlier,
+            or its result is needed. ``"memory"``: the move would exceed the budget.
+            ``"in flight"``: too many collectives would be in flight. ``"order"``: it would
+            overtake another on its link and gain nothing. ``"bandwidth"``: the link is busy, so
+            the move would gain nothing. ``"not planned"``: the move is allowed and would save
+            time, but an option or a given plan rules it out, or the search ended before it.
+        bytes_short: excess over the budget; 0 for other reasons.
+        behind: unit of the collective ahead on the link, where that matters.
+        saves_ms: time that the move would save; 0 unless it is not planned.
     """
 
     reason: Reason
@@ -42,12 +43,12 @@ class Why:
 
 
 def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, int]) -> Problem:
-    """The problem with one latency a launch: all transfers of it but the first have none.
+    """The problem with one latency per launch, which the first of its transfers has.
 
     Args:
-        problem: of single transfers.
-        schedule: in whose order they are launched.
-        launches: by index of the transfer, the launch that it is part of.
+        problem: problem of single transfers.
+        schedule: order of the launches.
+        launches: index of the transfer to number of its launch.
     """
     transfers = list(problem.transfers)
     seen: set[int] = set()
@@ -60,14 +61,14 @@ def with_launches(problem: Problem, schedule: Schedule, launches: Mapping[int, i
     return replace(problem, transfers=tuple(transfers))
 
 
-class Reasons:
-    """Trial moves in one schedule.
+class ConstraintFinder:
+    """Finds binding constraints by trial moves in one schedule.
 
     Args:
         problem: from ``with_launches``.
-        schedule: what was decided.
-        launches: by index of the transfer, the launch that it is part of.
-        limits: resolved for the problem.
+        schedule: the decided schedule.
+        launches: index of the transfer to number of its launch.
+        limits: limits that are resolved for the problem.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class Reasons:
         self.limits = limits
         self.timeline = simulate(problem, schedule)
 
-    def why(self, index: int) -> Why:
-        """The reason why transfer number ``index`` did not move further."""
+    def constraint_of(self, index: int) -> Constraint:
+        """The constraint that keeps transfer number ``index`` in its place."""
         if self.timeline.timings[index].exposed_ms <= _EPSILON_MS:
-            return Why("hidden")
+            return Constraint("hidden")
         return self._gather(index) if self._transfer(index).is_gather else self._reduction(index)
 
     def _transfer(self, index: int) -> Transfer:
@@ -92,25 +93,27 @@ class Reasons:
         """Placements that are launched together with a transfer, in order."""
         return [p for p in self.schedule if self.launches[p.transfer] == self.launches[index]]
 
-    def _gather(self, index: int) -> Why:
+    def _gather(self, index: int) -> Constraint:
         members = self._members(index)
         ready = max(self._transfer(p.transfer).ready for p in members)
         issue = members[0].issue
         ahead = self._ahead(members[0])
         queued = self._is_queued(members[0])
         if issue <= ready:
-            return Why("bandwidth", behind=self._unit(ahead)) if queued else Why("dependency")
+            if queued:
+                return Constraint("bandwidth", behind=self._unit(ahead))
+            return Constraint("dependency")
         earlier = [gap for gap in self.problem.segment_starts() if gap < issue]
         target = max([ready, *earlier[-1:]])
         overtakes = ahead is not None and ahead.issue == issue
         if ahead is not None and not overtakes:
             target = max(target, ahead.issue)  # right behind it on the link
-        why = self._try(index, self._issued_at(members, target))
-        if overtakes and why.reason == "bandwidth":
-            return Why("order", behind=self._unit(ahead))
-        return replace(why, behind=self._unit(ahead)) if why.reason == "bandwidth" else why
+        found = self._try(index, self._issued_at(members, target))
+        if found.reason != "bandwidth":
+            return found
+        return Constraint("order" if overtakes else "bandwidth", behind=self._unit(ahead))
 
-    def _reduction(self, index: int) -> Why:
+    def _reduction(self, index: int) -> Constraint:
         members = self._members(index)
         need = min(self._transfer(p.transfer).need for p in members)
         ready = max(self._transfer(p.transfer).ready for p in members)
@@ -122,32 +125,36 @@ class Reasons:
             return self._try(index, tuple(moved.get(p.transfer, p) for p in self.schedule))
         ahead = self._ahead(members[0])
         if issue > ready:
-            why = self._try(index, self._issued_at(members, ready))
-            return Why("order", behind=self._unit(ahead)) if why.reason == "bandwidth" else why
+            found = self._try(index, self._issued_at(members, ready))
+            if found.reason != "bandwidth":
+                return found
+            return Constraint("order", behind=self._unit(ahead))
         if self._is_queued(members[0]):
-            return Why("bandwidth", behind=self._unit(ahead))
-        return Why("dependency")
+            return Constraint("bandwidth", behind=self._unit(ahead))
+        return Constraint("dependency")
 
-    def _try(self, index: int, trial: Schedule) -> Why:
-        """The constraint that stops a schedule: memory, places in flight, or nothing gained."""
+    def _try(self, index: int, trial: Schedule) -> Constraint:
+        """The constraint that rules out a trial: memory, number in flight, or no gain."""
         budget = self.limits.memory_budget_bytes
         peak = peak_bytes(self.problem, trial)
         if budget is not None and peak > budget:
-            return Why("memory", bytes_short=peak - budget)
+            return Constraint("memory", bytes_short=peak - budget)
         if not is_within(self.problem, trial, self.limits):
-            return Why("in flight")
+            return Constraint("in flight")
         saved = self.timeline.total_ms - simulate(self.problem, trial).total_ms
-        return Why("not planned", saves_ms=saved) if saved > _EPSILON_MS else Why("bandwidth")
+        if saved > _EPSILON_MS:
+            return Constraint("not planned", saves_ms=saved)
+        return Constraint("bandwidth")
 
     def _issued_at(self, members: list[Placement], gap: int) -> Schedule:
-        """The schedule with a launch issued in another gap, behind what is issued there."""
+        """The schedule with a launch issued in another gap, after the launches there."""
         taken = {p.transfer for p in members}
         rest = [p for p in self.schedule if p.transfer not in taken]
         last = max((i + 1 for i, p in enumerate(rest) if p.issue <= gap), default=0)
         return (*rest[:last], *(replace(p, issue=gap) for p in members), *rest[last:])
 
     def _ahead(self, placement: Placement) -> Placement | None:
-        """What goes over the same link right before a launch."""
+        """The placement right before a launch on the same link."""
         link = self._transfer(placement.transfer).link
         on_link = [p for p in self.schedule if self._transfer(p.transfer).link == link]
         on_link.sort(key=lambda p: p.issue)  # stable: within a gap, the schedule's order
@@ -163,4 +170,4 @@ class Reasons:
         return None if placement is None else self._transfer(placement.transfer).mark.unit
 
 
-__all__ = ["Reason", "Reasons", "Timeline", "Why", "with_launches"]
+__all__ = ["Constraint", "ConstraintFinder", "Reason", "with_launches"]

@@ -29,10 +29,11 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.dynamo.artifacts import STAGES, Artifact, Frame
 from fsdp_dynamo.events import Event, Kind
-from fsdp_dynamo.observe.inspection.__main__ import load, main
+from fsdp_dynamo.observe.inspection.__main__ import main
 from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
 from fsdp_dynamo.observe.inspection.recorded_step import Cut, last_step
 from fsdp_dynamo.observe.inspection.stages import describe_stages
+from fsdp_dynamo.observe.load_function import load_function
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_pass import as_pass
 from graph_passes.pipeline import Pipeline, default_passes
@@ -416,7 +417,7 @@ def test_the_warning_names_the_callers_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["json", "json:nothing", "no_such_module:main", ":main"])
 def test_a_function_that_is_not_there(name: str) -> None:
     with pytest.raises(FSDPValueError, match="--module PKG:FN"):
-        load(name)
+        load_function(name, "a function", "inspection")
 
 
 SCRIPT = """

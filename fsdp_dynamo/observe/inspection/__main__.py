@@ -11,22 +11,19 @@ depyf: pip install 'fsdp-dynamo[inspection]'.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.observe.inspection import NothingCompiledError, inspect_graphs, nothing_compiled
+from fsdp_dynamo.observe.load_function import load_function
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the function inside ``inspect_graphs``; its ``sys.argv`` is what follows ``--``."""
     parsed = _parser().parse_args(argv)
     sys.argv = [parsed.module, *parsed.rest]
-    function = load(parsed.module)
+    function = load_function(parsed.module, "a function without arguments", "inspection")
     own = int(os.environ.get("RANK", "0"))
     try:
         rank = None if parsed.rank == "all" else int(parsed.rank)
@@ -61,27 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         "rest", nargs="*", metavar="-- ARGUMENTS", help="arguments for the script: its sys.argv[1:]"
     )
     return parser
-
-
-def load(name: str) -> Callable[[], Any]:
-    """The function that ``"package.module:function"`` names.
-
-    Raises:
-        FSDPValueError: there is none.
-    """
-    module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise FSDPValueError(
-            expected="--module PKG:FN, a module and a function in it without arguments",
-            got=f"'{name}' ({error})",
-            where="fsdp_dynamo.inspection",
-            fix="The module is looked for in the current folder too.",
-        ) from error
-    result: Callable[[], Any] = function
-    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The planner's command: inventories against real models, memory and time by hand, bad input."""
+"""The estimator: inventories against real models, memory and time by hand, bad input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from pool import RankPool
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import planner_error
+from benchmarks import estimator_error
 from benchmarks.peers import Setting
 from benchmarks.workloads.catalogue import decoder
 from fsdp_dynamo import FSDPValueError, ShardingStrategy
-from fsdp_dynamo.estimator import Cluster, Inventory, Setup, best_of, predict, take_inventory
+from fsdp_dynamo.estimator import (
+    Cluster,
+    ElementSizes,
+    Inventory,
+    predict,
+    recommend,
+    take_inventory,
+)
 from fsdp_dynamo.estimator.__main__ import main
-from fsdp_dynamo.estimator.hardware import bytes_of, bytes_per_second_of
+from fsdp_dynamo.estimator.hardware import parse_bytes, parse_rate
 from fsdp_dynamo.estimator.inventory import UnitInventory, Work
 
 # -- inventory ------------------------------------------------------------------------------------
@@ -130,15 +137,15 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     frozen, whole = take_inventory(build, [], torch.float32), _inventory()
     assert (frozen.numel, frozen.trained) == (whole.numel, 32 * 16)
     full = ShardingStrategy.FULL_SHARD
-    few, all_ = (predict(i, _cluster(2), full, SETUP) for i in (frozen, whole))
-    assert few.memory["optimizer"] == 32 * 16 * SETUP.optimizer_bytes // 2
+    few, all_ = (predict(i, _cluster(2), full, SIZES) for i in (frozen, whole))
+    assert few.memory["optimizer"] == 32 * 16 * SIZES.optimizer_bytes // 2
     assert few.memory["shards"] == all_.memory["shards"]
     assert few.wire_bytes < all_.wire_bytes
 
 
 def test_gradients_of_the_root_are_kept_to_the_end() -> None:
-    found = predict(_blocks(4), _cluster(1), ShardingStrategy.NO_SHARD, SETUP)
-    assert found.memory["gradients"] >= 4500 * SETUP.param_bytes
+    found = predict(_blocks(4), _cluster(1), ShardingStrategy.NO_SHARD, SIZES)
+    assert found.memory["gradients"] >= 4500 * SIZES.param_bytes
 
 
 class _Reads(_Net):
@@ -180,11 +187,11 @@ def _cluster(world: int, per_node: int = 1, rate: float = 100.0) -> Cluster:
     return Cluster(world, per_node, 1.0, math.inf, rate, 10 * rate, 0.0, 10**6)
 
 
-SETUP = Setup(param_bytes=2, reduce_bytes=2, master_bytes=4, optimizer_bytes=8)
+SIZES = ElementSizes(param_bytes=2, reduce_bytes=2, master_bytes=4, optimizer_bytes=8)
 
 
 def test_one_rank_only_computes() -> None:
-    found = predict(_blocks(3), _cluster(1), ShardingStrategy.FULL_SHARD, SETUP)
+    found = predict(_blocks(3), _cluster(1), ShardingStrategy.FULL_SHARD, SIZES)
     assert (found.step_ms, found.exposed_ms, found.wire_bytes) == (900.0, 0.0, 0)
     assert found.memory["shards"] == 3500 * 4
 
@@ -192,7 +199,7 @@ def test_one_rank_only_computes() -> None:
 def test_bytes_of_a_step() -> None:
     """Halves are sent on two ranks: gathers of all, again of the blocks, gradients of all."""
     sent = {
-        strategy: predict(_blocks(3), _cluster(2), strategy, SETUP).wire_bytes
+        strategy: predict(_blocks(3), _cluster(2), strategy, SIZES).wire_bytes
         for strategy in (
             ShardingStrategy.FULL_SHARD,
             ShardingStrategy.SHARD_GRAD_OP,
@@ -205,18 +212,18 @@ def test_bytes_of_a_step() -> None:
 def test_hidden_but_for_the_ends() -> None:
     """A block computes for 100 ms and takes 10 to gather, the root 5. Nothing hides the root's and
     the first block's gather, the last block's in the backward, and the last two reductions."""
-    found = predict(_blocks(4), _cluster(2), ShardingStrategy.FULL_SHARD, SETUP)
+    found = predict(_blocks(4), _cluster(2), ShardingStrategy.FULL_SHARD, SIZES)
     assert found.compute_ms == pytest.approx(4 * 100 + 8 * 100)
     assert found.exposed_ms == pytest.approx((5 + 10) + 10 + (10 + 5))
     assert found.bound_ms < found.step_ms
-    slow = predict(_blocks(4), _cluster(2, rate=1.0), ShardingStrategy.FULL_SHARD, SETUP)
+    slow = predict(_blocks(4), _cluster(2, rate=1.0), ShardingStrategy.FULL_SHARD, SIZES)
     assert slow.exposed_ms > 0.8 * slow.step_ms  # everything waits for the link
 
 
 def test_hybrid_sends_less_between_nodes() -> None:
     """Two nodes of two: gathers stay inside a node, where the link is ten times as fast."""
     full, hybrid = (
-        predict(_blocks(2, flops=1), _cluster(4, 2), strategy, SETUP)
+        predict(_blocks(2, flops=1), _cluster(4, 2), strategy, SIZES)
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     )
     assert hybrid.step_ms < full.step_ms
@@ -225,7 +232,7 @@ def test_hybrid_sends_less_between_nodes() -> None:
 
 def test_checkpointing_trades_time_for_memory() -> None:
     plain, again = (
-        predict(_blocks(4, numel=1), _cluster(2), ShardingStrategy.FULL_SHARD, SETUP, checkpoint)
+        predict(_blocks(4, numel=1), _cluster(2), ShardingStrategy.FULL_SHARD, SIZES, checkpoint)
         for checkpoint in (False, True)
     )
     assert again.compute_ms - plain.compute_ms == pytest.approx(400)
@@ -235,15 +242,15 @@ def test_checkpointing_trades_time_for_memory() -> None:
 
 def test_the_fastest_that_fits_is_recommended() -> None:
     inventory, cluster = _blocks(4), _cluster(2)
-    found = [predict(inventory, cluster, s, SETUP) for s in ShardingStrategy]
-    best = best_of(found, 10**9)
+    found = [predict(inventory, cluster, s, SIZES) for s in ShardingStrategy]
+    best = recommend(found, 10**9)
     assert best is not None
     assert best.step_ms == min(one.step_ms for one in found)
     least = min(one.total_bytes for one in found)
-    fits = best_of(found, least)
+    fits = recommend(found, least)
     assert fits is not None
     assert fits.total_bytes == least
-    assert best_of(found, least - 1) is None
+    assert recommend(found, least - 1) is None
 
 
 # -- against a step that was run ------------------------------------------------------------------
@@ -252,7 +259,7 @@ def test_the_fastest_that_fits_is_recommended() -> None:
 def _error(rank: int, world_size: int) -> dict[str, Any]:
     setting = Setting(decoder("small", 2, 16), torch.device("cpu"))
     key = "ours_graph_aot_eager"
-    return planner_error.row_of(ShardingStrategy.FULL_SHARD, setting, 1, key)
+    return estimator_error.row_of(ShardingStrategy.FULL_SHARD, setting, 1, key)
 
 
 def test_bytes_are_those_of_a_real_step(ranks: RankPool) -> None:
@@ -262,7 +269,7 @@ def test_bytes_are_those_of_a_real_step(ranks: RankPool) -> None:
     assert expected["shards"] == pytest.approx(got["shards"], rel=0.01)
     assert expected["optimizer"] == pytest.approx(got["optimizer"], rel=0.01)
     assert 0.5 < expected["peak"] / got["peak"] < 2
-    assert "FULL_SHARD" in planner_error.report({"FULL_SHARD": row})
+    assert "FULL_SHARD" in estimator_error.report({"FULL_SHARD": row})
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -272,7 +279,7 @@ def test_bytes_are_those_of_a_real_step(ranks: RankPool) -> None:
     ("text", "expected"), [("80GB", 80e9), ("24GiB", 24 * 2**30), ("1.5 TB", 1.5e12), ("7B", 7)]
 )
 def test_sizes(text: str, expected: float) -> None:
-    assert bytes_of(text) == expected
+    assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -280,19 +287,19 @@ def test_sizes(text: str, expected: float) -> None:
     [("400Gb/s", 50e9), ("50GB/s", 50e9), ("1 gb/s", 1.25e8), ("8MiB/s", 2**23)],
 )
 def test_rates(text: str, expected: float) -> None:
-    assert bytes_per_second_of(text) == expected
+    assert parse_rate(text) == expected
 
 
 @pytest.mark.parametrize("text", ["80", "GB", "80Gb", "-1GB", "0GB", "1.2.3GB"])
 def test_sizes_that_cannot_be_read(text: str) -> None:
     with pytest.raises(FSDPValueError, match="80GB"):
-        bytes_of(text)
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["400Gb", "fast", "400Gb/h", "/s"])
 def test_rates_that_cannot_be_read(text: str) -> None:
     with pytest.raises(FSDPValueError, match="400Gb/s"):
-        bytes_per_second_of(text)
+        parse_rate(text)
 
 
 MODULE = """
@@ -317,9 +324,9 @@ def stack():
 def test_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine_to_plan.py").write_text(MODULE)
+    (tmp_path / "mine_to_estimate.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    arguments = ["--module", "mine_to_plan:stack", "--world-size", "16", "--json", "plan.json"]
+    arguments = ["--module", "mine_to_estimate:stack", "--world-size", "16", "--json", "plan.json"]
     assert main([*arguments, "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert "263.2 k parameters in 5 units: the root of 0, 4 of 65.8 k\n" in said
