@@ -1,4 +1,4 @@
-"""A set of benchmarks, one after the other: records, tables and pictures in one folder.
+"""A set of benchmarks, run one after the other: records, tables and pictures in one folder.
 
     python benchmarks/bench.py [--full] [--out runs/bench]
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def link_arguments() -> tuple[str, ...]:
-    """``--link`` where a link can be made; else nothing, and a line that says why."""
+    """``--link`` if a link can be created; otherwise nothing, and a printed reason."""
     try:
         check_can_link()
     except BadInputError as error:
@@ -57,7 +57,7 @@ def link_arguments() -> tuple[str, ...]:
 
 
 def short_set() -> list[Part]:
-    """What ``make bench`` runs."""
+    """The set of ``make bench``."""
     link = link_arguments()
     return [
         Part("eager", "compare.py", (*link, "--peers", EAGER, "--rounds", "3")),
@@ -73,7 +73,7 @@ def short_set() -> list[Part]:
 
 
 def full_set(out: Path) -> list[Part]:
-    """What the documentation reports."""
+    """The set that the documentation reports."""
     link = link_arguments()
     parts = [
         Part("eager", "compare.py", (*link, "--peers", EAGER, "--rounds", "7")),
@@ -102,7 +102,7 @@ def full_set(out: Path) -> list[Part]:
 
 
 def run_part(part: Part, out: Path) -> bool:
-    """Run one script; whether it ended well."""
+    """Run one script; returns whether it succeeded."""
     began = time.monotonic()
     print(f"\n=== {part.name}: {part.script} {' '.join(part.arguments)}", flush=True)
     record = ("--json", str(out / f"{part.name}.json"))
@@ -127,10 +127,10 @@ def main() -> None:
         if unknown:
             parser.error(f"--only: expected some of {[p.name for p in parts]}, got {unknown}")
         parts = [part for part in parts if part.name in wanted]
-    ended_well = [run_part(part, options.out) for part in parts]
+    succeeded = [run_part(part, options.out) for part in parts]
     for picture in draw_all(options.out):
         print(picture)
-    raise SystemExit(0 if all(ended_well) else 1)
+    raise SystemExit(0 if all(succeeded) else 1)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,39 @@
 """Cost of the checks for divergence: steps with and without them, alternating in one run.
 
-With them, every collective is logged, its messages carry a tag of their own, and the watchdog is
-told of each wait. All are disabled in every second step, on all ranks. ``step`` is the ratio of
-paired steps of the slowest rank; ``direct`` is the time of the checks of a step's collectives in a
-loop of their own, relative to the step: far more exact where the cost is small.
+The checks log every collective, tag its messages, and watch waits from a thread. All of that is
+switched off for every second step, on all ranks alike. ``step`` is the ratio of paired steps on the
+slowest rank; ``direct`` is the time of a step's checks in a separate loop, divided by the step,
+which is far more exact for small costs.
 
     python benchmarks/checks.py [--decoder small] [--world_size 2] [--rounds 9] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import at_least, one_line_on_bad_input
-from benchmarks.measure.ranks import become_ranks, process_group
-from benchmarks.measure.report import record, table, write
-from benchmarks.peers import Setting, Trainee, named
-from benchmarks.workloads.catalogue import DECODER_SIZES, decoder
+from benchmarks.measure.rank_script import (
+    Round,
+    Training,
+    interleaved,
+    run_script,
+    slowest_ms,
+    spreads,
+)
+from benchmarks.measure.report import table
+from benchmarks.peers import Setting
 from fsdp_dynamo.comm import collective_log, watchdog
 
 KEYS = ("ours", "ours_graph_aot_eager")
@@ -52,7 +54,7 @@ def _one_tag(kind: str, *rest: object) -> int:
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """No log and no watchdog; all messages of a kind have the same tag."""
+    """Log nothing, give all messages of a kind one tag, and watch no waits."""
     no_groups: WeakKeyDictionary[object, object] = WeakKeyDictionary()
     with (
         mock.patch.object(collective_log, "record", _record_nothing),
@@ -62,41 +64,28 @@ def without_checks() -> Iterator[None]:
         yield
 
 
-class Row:
+class Row(Training):
     """One mode, with its model."""
 
-    def __init__(self, key: str, setting: Setting) -> None:
-        self.trainee: Trainee = named([key])[0].train(setting)
-        self.setting = setting
-        self.title = named([key])[0].title
-        self.step = 0
-
-    def train(self) -> float:
-        """One step; its milliseconds, of the slowest rank."""
-        batch = self.setting.workload.batch_of(dist.get_rank(), self.step, self.setting.device)
-        self.step += 1
+    def step_ms(self) -> float:
+        """Run one step that all ranks begin together; its milliseconds on the slowest rank."""
         dist.barrier()
-        began = time.perf_counter()
-        self.trainee.backward(self.trainee.forward(batch))
-        self.trainee.update()
-        took = torch.tensor([(time.perf_counter() - began) * 1e3])
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return took.item()
+        return slowest_ms(self.train)
 
-    def collectives(self) -> int:
-        """Of one step."""
+    def num_collectives(self) -> int:
+        """Number of collectives of one step."""
         before = sum(count for _, count, _ in collective_log.recent_by_group())
         self.train()
         return sum(count for _, count, _ in collective_log.recent_by_group()) - before
 
-    def round(self) -> dict[str, float]:
-        """Pairs of steps, in turn."""
+    def round(self) -> Round:
+        """Measure pairs of steps, alternately with and without checks."""
         checked, bare = [], []
         for _ in range(PAIRS):
-            checked.append(self.train())
+            checked.append(self.step_ms())
             with without_checks():
-                bare.append(self.train())
-        number = self.collectives()
+                bare.append(self.step_ms())
+        number = self.num_collectives()
         step = statistics.median(bare)
         direct = number * microseconds_of_a_check() / 1e3 / step
         ratio = statistics.median(checked) / step
@@ -104,7 +93,7 @@ class Row:
 
 
 def microseconds_of_a_check() -> float:
-    """To log a collective, make its tag, and begin and end its wait for the watchdog."""
+    """Microseconds to log a collective, make its tag, and begin and end watching its wait."""
     group = dist.group.WORLD
     assert group is not None
     began = time.perf_counter()
@@ -117,51 +106,37 @@ def microseconds_of_a_check() -> float:
     return (time.perf_counter() - began) / LOOPS * 1e6
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Each row's rounds, one row after the other in every round."""
+def measure(setting: Setting, rounds: int) -> dict[str, list[Round]]:
+    """Each row's rounds, the rows interleaved."""
     rows = [Row(key, setting) for key in KEYS]
     for row in rows:
         for _ in range(WARMUP):
             row.train()
-    found: dict[str, list[dict[str, float]]] = {row.title: [] for row in rows}
-    for _ in range(rounds):
-        for row in rows:
-            found[row.title].append(row.round())
-    return found
+    return interleaved({row.title: row.round for row in rows}, rounds)
 
 
-def report(found: dict[str, list[dict[str, float]]]) -> str:
+def report(rows: dict[str, list[Round]]) -> str:
     """Medians, and the spread of the ratio."""
     body = []
-    for title, rounds in found.items():
-        columns = {name: [one[name] for one in rounds] for name in rounds[0]}
-        median = {name: statistics.median(values) for name, values in columns.items()}
-        spread = f"{min(columns['ratio']):.3f} to {max(columns['ratio']):.3f}"
-        direct = f"{median['direct'] * 100:.3f} %"
-        numbers = (f"{median['step_ms']:.1f}", f"{median['collectives']:.0f}")
-        body.append((title, *numbers, f"{median['ratio']:.3f}", spread, direct))
+    for title, rounds in rows.items():
+        columns = spreads(rounds)
+        ratio = columns["ratio"]
+        body.append(
+            (
+                title,
+                f"{columns['step_ms']['median']:.1f}",
+                f"{columns['collectives']['median']:.0f}",
+                f"{ratio['median']:.3f}",
+                f"{ratio['min']:.3f} to {ratio['max']:.3f}",
+                f"{columns['direct']['median']:.3%}",
+            )
+        )
     return table(("mode", "step ms", "collectives", "step", "spread", "direct"), body)
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--decoder", choices=list(DECODER_SIZES), default="small")
-    parser.add_argument("--world_size", type=at_least(2), default=2)
-    parser.add_argument("--rounds", type=at_least(1), default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    become_ranks(options.world_size)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    with one_line_on_bad_input(), process_group("cpu") as device:
-        found = measure(Setting(decoder(options.decoder), device), options.rounds)
-        if dist.get_rank() == 0:
-            print(f"decoder {options.decoder}, {options.world_size} ranks, gloo")
-            print(report(found))
-            if options.json is not None:
-                facts = {"decoder": options.decoder, "world_size": options.world_size}
-                write(options.json, record("checks", **facts, rows=found))
+    run_script("checks", __doc__ or "", measure, report, decoder_size="small", rounds=9)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Command lines of the scripts: types of arguments, and one line for bad input."""
+"""Command lines of the scripts: argument types, and one line for bad input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 EXIT_CODE = 2
 
 DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""What ``--dtype`` may name, and the ``param_dtype`` of a setting: ``None`` is the model's own."""
+"""Choices of ``--dtype`` and their ``param_dtype``; ``None`` is the model's own."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Type of an argument that counts something."""
+    """Argument type: a whole number with a minimum."""
 
     def parse(text: str) -> int:
         try:
@@ -31,12 +31,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Type of an argument such as ``4,8,16``: whole numbers above 0."""
+    """Argument type: whole numbers above 0, such as ``4,8,16``."""
     return [at_least(1)(part) for part in text.split(",")]
 
 
 class BadInputError(Exception):
-    """Something that the caller can mend: what was expected, what was got, what to do."""
+    """An error that the caller can fix; it says what was expected, what came and what to do."""
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
     python benchmarks/compare.py [--peers ours,fsdp2,ddp] [--link 1gbit] [--rounds 5] [--json FILE]
 
-Every peer is built in the same processes; each round, every peer takes one step on the same batch,
-all ranks starting together. Shown: median, least and most of forward + backward, ratios round by
-round, a lower bound, bytes sent, peak memory, losses. A peer that cannot run says why. Exit code 1
-if a peer's losses differ from the reference's: a fast wrong answer is no answer.
+All peers are built in the same processes. In each round every peer runs one step on the same batch,
+which all ranks start together. The table shows median, minimum and maximum of forward + backward,
+ratios by round, a lower bound, bytes sent, peak memory and losses, and the reason if a peer cannot
+run. The exit code is 1 if a peer's losses differ from the reference's.
 
 ``--link RATE`` joins two ranks by a link of that rate (needs root, see ``link.py``); without it
-ranks talk over the loopback.
+ranks communicate over the loopback.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=at_least(1), help="instead of the size's own number")
     parser.add_argument("--torchbench_model", help="a model of transformers instead")
     parser.add_argument("--model_size", choices=("real", "small"), default="real")
-    parser.add_argument("--batch_size", type=at_least(1), default=4, help="sequences a rank")
-    parser.add_argument("--length", type=at_least(1), default=128, help="tokens a sequence")
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps a peer")
+    parser.add_argument("--batch_size", type=at_least(1), default=4, help="sequences per rank")
+    parser.add_argument("--length", type=at_least(1), default=128, help="tokens per sequence")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps per peer")
     parser.add_argument("--world_size", type=at_least(1), default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
@@ -66,13 +66,13 @@ def workload_of(options: argparse.Namespace) -> catalogue.Workload:
 
 
 def decoder_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What makes the same decoder again."""
+    """Arguments that reproduce the decoder."""
     names = ("decoder", "blocks", "batch_size", "length")
     return {name: getattr(options, name) for name in names}
 
 
 def run_rank(options: argparse.Namespace) -> int:
-    """One rank's part; the exit code."""
+    """Run one rank; returns the exit code."""
     warnings.filterwarnings("ignore")
     chosen = named(options.peers.split(",") if options.peers else list(all_peers()))
     if options.device == "cpu":
@@ -107,7 +107,7 @@ def run_rank(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Start ranks, or be one."""
+    """Start ranks, or run as one."""
     options = parse_arguments()
     if options.list:
         print("\n".join(f"{key:22} {peer.title}" for key, peer in all_peers().items()))

@@ -2,7 +2,7 @@
 
 Each measurement is a process of its own with an empty Inductor cache, rank 0 of a fake process
 group of 8 (collectives return at once), one thread, the small decoder with 4, 8, 16, 32 blocks. The
-first step compiles forward and backward; the second shows what is left when nothing compiles.
+first step compiles forward and backward; the second shows the time without compilation.
 
     python benchmarks/compile_time.py [--depths 4,8,16,32] [--peers KEYS] [--json FILE]
 """
@@ -78,7 +78,7 @@ def _cpu_seconds() -> float:
 
 
 def measure(key: str, depth: int) -> dict[str, Any]:
-    """The same in a process of its own with an empty cache; a failure gives its last line."""
+    """The same in a separate process with an empty cache; a failure gives its last line."""
     with tempfile.TemporaryDirectory() as cache:
         environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache)
         command = [sys.executable, __file__, "--one", key, "--depths", str(depth)]

@@ -1,19 +1,17 @@
-"""The planner's prediction against a step that was run: time, memory by category, bytes sent.
+"""The estimator's prediction against a measured step: time, memory by category, bytes sent.
 
-Rates are those that the ranks measure of themselves before the first compilation, here anew, not
-those of an earlier run; the model, its batch and the optimizer are the same. Over a real link:
+The rates are measured by the ranks, as before a first compilation; those of earlier runs are not
+used. The model, its batch and the optimizer are the same. Over a real link:
 
-    python benchmarks/link.py --rate 1gbit -- python benchmarks/planner_error.py [--json FILE]
+    python benchmarks/link.py --rate 1gbit -- python benchmarks/estimator_error.py [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,14 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import at_least, one_line_on_bad_input
-from benchmarks.measure.ranks import become_ranks, process_group
-from benchmarks.measure.report import record, table, write
-from benchmarks.measure.step_profile import CATEGORIES, StepProfile, StepProfiler
-from benchmarks.peers import Setting, Trainee, named
-from benchmarks.workloads.catalogue import DECODER_SIZES, Workload, decoder
+from benchmarks.measure.rank_script import Training, run_script, slowest_ms
+from benchmarks.measure.report import table
+from benchmarks.measure.rounds import profiled_step
+from benchmarks.measure.step_profile import CATEGORIES, StepProfile
+from benchmarks.peers import Setting
+from benchmarks.workloads.catalogue import Workload
 from fsdp_dynamo import ShardingStrategy
-from fsdp_dynamo.estimator import Cluster, Prediction, Setup, predict, take_inventory
+from fsdp_dynamo.estimator import Cluster, ElementSizes, Prediction, predict, take_inventory
 from fsdp_dynamo.graph_path import calibration
 
 PEERS = {
@@ -43,7 +41,7 @@ WARMUP = 3
 
 
 class _WithLoss(nn.Module):
-    """The workload's model as the planner wants it: it returns its loss."""
+    """The workload's model as the estimator takes it: it returns its loss."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class _WithLoss(nn.Module):
 
 
 def predicted(workload: Workload, strategy: ShardingStrategy) -> Prediction:
-    """From this cluster's measured rates. All ranks must call it."""
+    """Prediction from the measured rates of this cluster; all ranks must call it."""
     group = dist.group.WORLD
     assert group is not None
     rates = calibration.measured(group, torch.device("cpu"))
@@ -78,37 +76,24 @@ def predicted(workload: Workload, strategy: ShardingStrategy) -> Prediction:
 
     classes = [kind.__name__ for kind in workload.block_classes]
     inventory = take_inventory(build, classes, torch.float32)
-    return predict(inventory, cluster, strategy, Setup(4, 4, 4, 8))
+    return predict(inventory, cluster, strategy, ElementSizes(4, 4, 4, 8))
 
 
-def measured(trainee: Trainee, setting: Setting, rounds: int) -> tuple[list[float], StepProfile]:
-    """Milliseconds of steps, the slowest rank's, and one step's profile."""
-
-    def train(step: int, profiler: StepProfiler | None = None) -> None:
-        batch = setting.workload.batch_of(dist.get_rank(), step, setting.device)
-        trainee.backward(trainee.forward(batch))
-        if profiler is not None:
-            profiler.note_gradients()
-        trainee.update()
-
-    for step in range(WARMUP):
-        train(step)
+def measured(key: str, setting: Setting, rounds: int) -> tuple[list[float], StepProfile]:
+    """Milliseconds of steps on the slowest rank, and the profile of one step."""
+    training = Training(key, setting)
+    for _ in range(WARMUP):
+        training.train()
     times = []
-    for step in range(rounds):
+    for _ in range(rounds):
         dist.barrier()
-        began = time.perf_counter()
-        train(step)
-        took = torch.tensor([(time.perf_counter() - began) * 1e3])
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        times.append(took.item())
-    profiler = StepProfiler(trainee.model, trainee.optimizer)
-    with profiler.recording() as profile:
-        train(0, profiler)
-    return times, profile
+        times.append(slowest_ms(training.train))
+    batch = setting.workload.batch_of(dist.get_rank(), 0, setting.device)
+    return times, profiled_step(training.trainee, batch)
 
 
 def sent_bytes(profile: StepProfile) -> int:
-    """By one rank: half of the unsharded side on two ranks."""
+    """Bytes sent by one rank: half of the unsharded side on two ranks."""
     world = dist.get_world_size()
     kinds = ("all_gather", "all_to_all", "reduce_scatter")
     numbers = [c.num_bytes for c in profile.collectives if c.op in kinds]
@@ -116,10 +101,9 @@ def sent_bytes(profile: StepProfile) -> int:
 
 
 def row_of(strategy: ShardingStrategy, setting: Setting, rounds: int, key: str) -> dict[str, Any]:
-    """What was predicted of one strategy, and what was measured of the peer of that key."""
+    """Predictions for a strategy, and measurements of the peer that uses it."""
     expected = predicted(setting.workload, strategy)
-    trainee = named([key])[0].train(setting)
-    times, profile = measured(trainee, setting, rounds)
+    times, profile = measured(key, setting, rounds)
     return {
         "predicted": {
             "step_ms": expected.step_ms,
@@ -138,7 +122,7 @@ def row_of(strategy: ShardingStrategy, setting: Setting, rounds: int, key: str) 
 
 
 def report(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Predicted over measured."""
+    """Table of predicted and measured values, with their ratios."""
     body = []
     for name, row in rows.items():
         for key, value in row["predicted"].items():
@@ -149,27 +133,15 @@ def report(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return table(("strategy", "ms or MB", "predicted", "measured", "ratio"), body)
 
 
+def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+    """Predictions and measurements by strategy, with rates that are measured anew."""
+    os.environ["FSDP_DYNAMO_PLACE"] = f"estimator_error {time.time()}"  # no rates are known for it
+    return {s.name: row_of(s, setting, rounds, key) for s, key in PEERS.items()}
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--decoder", choices=list(DECODER_SIZES), default="29m")
-    parser.add_argument("--world_size", type=at_least(2), default=2)
-    parser.add_argument("--rounds", type=at_least(1), default=5)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    become_ranks(options.world_size)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ["FSDP_DYNAMO_PLACE"] = f"planner_error {time.time()}"  # nothing is known of it
-    with one_line_on_bad_input(), process_group("cpu") as device:
-        setting = Setting(decoder(options.decoder), device)
-        rows = {s.name: row_of(s, setting, options.rounds, key) for s, key in PEERS.items()}
-        if dist.get_rank() == 0:
-            print(f"decoder {options.decoder}, {options.world_size} ranks, gloo")
-            print(report(rows))
-            if options.json is not None:
-                facts = {"decoder": options.decoder, "world_size": options.world_size}
-                write(options.json, record("planner", **facts, rows=rows))
+    run_script("estimator", __doc__ or "", measure, report, decoder_size="29m", rounds=5)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Host microseconds a unit for forward + backward, ours and peers', in one run.
+"""Host microseconds per unit for forward + backward, ours and peers', in one run.
 
 100 units of two ``Linear(64, 64)``, batch 4, on a fake process group of 8 ranks (collectives
-return at once), one thread. What is left is what the host does around the compute. The rows are
-measured in turn, round by round; the median over rounds is shown with the spread, and the median of
-each round's excess over the unwrapped model as a part of FSDP2's eager excess in that round.
+return at once), one thread. What remains is the host's work around the compute. The rows are
+interleaved; the table shows the median over rounds with the spread, and the median of each round's
+excess over the unwrapped model as a fraction of FSDP2's eager excess in that round.
 
     python benchmarks/host_overhead.py [--units 100] [--rounds 7] [--peers KEYS] [--json FILE]
 """
@@ -66,7 +66,7 @@ class Stack(nn.Module):
 
 
 def workload(num_units: int) -> Workload:
-    """So little compute that the host's work shows."""
+    """A workload with so little compute that the host's work dominates."""
 
     def batch(generator: torch.Generator) -> Batch:
         return {"x": torch.randn(BATCH, DIM, generator=generator)}
@@ -87,7 +87,7 @@ def timed_step(model: nn.Module, batch: Batch, task: Workload) -> float:
 
 
 def measure(num_units: int, rounds: int, keys: str = KEYS) -> dict[str, Row]:
-    """Microseconds a unit of every peer: median, min and max over rounds, and first step.
+    """Microseconds per unit of every peer: median, min and max over rounds, and first step.
 
     Args:
         num_units: how many units the model has.
@@ -144,7 +144,7 @@ def main() -> None:
     with one_line_on_bad_input():
         titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
         rows = measure(options.units, options.rounds, options.peers)
-    header = ("host us a unit", "median", "min", "max", "of FSDP2 eager", "first step s")
+    header = ("host us per unit", "median", "min", "max", "of FSDP2 eager", "first step s")
     body = [
         (
             titles[key],

@@ -51,7 +51,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the link is limited, in ``tc``'s words.
+    """Limits of the link, in the notation of ``tc``.
 
     Attributes:
         rate: such as ``1gbit``.
@@ -79,7 +79,7 @@ class Shape:
 
 
 def check_can_link() -> None:
-    """Refuse, before anything is made, where no link can be made."""
+    """Raise an error, before any change, if no link can be created here."""
     if not sys.platform.startswith("linux"):
         raise BadInputError(f"link: expected Linux (network namespaces), got {sys.platform}")
     if os.geteuid() != 0:
@@ -100,7 +100,7 @@ def _run(*command: str) -> str:
 
 
 def hosts_of(process_id: int) -> tuple[Host, Host]:
-    """Both ends of the link that a process makes."""
+    """Both ends of the link of a process."""
     tag = process_id % 100000
     first, second = (
         Host(f"link{tag}h{n}", f"veth{tag}h{n}", f"10.77.{tag % 250}.{n + 1}") for n in (0, 1)
@@ -138,7 +138,7 @@ def sent_bytes(host: Host) -> int:
 
 
 def rank_environment(rank: int, hosts: tuple[Host, Host], shape: Shape) -> dict[str, str]:
-    """What torchrun would set, and where gloo finds the link."""
+    """Environment of a rank: torchrun's variables, and gloo's interface."""
     return dict(
         ranks.QUIET | os.environ,
         RANK=str(rank),
@@ -148,7 +148,7 @@ def rank_environment(rank: int, hosts: tuple[Host, Host], shape: Shape) -> dict[
         MASTER_ADDR=hosts[0].address,
         MASTER_PORT=str(PORT),
         **{wire.INTERFACE_VARIABLE: hosts[rank].interface},
-        FSDP_DYNAMO_PLACE=f"link of {shape}",  # what was measured elsewhere is not this link
+        FSDP_DYNAMO_PLACE=f"link of {shape}",  # rates of other links do not apply
         **{wire.RATE_VARIABLE: repr(shape.bytes_per_s)},
     )
 
@@ -161,7 +161,7 @@ def _command_of(rank: int, host: Host, command: list[str]) -> list[str]:
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End whole process groups: first kindly, then not."""
+    """End process groups by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             try:
@@ -204,7 +204,7 @@ def run_on_link(command: list[str], shape: Shape) -> tuple[int, list[int]]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended well, or one has not."""
+    """Wait until all have succeeded or one has failed; returns the exit code."""
     while True:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), None)

@@ -1,11 +1,11 @@
-"""Scaling over N ranks on the simulated cluster, and how far the simulation is from a real link.
+"""Scaling over N ranks on the simulated cluster, and the simulation's error on a real link.
 
     python benchmarks/scaling.py [--sizes 2,4,8] [--cluster ethernet] [--weak] [--json FILE]
     python benchmarks/scaling.py --validate COMPARISON.json [--json FILE]
 
-The first runs every peer on a simulated cluster of each size: one process a size, which is rank 0;
+The first runs every peer on a simulated cluster of each size: one process per size, as rank 0;
 compute and host work are real, collectives take the time of the cluster's model. Strong scaling
-divides a global batch over the ranks; ``--weak`` keeps the batch a rank.
+divides a global batch over the ranks; ``--weak`` keeps the batch per rank.
 
 The second repeats a comparison that was measured on a real link (``compare.py --link ...
 --json``) on the simulated link of the same rate and prints predicted and measured times.
@@ -63,10 +63,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", choices=tuple(CLUSTERS), default="ethernet")
     parser.add_argument("--peers", default=KEYS)
     parser.add_argument("--decoder", default="29m")
-    parser.add_argument("--global_batch", type=at_least(1), default=16, help="sequences in all")
-    parser.add_argument("--batch_size", type=at_least(1), default=4, help="a rank, with --weak")
+    parser.add_argument(
+        "--global_batch", type=at_least(1), default=16, help="sequences of all ranks"
+    )
+    parser.add_argument(
+        "--batch_size", type=at_least(1), default=4, help="sequences per rank, with --weak"
+    )
     parser.add_argument("--length", type=at_least(1), default=128)
-    parser.add_argument("--weak", action="store_true", help="keep the batch a rank")
+    parser.add_argument("--weak", action="store_true", help="keep the batch per rank")
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
@@ -130,12 +134,12 @@ def simulate(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def specification(options: argparse.Namespace, size: int) -> dict[str, Any]:
-    """What one process is to measure."""
+    """Specification of the measurement of one process."""
     batch = options.batch_size if options.weak else options.global_batch // size
     if batch < 1:
         raise BadInputError(
             f"--sizes: expected at most --global_batch ({options.global_batch}) ranks, got {size}; "
-            "use --weak to keep the batch a rank"
+            "use --weak to keep the batch per rank"
         )
     return {
         "size": size,
@@ -176,7 +180,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
         "scaling": "weak" if options.weak else "strong",
         "workload": f"decoder {options.decoder}, "
         + (
-            f"batch a rank {options.batch_size}"
+            f"batch per rank {options.batch_size}"
             if options.weak
             else f"global batch {options.global_batch}"
         )

@@ -68,7 +68,7 @@ def main() -> None:
         print(f"a rank holds {sum(p.numel() for p in model.parameters())} elements")
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             moved = sum(event.num_bytes for event in events if event.kind == kind)
-            print(f"{kind}: {moved} bytes a step")
+            print(f"{kind}: {moved} bytes per step")
     dist.destroy_process_group()
 
 

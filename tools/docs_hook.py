@@ -1,4 +1,4 @@
-"""What ``mkdocs.yml`` cannot say: files outside ``docs/``, and the list of decisions.
+"""Hooks of mkdocs: files outside ``docs/``, and the list of decisions.
 
 A link from a page to a file outside ``docs/`` works on a forge. For the site that file is copied to
 ``outside/`` and the link changed. A link to a file that is not there is left, and fails the build.
@@ -30,7 +30,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add what pages link to."""
+    """Add the files that pages link to."""
     for page in list(files.documentation_pages()):
         for link in _UPWARD.findall(page.content_string):
             name = _outside(link, page.src_uri, config)
@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Change links to it."""
+    """Redirect links to these files."""
 
     def changed(match: re.Match[str]) -> str:
         name = _outside(match[0], page.file.src_uri, config)

@@ -1,4 +1,4 @@
-"""Make the virtual environment: torch, the package with its extras, nothing twice.
+"""Create the virtual environment: torch, and the package with its extras.
 
 If the Python that runs this has a torch that sees an accelerator, the environment uses that one;
 otherwise it gets ``torch==2.13.0``. ``PIP_TORCH_ARGS`` adds arguments to that one install (an
@@ -40,7 +40,7 @@ def pip(python: Path, *arguments: str) -> None:
 
 
 def install_peers(python: Path) -> None:
-    """What benchmarks compare with; one that cannot be installed is reported and left out."""
+    """Install the packages that benchmarks compare with; report those that fail."""
     pip(python, "setuptools>=77", "wheel")
     recipes = {
         # Its build imports torch: with isolation pip would fetch another one for that.

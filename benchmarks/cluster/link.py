@@ -1,11 +1,11 @@
-"""The simulated cluster's link: a queue of collectives, what to wait on, and a log.
+"""The simulated cluster's link: a queue of collectives, the work objects, and a log.
 
 One link stands for this rank's way to the network. Collectives pass through it one after the other:
 each starts when it has been issued and the one before it is done, and takes the seconds that the
 model says. The local memory traffic is real; *when* its result may be read is simulated.
 
 On CPU tensors one thread moves the data, in order of issue, while the issuing thread computes, as
-a backend's own threads (gloo) or copy engines do; the deadline is a number, and whoever waits waits
+a backend's own threads (gloo) or copy engines do; the deadline is a number, and a wait lasts
 for the mover and then sleeps until then. A sleep overshoots, by some 10 us within ``fine_sleep``
 (Linux) and some 60 us elsewhere; on a busy machine by more. On CUDA tensors the delay is a kernel
 on a side stream and the host never blocks, as with NCCL.
@@ -47,7 +47,7 @@ def fine_sleep() -> Iterator[None]:
 
 
 class CollectiveRecord(NamedTuple):
-    """One collective, as the log tells it. Times are on the clock ``time.perf_counter``.
+    """Log entry of one collective. Times are on the clock ``time.perf_counter``.
 
     Attributes:
         op: name, as in ``cluster_model.Op``.
@@ -88,13 +88,13 @@ class Request(NamedTuple):
 
 
 class Timing(Protocol):
-    """When a collective happened. The log keeps these: they hold no tensors."""
+    """Timing of a collective, which the log keeps; it holds no tensors."""
 
     def record(self) -> CollectiveRecord: ...
 
 
 class CommunicationLog:
-    """What went over the links, in order of issue."""
+    """Log of the collectives on the links, in order of issue."""
 
     def __init__(self) -> None:
         self._timings: list[Timing] = []
@@ -108,7 +108,7 @@ class CommunicationLog:
         return [timing.record() for timing in self._timings]
 
     def reset(self) -> None:
-        """Forget them."""
+        """Clear the log."""
         self._timings = []
 
 
@@ -131,7 +131,7 @@ class SimulatedWork(dist.Work):
         raise NotImplementedError
 
     def is_success(self) -> bool:
-        """As ``is_completed``: nothing can fail."""
+        """Same as ``is_completed``, because nothing can fail."""
         return self.is_completed()
 
     def exception(self) -> None:
@@ -139,11 +139,11 @@ class SimulatedWork(dist.Work):
         return
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Same as ``wait``."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As ``wait``."""
+        """Same as ``wait``."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ class HostWork(SimulatedWork):
 
         DDP's C++ reducer waits for it at the end of the backward, in a callback of the autograd
         engine. Within a backward the future is completed by such a callback too: callbacks run in
-        order, and DDP asks for the futures before it adds its own. Elsewhere nobody would complete
+        order, and DDP asks for the futures before it adds its own. Otherwise nothing would complete
         it, so there this waits.
         """
         future = _DeadlineFuture(self)
@@ -264,7 +264,7 @@ class HostLink:
 
 
 def _as_mover() -> None:
-    """What a computing thread may have set, and a new thread has not."""
+    """Per-thread settings of the computing thread, which a new thread lacks."""
     torch.set_grad_enabled(False)
 
 
@@ -306,7 +306,7 @@ class CudaWork(SimulatedWork):
 
     @property
     def in_use(self) -> list[torch.Tensor]:
-        """The tensors that must not be freed; emptied once somebody has waited."""
+        """The tensors that must not be freed; emptied by the first wait."""
         return self._in_use
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -379,7 +379,7 @@ class CudaLink:
             request.move()
             timing.done.record()
         work = CudaWork(request, timing, self._stream)
-        # Work that nobody waits for must not free memory that the side stream still uses.
+        # Work that is never waited for must not free memory that the side stream still uses.
         self._in_flight = [kept for kept in self._in_flight if not kept[0].query()]
         self._in_flight.append((timing.done, work.in_use))
         return work

@@ -1,10 +1,10 @@
-"""How long a collective takes on a cluster, and how many bytes a rank sends: plain arithmetic.
+"""Model of a cluster: duration of a collective, and bytes that a rank sends.
 
 The model is hierarchical. N ranks sit on M nodes of L ranks each (N = M * L). Ranks of a node talk
 over the *intra* link, nodes talk over the *inter* link; ``bytes_per_s`` of a link is one rank's
 share of it, in each direction. Let ``shard = payload / N``.
 
-All-gather: shards cross the network once a node and are passed on inside it. Each rank receives
+All-gather: shards cross the network once per node and are passed on inside it. Each rank receives
 M - 1 shards (those of its counterparts on the other nodes) over its share of the inter link and the
 other N - M shards over the intra link. Both go on at the same time (pipelined), so the slower one
 counts::
@@ -69,7 +69,7 @@ _BYTES_PER_GBIT = 125e6
 
 
 class _Traffic(NamedTuple):
-    """What one collective moves: bytes a link and phase, phases, seconds of latency a phase."""
+    """Traffic of one collective: bytes per link and phase, phases, latency per phase."""
 
     intra_bytes: float
     inter_bytes: float
@@ -83,7 +83,7 @@ class LinkModel:
 
     Attributes:
         latency_s: seconds that a message needs besides its bytes, 0 or more.
-        bytes_per_s: bytes a second in each direction, more than 0.
+        bytes_per_s: bytes per second in each direction, more than 0.
         burst_bytes: bytes that pass at once after an idle while, 0 or more: the size of a token
             bucket. Simulated for CPU tensors; ``ClusterModel.seconds`` is without it.
 
@@ -112,7 +112,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """A cluster of equal nodes. The maths stands in the module's docstring.
+    """A cluster of equal nodes. The formulas are in the module's docstring.
 
     Attributes:
         world_size: ranks in all, 1 to 4096.
@@ -158,7 +158,7 @@ class ClusterModel:
 
     @property
     def num_node_ranks(self) -> int:
-        """Ranks that a node really holds (L)."""
+        """Ranks per node in use (L)."""
         return min(self.world_size, self.ranks_per_node)
 
     @property
@@ -167,7 +167,7 @@ class ClusterModel:
         return self.world_size // self.num_node_ranks
 
     def seconds(self, op: Op, payload_bytes: int) -> float:
-        """Seconds of one collective on links that nobody else uses; 0 for a single rank.
+        """Seconds of one collective on otherwise idle links; 0 for a single rank.
 
         Args:
             op: an operation of the table above.
@@ -244,7 +244,7 @@ class ClusterModel:
 
 
 def two_hosts(gbit_per_s: float = 1.0, burst_bytes: float = 2 * 2**20) -> ClusterModel:
-    """What ``benchmarks/link.py`` makes: two hosts, gloo, a token bucket (2 MiB by default)."""
+    """The cluster of ``benchmarks/link.py``: two hosts, gloo, a token bucket (2 MiB by default)."""
     cluster = ethernet_cluster(2, gbit_per_s)
     return replace(cluster, inter=replace(cluster.inter, burst_bytes=burst_bytes))
 
@@ -257,7 +257,7 @@ def ethernet_cluster(world_size: int, gbit_per_s: float = 10.0) -> ClusterModel:
 
 
 def gpu_cluster(world_size: int) -> ClusterModel:
-    """Nodes of 8 GPUs: 450e9 B/s inside a node (as NVLink 4), 50e9 B/s a GPU between nodes.
+    """Nodes of 8 GPUs: 450e9 B/s inside a node (as NVLink 4), 50e9 B/s per GPU between nodes.
 
     The rates are those of data sheets; a real collective reaches some 80 % of them.
     """

@@ -24,7 +24,7 @@ Tensors = list[torch.Tensor]
 
 
 class SimulatedCluster:
-    """What all groups of one simulated cluster share: the model, the links, the log.
+    """State that all groups of a simulated cluster share: the model, the links, the log.
 
     Args:
         model: the whole cluster.
@@ -54,7 +54,7 @@ class SimulatedCluster:
 
 
 class _BackendFacts:
-    """What callers ask of a group's backend: it splits, coalesces, allocates nothing.
+    """Capabilities of a group's backend: it splits, coalesces, allocates nothing.
 
     Its name is ``gloo`` for a cluster of gloo collectives, so that code which picks an algorithm by
     backend picks as it would on the cluster that is modelled.
@@ -108,7 +108,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.cluster.log.records()
 
     def reset_log(self) -> None:
-        """Forget what the log holds."""
+        """Clear the log."""
         self.cluster.log.reset()
 
     def exposed_s(self) -> float:
@@ -140,7 +140,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """Description of the group."""
         return self._description
 
     @property
@@ -280,7 +280,7 @@ class SimulatedGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        """As ``allreduce`` if this rank is the root; else the tensors stay as they are."""
+        """Same as ``allreduce`` if this rank is the root; otherwise tensors are unchanged."""
         reduce = _reduction("reduce", opts, _TENSOR_REDUCTIONS)
 
         def move() -> None:
@@ -324,7 +324,7 @@ class SimulatedGroup(dist.ProcessGroup):
     # -- from and to one rank ---------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        """The tensors stay as they are, whoever the source is."""
+        """Tensors are unchanged, whatever the source."""
         return self._issue("broadcast", tensors, _nothing, tensors, tensors)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
@@ -349,7 +349,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._issue("scatter", slots or list(outputs) * self.size(), move, slots, outputs)
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> SimulatedWork:
-        """Nobody receives."""
+        """Has no receiver."""
         return self._issue("send", tensors, _nothing, tensors, [])
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> SimulatedWork:
@@ -389,7 +389,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _nothing() -> None:
-    """Nothing moves in this process."""
+    """Data movement that does nothing."""
 
 
 def _fill(slots: Tensors, shard: torch.Tensor) -> None:

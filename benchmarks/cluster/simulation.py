@@ -20,8 +20,8 @@ data:
 - all-reduce: ``x * N`` for a sum, ``x`` for a mean, maximum or minimum;
 - gather: each slot is this rank's tensor; scatter from this rank: its own slot of the list;
 - broadcast or scatter from another rank, receive, reduce to another rank: the tensor is left as it
-  is. Objects from another rank are therefore undefined: torch reads their size from a tensor that
-  nobody filled.
+  is. Objects from another rank are therefore undefined: torch reads their size from an
+  uninitialised tensor.
 
 Subgroups (``dist.new_group``, ``DeviceMesh``) share link and log with the whole cluster; ranks must
 be spread evenly over nodes. ``dist.split_group`` is refused by torch itself without an accelerator,
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def _create_group(options: Any, cluster: SimulatedCluster | None) -> SimulatedGroup:
-    """What torch calls for ``init_process_group`` (with a cluster) and ``new_group`` (without)."""
+    """Create a group for ``init_process_group`` (with a cluster) or ``new_group`` (without)."""
     if cluster is not None:
         if options.group_rank != 0 or options.group_size != cluster.model.world_size:
             raise ValueError(

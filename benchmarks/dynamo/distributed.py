@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
         if family != "plain":
             peer.add_argument(f"--{family}", dest="family", action="store_const", const=family)
     parser.set_defaults(family="plain")
-    parser.add_argument("--fsdp_wrap", action="store_true", help="one unit a block")
+    parser.add_argument("--fsdp_wrap", action="store_true", help="one unit per block")
     parser.add_argument("--fsdp_checkpoint", action="store_true", help="checkpoint activations")
     parser.add_argument("--dynamo", metavar="BACKEND", help="compile with this Dynamo backend")
     parser.add_argument("--dynamo_no_optimize_ddp", action="store_true")
@@ -138,7 +138,7 @@ def run_rank(options: argparse.Namespace, peer: Peer) -> int:
 
 
 def _extras(options: argparse.Namespace, comparison: Comparison, peer: Peer, say: Say) -> None:
-    """What was asked for besides times; every rank takes part in the steps that it needs."""
+    """Requested output besides times; all ranks take part in its steps."""
 
     def step() -> None:
         comparison.step(peer.key, timed=False)

@@ -1,4 +1,4 @@
-"""What the harness shows besides times: traces, autograd graphs, event order, graph counts."""
+"""Output besides times: traces, autograd graphs, order of events, graph counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least time that a step could take, from measured compute and counted bytes."""
+"""Lower bound of a step's time, from measured compute and counted bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.measure.step_profile import Collective
 
 
 class Bound(NamedTuple):
-    """Milliseconds that forward and backward need at the least.
+    """Lower bound of forward and backward, in milliseconds.
 
     Attributes:
         compute_ms: the step without communication.
@@ -40,7 +40,7 @@ def flat_cluster(world_size: int, bytes_per_s: float, gloo: bool) -> ClusterMode
 
 
 def wire_bytes(collectives: list[Collective], cluster: ClusterModel) -> int:
-    """Bytes that one rank sends for all of them."""
+    """Bytes that one rank sends for some collectives."""
     return sum(cluster.wire_bytes(c.op, c.num_bytes) for c in collectives)
 
 

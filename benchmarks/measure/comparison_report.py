@@ -1,4 +1,4 @@
-"""From samples of one comparison to rows: statistics, ratios, losses, bounds."""
+"""Rows of a comparison, from its samples: statistics, ratios, losses, bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.measure.rounds import (
 
 REFERENCES = ("fsdp2", "fsdp2_inductor")
 LOSS_REFERENCES = ("ddp", "fsdp2")
-"""Whose losses are right, by preference; without them, the first peer's."""
+"""Peers whose losses are the reference, in order of preference; else the first peer."""
 
 LOSS_TOLERANCE = 1e-3
 LOW_PRECISION_LOSS_TOLERANCE = 3e-2
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def rows(comparison: Comparison, cluster: ClusterModel | None = None) -> list[Row]:
-    """One row a peer, the same on every rank; collective, so every rank must call it.
+    """Rows by peer, the same on every rank; every rank must call it.
 
     Args:
         comparison: after its rounds.
@@ -141,7 +141,7 @@ def _bound(ran: dict[str, Row], comparison: Comparison, cluster: ClusterModel | 
 
 
 def comparison_table(made: list[Row]) -> str:
-    """The rows for a terminal; a peer that did not run says why below."""
+    """Table of the rows, followed by the reasons of peers that did not run."""
     header = (
         "peer", "fwd+bwd ms", "min", "max", "bound ms", "of FSDP2", "of compiled FSDP2",
         "step ms", "first step s", "sent MB", "peak MB", "loss",

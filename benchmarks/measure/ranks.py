@@ -28,7 +28,7 @@ QUIET = {
 
 
 def is_rank() -> bool:
-    """Whether somebody started this process as one of several ranks."""
+    """Whether this process was started as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -45,7 +45,7 @@ def become_ranks(world_size: int) -> None:
 
 
 def check_device(name: str, world_size: int) -> None:
-    """Refuse a device that is not there, before any rank is started."""
+    """Raise an error for a missing device, before any rank is started."""
     if name == "cpu":
         return
     if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def check_device(name: str, world_size: int) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local > torch.cuda.device_count():
         raise BadInputError(
-            f"--world_size: expected at most {torch.cuda.device_count()} ranks, one a CUDA "
+            f"--world_size: expected at most {torch.cuda.device_count()} ranks, one per CUDA "
             f"device, got {local}"
         )
 

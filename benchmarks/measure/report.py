@@ -36,7 +36,7 @@ def _version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Facts about the machine."""
     facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -59,7 +59,7 @@ def command() -> str:
 
 
 def record(kind: str, **results: Any) -> dict[str, Any]:
-    """A run's record: what was run, when, on what, with what, and what it gave."""
+    """Record of a run: command, date, machine, versions and results."""
     return {
         "kind": kind,
         "command": command(),

@@ -1,4 +1,4 @@
-"""Interleaved measurement: every peer takes one step a round, so that drift hits all alike."""
+"""Interleaved measurement: one step of every peer per round, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ import torch.distributed as dist
 from benchmarks.measure import wire
 from benchmarks.measure.step_profile import StepProfile, StepProfiler
 from benchmarks.peers import Peer, Setting, Trainee
+from benchmarks.workloads.catalogue import Batch
 
 
 @dataclass
 class Samples:
-    """What one peer's steps gave on this rank, warm-up steps included only where said.
+    """Samples of one peer's steps on this rank.
 
     Attributes:
-        peer: whose they are.
-        reason: why there are none, or ``None``.
-        losses: of every step from the first.
-        forward_ms, backward_ms, update_ms: of every timed step.
-        sent_bytes: leaving this rank's interface in every timed step, where there is a counter.
+        peer: the peer.
+        reason: reason why there are no samples, or ``None``.
+        losses: losses of all steps, warm-up included.
+        forward_ms, backward_ms, update_ms: times of every timed step.
+        sent_bytes: bytes that left this rank's interface in every timed step, if it has a counter.
         first_step_s: seconds of the first step, compilation included.
-        profile: what one further step did.
+        profile: profile of one further step.
     """
 
     peer: Peer
@@ -50,7 +51,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def agreed(reason: str | None) -> str | None:
-    """The first rank's reason not to go on, if any has one."""
+    """The reason of the first rank that cannot go on, if there is one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return reason
     reasons: list[str | None] = [None] * dist.get_world_size()
@@ -59,7 +60,7 @@ def agreed(reason: str | None) -> str | None:
 
 
 def attempt(action: Callable[[], None]) -> str | None:
-    """Run it; its error as one line, the same on all ranks, or ``None``."""
+    """Run an action; returns its error as one line, the same on all ranks, or ``None``."""
     try:
         action()
         reason = None
@@ -74,9 +75,9 @@ class Comparison:
     """All peers of one run on one rank.
 
     Args:
-        peers: whom to compare, in the order of the rounds.
-        setting: what they share.
-        rank: whose batches to use.
+        peers: peers to compare, in the order of the rounds.
+        setting: setting that they share.
+        rank: rank whose batches to use.
     """
 
     def __init__(self, peers: list[Peer], setting: Setting, rank: int) -> None:
@@ -86,7 +87,7 @@ class Comparison:
         self.trainees: dict[str, Trainee] = {}
 
     def start(self, warmup: int = 2, say: Callable[[str], None] = lambda _: None) -> None:
-        """Build every peer and take its first steps; who fails is left out with the reason."""
+        """Build every peer and run its first steps; leave out peers that fail, with the reason."""
         for key, samples in self.samples.items():
             # Agreed on after each part: a rank that goes on alone waits in a collective.
             samples.reason = (
@@ -110,7 +111,7 @@ class Comparison:
             self.step(key, timed=False)
 
     def run(self, rounds: int, say: Callable[[str], None] = lambda _: None) -> None:
-        """The timed rounds; every other one goes backwards through the peers."""
+        """Run the timed rounds; every other round takes the peers in reverse order."""
         for number in range(rounds):
             keys = list(self.trainees)
             for key in keys if number % 2 == 0 else reversed(keys):
@@ -118,23 +119,17 @@ class Comparison:
             say(f"round {number + 1} of {rounds}")
 
     def profile(self) -> None:
-        """One further step of each peer, profiled: its collectives and its peak bytes."""
+        """Profile one further step of each peer: its collectives and its peak bytes."""
         for key in self.trainees:
             self.samples[key].profile = self.profile_one(key)
 
     def profile_one(self, key: str) -> StepProfile:
-        """One further step of one peer, profiled."""
-        trainee = self.trainees[key]
-        profiler = StepProfiler(trainee.model, trainee.optimizer)
+        """Profile one further step of one peer."""
         batch = self.setting.workload.batch_of(self.rank, 0, self.setting.device)
-        with profiler.recording() as profile:
-            trainee.backward(trainee.forward(batch))
-            profiler.note_gradients()
-            trainee.update()
-        return profile
+        return profiled_step(self.trainees[key], batch)
 
     def step(self, key: str, timed: bool) -> None:
-        """One training step of one peer, all ranks starting together."""
+        """Run one training step of one peer, which all ranks start together."""
         trainee, samples = self.trainees[key], self.samples[key]
         device = self.setting.device
         batch = self.setting.workload.batch_of(self.rank, len(samples.losses), device)
@@ -165,8 +160,18 @@ class Comparison:
                 samples.sent_bytes.append(after - sent)
 
 
+def profiled_step(trainee: Trainee, batch: Batch) -> StepProfile:
+    """Profile of one step."""
+    profiler = StepProfiler(trainee.model, trainee.optimizer)
+    with profiler.recording() as profile:
+        trainee.backward(trainee.forward(batch))
+        profiler.note_gradients()
+        trainee.update()
+    return profile
+
+
 def slowest(values: list[float]) -> list[float]:
-    """Element by element the most over ranks: a step is as long as its slowest rank's."""
+    """Element-wise maximum over ranks: a step takes as long as on its slowest rank."""
     if not dist.is_initialized() or not values:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -176,7 +181,7 @@ def slowest(values: list[float]) -> list[float]:
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """Element by element the mean over ranks."""
+    """Element-wise mean over ranks."""
     if not dist.is_initialized() or not values:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -186,7 +191,7 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

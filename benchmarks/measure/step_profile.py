@@ -1,7 +1,7 @@
-"""What one step did: its collectives in order, and its peak bytes by category.
+"""Profile of one step: its collectives in order, and its peak bytes by category.
 
 Both are read from one profiled step. torch's profiler sees every allocation of its allocators and
-every operator with its operands' storages, whoever called it: hooks, autograd or generated code. So
+every operator with its operands' storages, whether called by hooks, autograd or generated code. So
 all peers are counted by the same rule:
 
 - **shards**: parameters (and buffers) that live between steps;
@@ -45,7 +45,7 @@ class Collective(NamedTuple):
 
 @dataclass
 class StepProfile:
-    """What one step did.
+    """Collectives and peak memory of one step.
 
     Attributes:
         collectives: in order of issue.
@@ -58,11 +58,11 @@ class StepProfile:
     most_bytes: dict[str, int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind."""
+        """Number of collectives by kind."""
         return dict(Counter(c.op for c in self.collectives))
 
     def num_bytes(self) -> dict[str, int]:
-        """Bytes of each kind, unsharded side."""
+        """Bytes of the unsharded side, by kind."""
         total: Counter[str] = Counter()
         for collective in self.collectives:
             total[collective.op] += collective.num_bytes
@@ -70,7 +70,7 @@ class StepProfile:
 
 
 class _Role(NamedTuple):
-    """What an operator's arguments are: positions of outputs and inputs among the tensors."""
+    """Role of an operator's arguments: positions of outputs and inputs among the tensors."""
 
     op: str | None
     unsharded: Callable[[list[list[Any]]], list[Any]] = lambda _: []
@@ -120,7 +120,7 @@ _RECEIVE = "c10d::recv_"
 
 
 def _role(event: Any) -> _Role | None:
-    """What an event's arguments are; ``None`` if it is no operator that matters."""
+    """Role of an event's arguments; ``None`` for other operators."""
     if event.tag != EventType.TorchOp:
         return None
     if event.name not in (_SEND, _RECEIVE):
@@ -173,7 +173,7 @@ class StepProfiler:
                 self._live[storage.data_ptr()] = storage.nbytes()
 
     def note_gradients(self) -> None:
-        """Call after backward: what the parameters' ``.grad`` hold."""
+        """Record the storages of the parameters' ``.grad``; call it after backward."""
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 storage = local(parameter.grad).untyped_storage()
@@ -227,7 +227,7 @@ class _Block(NamedTuple):
 
 
 class _Blocks:
-    """All blocks of a step, and what each was used for."""
+    """Blocks of a step with their categories."""
 
     def __init__(self, blocks: list[_Block]) -> None:
         self._by_address: dict[int, list[_Block]] = {}
@@ -237,13 +237,13 @@ class _Blocks:
         self._all = blocks
 
     def name(self, address: int | None, at_ns: int, kind: str) -> None:
-        """Say what the block that lives at an address at a time is for; first word counts."""
+        """Set the category of the block at an address and time, unless it has one."""
         for block in self._by_address.get(address or 0, ()):
             if block.born_ns <= at_ns < block.freed_ns:
                 self._kinds.setdefault(block, kind)
 
     def name_last(self, addresses: Iterable[int], kind: str) -> None:
-        """Say what the latest blocks at addresses are for."""
+        """Set the category of the latest blocks at addresses, unless they have one."""
         for address in addresses:
             for block in self._by_address.get(address, ())[-1:]:
                 self._kinds.setdefault(block, kind)
@@ -335,7 +335,7 @@ def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def without_announcements() -> Iterator[None]:
-    """Kineto announces each start and stop on standard error, at a level that nothing hides."""
+    """Suppress Kineto's messages at start and stop, which no log level hides."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -19,7 +19,7 @@ FAMILIES: dict[str, Callable[[str | None], Peer]] = {
     "simple_fsdp": simple_fsdp.simple_fsdp,
     "deepspeed": deepspeed.deepspeed,
 }
-"""What makes a peer from a Dynamo backend (``None``: eager), by the flag that asks for it."""
+"""Functions from a Dynamo backend (``None``: eager) to a peer, by command-line flag."""
 
 
 def all_peers() -> dict[str, Peer]:

@@ -1,4 +1,4 @@
-"""What every peer is given and what it gives back."""
+"""Interface of peers: the setting that they get, the trainee that they return."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Setting:
-    """What all peers of a run share.
+    """Setting that all peers of a run share.
 
     Attributes:
         workload: the task.
         device: where the model trains; each rank has one.
         param_dtype: data type of compute and of all-gathers; ``None`` for the model's own.
-        wrap: one unit a block (``workload.block_classes``); otherwise the model is one unit.
+        wrap: one unit per block (``workload.block_classes``); otherwise the model is one unit.
         checkpoint: recompute blocks' activations in backward.
     """
 
@@ -59,8 +59,7 @@ def checkpoint_blocks(model: nn.Module, classes: tuple[type[nn.Module], ...]) ->
 class Trainee:
     """A model under one peer, with its optimizer.
 
-    A step is ``forward``, ``backward``, ``update``; they are apart so that they can be timed
-    apart.
+    A step is ``forward``, ``backward``, ``update``, which can be timed one by one.
     """
 
     def __init__(self, model: nn.Module, workload: Workload) -> None:
@@ -72,6 +71,11 @@ class Trainee:
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer that every peer gets."""
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def train_step(self, batch: Batch) -> None:
+        """Run one whole step."""
+        self.backward(self.forward(batch))
+        self.update()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss of one batch."""
@@ -92,10 +96,10 @@ class Peer:
     """One row of a comparison.
 
     Attributes:
-        key: what it is called on command lines.
-        title: what it is called in tables.
+        key: name on command lines.
+        title: name in tables.
         train: makes the trainee.
-        why_not: why it cannot run in a setting, or ``None``.
+        why_not: reason why it cannot run in a setting, or ``None``.
         communicates: ``False`` for the compute floor.
         ours: whether it is one of this project's modes.
     """

@@ -23,7 +23,7 @@ UNSCHEDULED = {"prefetch": False, "sink_waits": False, "bucket": False}
 
 
 def wrap(model: nn.Module, setting: Setting, reshard: bool = True) -> FSDP:
-    """The wrapper, one unit a block and a root."""
+    """The wrapper, one unit per block and a root."""
     policy = ModuleWrapPolicy(set(setting.workload.block_classes)) if setting.wrap else None
     precision = (
         None if setting.param_dtype is None else MixedPrecision(param_dtype=setting.param_dtype)

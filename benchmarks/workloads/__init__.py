@@ -1,1 +1,1 @@
-"""What is trained."""
+"""Workloads of the benchmarks."""

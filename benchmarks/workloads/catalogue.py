@@ -1,4 +1,4 @@
-"""What is trained: a model with random weights, its batches, its loss, its blocks.
+"""Catalogue of workloads: a model with random weights, its batches, its loss, its blocks.
 
 Names:
 
@@ -80,8 +80,8 @@ def decoder(
 
     Args:
         size: a key of ``DECODER_SIZES``.
-        batch_size: sequences a rank.
-        length: tokens a sequence that are predicted.
+        batch_size: sequences per rank.
+        length: predicted tokens per sequence.
         num_blocks: instead of the size's own number.
     """
     if size not in DECODER_SIZES:
@@ -118,7 +118,7 @@ def toy(batch_size: int = 20, small: bool = False) -> Workload:
 
 @dataclass(frozen=True)
 class _HuggingFace:
-    """How a model of ``transformers`` is made.
+    """Recipe of a model of ``transformers``.
 
     Attributes:
         config, model: class names in ``transformers``.
@@ -236,8 +236,8 @@ def hugging_face(
 
     Args:
         name: a key of ``HUGGING_FACE``.
-        batch_size: sequences a rank.
-        length: tokens a sequence.
+        batch_size: sequences per rank.
+        length: tokens per sequence.
         small: a size for laptops instead of the real one.
 
     Raises:

@@ -188,7 +188,7 @@ class Checkpoints:
 
 @dataclass
 class Training:
-    """What training leaves behind.
+    """Results of training.
 
     Attributes:
         losses: mean over ranks, nats a byte, of every step since step 1 (resumed ones too).

@@ -1,1 +1,1 @@
-"""Other libraries on top of fsdp_dynamo; nothing in the package imports these files."""
+"""Integrations with other libraries; nothing else in the package imports them."""

@@ -5,7 +5,7 @@
     trainer.fit(module, loader, ckpt_path="last")
 
 Lightning starts the ranks and owns the loops. The strategy shards the module before optimizers are
-made, and replaces what would look at whole parameters: the norm of gradients, and checkpoints.
+made, and overrides the methods that need whole parameters: the norm of gradients, and checkpoints.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        Strategy.setup(self, trainer)  # that of DDPStrategy would wrap, or send rank 0's shards
+        Strategy.setup(self, trainer)  # DDPStrategy's would wrap, or send rank 0's shards
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_norm
 
     def model_to_device(self) -> None:
-        """Sharding does so, unit by unit."""
+        """Do nothing: sharding moves the model unit by unit."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         shard(model, self.sharding, self.root_device)
-        return model.to(self.root_device)  # what is no parameter, such as metrics
+        return model.to(self.root_device)  # modules without parameters, such as metrics
 
     def teardown(self) -> None:
-        """Leave the module where it is: on the CPU shards could not be gathered."""
+        """Leave the module on its device: shards on the CPU could not be gathered."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -118,15 +118,15 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
     lightning_restore_optimizer = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: each rank writes its part in ``save_checkpoint``."""
+        """Empty: each rank writes its part in ``save_checkpoint``."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: each rank writes its part in ``save_checkpoint``."""
+        """Empty: each rank writes its part in ``save_checkpoint``."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: ``load_checkpoint`` has put it back."""
+        """Do nothing: ``load_checkpoint`` has restored it."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -141,7 +141,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         _require(is_default, "no storage_options", storage_options, "Leave them out.")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         path, step = self.broadcast(filepath), checkpoint["global_step"]
-        shared = {"lightning": _Held(checkpoint)}
+        shared = {"lightning": _LightningState(checkpoint)}
         module = self.lightning_module
         checkpoints.save(path, module, optimizers, step=step, shared=shared, keep_last=1)
 
@@ -151,7 +151,11 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         Raises:
             CheckpointError: see ``checkpoint.load``, or another strategy has written it.
         """
-        path, held, module = self.broadcast(checkpoint_path), _Held({}), self.lightning_module
+        path, held, module = (
+            self.broadcast(checkpoint_path),
+            _LightningState({}),
+            self.lightning_module,
+        )
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fitting else []
         if checkpoints.load(path, module, optimizers, shared={"lightning": held}) is None:
@@ -163,7 +167,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
             )
         return held.state
 
-    # -- what is refused ---------------------------------------------------------------------------
+    # -- unsupported arguments ---------------------------------------------------------------------
 
     def _require_supported(self, model: pl.LightningModule) -> None:
         plugin, io = self.precision_plugin, self.checkpoint_io
@@ -190,8 +194,8 @@ def _require(is_met: bool, expected: str, got: object, fix: str) -> None:
         raise UnsupportedError(expected=expected, got=str(got), where=where, fix=fix)
 
 
-class _Held:
-    """What Lightning saves besides the tensors of model and optimizers."""
+class _LightningState:
+    """State that Lightning saves besides the tensors of model and optimizers."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

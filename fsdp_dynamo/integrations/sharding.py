@@ -1,4 +1,4 @@
-"""How a library that owns the training loop is to shard and compile a model: said as data."""
+"""Sharding settings, as data, for libraries that own the training loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WHERE = "Sharding(layers=...)"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How to shard a model, and how to run it.
+    """Settings that shard and compile a model.
 
     Attributes:
-        layers: classes, or their names, whose modules are units; ``None``: what the model names in
-            ``_no_split_modules``, as transformers' models do.
+        layers: classes, or their names, whose modules become units; ``None``: those in the
+            model's ``_no_split_modules``, as transformers' models have.
         policy: a wrap policy, in place of ``layers``.
         strategy: see ``ShardingStrategy``.
-        mixed_precision: see ``MixedPrecision``; ``None``: what the library's own settings say.
+        mixed_precision: see ``MixedPrecision``; ``None``: as in the library's own settings.
         compile: arguments of ``torch.compile``; ``None``: eager.
         others: further arguments of ``fully_shard``, such as ``mesh``.
     """
@@ -42,14 +42,14 @@ class Sharding:
 
 
 def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPModule:
-    """Shard and compile a model in place; one that is sharded already is left as it is.
+    """Shard and compile a model in place, unless it is sharded already.
 
     Rank 0's values are sent to all, as ``DistributedDataParallel`` does.
 
     Args:
         model: the whole model.
-        sharding: how.
-        device: on which it is to compute.
+        sharding: the settings.
+        device: the device that computes.
 
     Returns:
         The same object.
@@ -87,7 +87,7 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
 def layers_of(
     model: nn.Module, layers: Collection[type[nn.Module] | str] | None
 ) -> set[type[nn.Module]]:
-    """The classes that are meant, of those in the model.
+    """The classes of the layers.
 
     Args:
         model: the model.

@@ -5,10 +5,10 @@
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model("model")  # for from_pretrained()
 
-Accelerate wraps models in ``DistributedDataParallel`` or torch's FSDP and has no place for another
-way. A model that is marked as prepared it leaves alone; so the Trainer shards the model itself,
-before the optimizer is made, and replaces what would look at whole parameters: the norm of
-gradients, checkpoints, and what is moved to the device.
+Accelerate wraps models in ``DistributedDataParallel`` or torch's FSDP and has no hook for other
+wrappers. It skips a model that is marked as prepared, so the Trainer shards the model itself before
+the optimizer is created, and overrides the methods that need whole parameters: the norm of
+gradients, checkpoints, and the move to the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFUSED = {
     "fsdp": "Leave it out; FSDPTrainer shards by itself.",
     "deepspeed": "Leave it out; FSDPTrainer shards by itself.",
 }
-"""Training arguments that would do a second time, or differently, what sharding does."""
+"""Training arguments that conflict with sharding, with the alternative."""
 
 
 class FSDPTrainer(Trainer):  # type: ignore[misc]
@@ -64,7 +64,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in ``Trainer``; refuses what would shard a second time.
+        """As in ``Trainer``, but refuse settings that would shard a second time.
 
         Raises:
             UnsupportedError: see the class.
@@ -82,7 +82,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     # -- the model ---------------------------------------------------------------------------------
 
     def shard(self) -> None:
-        """Shard the model, if it is not yet, and see to it that nobody wraps it once more."""
+        """Shard the model once, and mark it so that accelerate does not wrap it again."""
         if self._is_ready:
             return
         self._is_ready = True
@@ -96,22 +96,22 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             self.model.register_forward_method("generate")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in ``Trainer``, of the sharded model."""
+        """As in ``Trainer``, for the sharded model."""
         self.shard()
         made: torch.optim.Optimizer = super().create_optimizer(model)
         return made
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """As in ``Trainer``, of the sharded model."""
+        """As in ``Trainer``, for the sharded model."""
         self.shard()
         return super().evaluation_loop(*arguments, **named)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Sharding does so, unit by unit."""
+        """Do nothing: sharding moves the model unit by unit."""
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Operations of a step on one rank's inputs: 6 a token and element of the whole model (of
-        which this rank's parameters hold a part), embeddings left out."""
+        """Operations of a step on one rank's inputs: 6 per token and element of the whole model,
+        embeddings excluded."""
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if tokens is None else 6 * int(tokens.numel()) * self._numel
 
@@ -147,7 +147,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         trainer_files.save(output_dir, self.model, self._optimizer(), scheduler, step)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """They are in our checkpoint."""
+        """Do nothing: our checkpoint holds the random state."""
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ _OWN = {"shard", "_optimizer"}
 
 
 def _check_trainer() -> None:
-    """What is overridden must be there: another version may call its parts by other names."""
+    """Raise an error if ``Trainer`` lacks a method that is overridden here."""
     overridden = {name for name in vars(FSDPTrainer) if not name.startswith("__")} - _OWN
     missing = sorted(name for name in overridden if not hasattr(Trainer, name))
     if missing:

@@ -27,15 +27,15 @@ STATE = "trainer_state.json"
 
 
 def is_ours(path: str | Path) -> bool:
-    """Whether a Trainer's checkpoint has a complete one of ours."""
+    """Whether a Trainer's checkpoint contains a complete one of ours."""
     return bool(checkpoint.complete(Path(path) / FOLDER))
 
 
 def newest(output_dir: str | Path) -> str | None:
-    """The newest checkpoint that was written to its end, for ``resume_from_checkpoint``.
+    """The newest complete checkpoint, for ``resume_from_checkpoint``.
 
     Args:
-        output_dir: the Trainer's.
+        output_dir: the Trainer's output folder.
 
     Returns:
         The folder of the checkpoint of the highest step; ``None``: there is none.
@@ -46,12 +46,12 @@ def newest(output_dir: str | Path) -> str | None:
         if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
     }
     for step in sorted(folders, reverse=True):
-        if is_ours(folders[step]) and _is_read(folders[step] / STATE):
+        if is_ours(folders[step]) and _is_readable(folders[step] / STATE):
             return str(folders[step])
     return None
 
 
-def _is_read(path: Path) -> bool:
+def _is_readable(path: Path) -> bool:
     try:
         json.loads(path.read_text())
     except (OSError, ValueError):
@@ -70,10 +70,10 @@ def save(
 def load(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> dict[str, Any] | None:
-    """Put a checkpoint back, but for random numbers, which are put back when training goes on.
+    """Restore a checkpoint, except the random state, which is restored when training resumes.
 
     Returns:
-        This rank's random numbers; ``None`` where other ranks had saved it.
+        This rank's random state; ``None`` if other ranks saved the checkpoint.
 
     Raises:
         CheckpointError: see ``checkpoint.load``.
@@ -87,7 +87,7 @@ def load(
 
 
 def load_model(path: str | Path, model: nn.Module) -> None:
-    """Put the model back alone."""
+    """Restore only the model."""
     before = random_state()
     checkpoint.load(Path(path) / FOLDER, model)
     set_random_state(before)

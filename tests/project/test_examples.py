@@ -85,8 +85,8 @@ def _require_hsdp(printed: str) -> None:
     assert _losses(printed) == pytest.approx(_hsdp_in_one_process(4), abs=2e-6)
     assert "mesh 2 x 2" in printed
     assert f"a rank holds {num_elements // 2} elements" in printed
-    assert f"reduce_scatter: {num_elements * 4} bytes a step" in printed
-    assert f"all_reduce: {num_elements // 2 * 4} bytes a step" in printed  # one shard
+    assert f"reduce_scatter: {num_elements * 4} bytes per step" in printed
+    assert f"all_reduce: {num_elements // 2 * 4} bytes per step" in printed  # one shard
 
 
 @pytest.mark.slow
