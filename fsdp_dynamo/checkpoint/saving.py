@@ -123,8 +123,8 @@ def async_save(
 
     It returns when this rank's part of everything has been copied to host memory. If an earlier
     checkpoint is still being written, it waits for that first and raises its error, if any. Call
-    ``wait()`` on the result before the process group is destroyed. For arguments and errors see
-    ``save``; errors of the writing itself are raised by ``wait()``.
+    ``wait()`` on the result before the process group is destroyed. For arguments and errors
+    see ``save``; errors of the writing itself are raised by ``wait()``.
     """
     global _pending
     write = _prepare(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
