@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
@@ -47,7 +47,7 @@ class CompileRefusedError(FSDPStateError, PackageError):
 
 
 _numbers = itertools.count()
-_backends: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()
+_backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 _keys: dict[int, int] = {}  # of the backends that are alive, by id
 
 
@@ -62,7 +62,7 @@ def key_of(backend: Backend) -> int:
     if key is None:  # backends need not be hashable
         key = _keys[id(backend)] = next(_numbers)
         _backends[key] = backend
-        weakref.finalize(backend, _keys.pop, id(backend)).atexit = False
+        finalize(backend, _keys.pop, id(backend)).atexit = False
     return key
 
 
@@ -75,6 +75,19 @@ def mode_of(backend: Backend) -> str:
     """The declared mode of a backend, or of the one that torch.compile has put into its own."""
     inner = getattr(backend, "compiler_fn", backend)
     return str(getattr(inner, _MODE_ATTRIBUTE, HOOKS_MODE))
+
+
+_called_in: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Names of the units called so far, by trace."""
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_first_call(name: str) -> bool:
+    """Whether the trace that runs now asks for the first time with this unit's name."""
+    names = _called_in.setdefault(TracingContext.get(), set())
+    is_first = name not in names
+    names.add(name)
+    return is_first
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -193,7 +206,7 @@ def with_own_code(fn: Any) -> Any:
         fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     copy.__kwdefaults__ = fn.__kwdefaults__
-    weakref.finalize(copy, reset_code, copy.__code__).atexit = False
+    finalize(copy, reset_code, copy.__code__).atexit = False
     return copy
 
 

@@ -21,6 +21,7 @@ from fsdp_dynamo.dynamo.private_api import (
     LEAF_MODE,
     NO_BACKEND,
     active_backend_key,
+    is_first_call,
     refuse_without_orig_params,
     traced_mode,
     with_own_code,
@@ -143,7 +144,7 @@ class UnitModule(UserMethods):
         carriers = sums
         if not accumulation.sync:
             carriers = self._fsdp_carriers
-        elif accumulation.has_sums:
+        elif accumulation.has_sums and is_first_call(self._fsdp_name):  # a sum is added once
             sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])
         return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
 

@@ -495,3 +495,35 @@ def test_conversions_and_replaced_gradients(ranks: RankPool) -> None:
         assert norm == pytest.approx(expected, rel=1e-6)
         assert "parameter '0.weight': expected the gradient that steps under no_sync()" in message
         assert "Change it in place" in message
+
+
+class _Twice(nn.Module):
+    """A model whose unit runs twice in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 3))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.block(x)))
+
+
+def _sum_of_a_unit_called_twice(rank: int, world_size: int, mode: str) -> list[Any]:
+    plain = DistributedDataParallel(_Twice())
+    wrapped = FSDP(copy.deepcopy(plain.module), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    model = in_mode(wrapped, mode)
+    for one, whole in ((plain, plain), (model, wrapped)):
+        with whole.no_sync():
+            one(torch.full((2, 3), rank + 1.0)).square().sum().backward()
+        one(torch.full((2, 3), rank + 2.0)).square().sum().backward()
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        return [[p.grad.tolist() for p in one.parameters()] for one in (plain, wrapped)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_sum_of_a_unit_called_twice_is_added_once(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_sum_of_a_unit_called_twice, 2, mode):
+        torch.testing.assert_close(
+            [torch.tensor(g) for g in got], [torch.tensor(g) for g in expected]
+        )
