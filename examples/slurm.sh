@@ -20,8 +20,8 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export ENDPOINT="$first:${PORT:-29500}"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export ENDPOINT="${nodes%%$'\n'*}:${PORT:-29500}"
 export RANKS=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 export RESTARTS=${RESTARTS:-3}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

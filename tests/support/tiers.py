@@ -34,7 +34,7 @@ SMOKE: dict[str, tuple[str, ...]] = {
         "eager/test_eager.py::test_losses_and_norms_equal_ddp[2-False-ShardingStrategy.FULL_SHARD]",
         "eager/test_offload.py::test_losses[eager-kwargs0]",
     ),
-    "fsdp_dynamo/estimator": ("estimator/test_planner.py::test_one_rank_only_computes",),
+    "fsdp_dynamo/estimator": ("estimator/test_estimator.py::test_one_rank_only_computes",),
     "fsdp_dynamo/graph_path": (
         "graph_path/test_golden.py::test_a_small_model",
         "graph_path/test_options.py::test_ranks_with_other_options",
