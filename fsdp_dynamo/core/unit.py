@@ -163,9 +163,14 @@ class Unit:
         if self.is_unsharded:
             return
         self.is_unsharded = True
-        outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
+        outputs: list[tuple[FlatParameter, torch.Tensor]] = []
+        num_bytes = 0
+        for flat in self.flats:
+            if flat.needs_storage:
+                output = flat.allocate()
+                outputs.append((flat, output))
+                num_bytes += output.nbytes
         if outputs:
-            num_bytes = sum([output.nbytes for _, output in outputs])
             events.instant(self.fqn, "unshard", phase, num_bytes)
         for flat, output in outputs:
             shard = flat.shard_to_gather()
@@ -193,7 +198,9 @@ class Unit:
             return
         self.wait_unshard()
         self.is_unsharded = self.is_ahead = False
-        freed_bytes = sum([flat.free() for flat in self.flats])
+        freed_bytes = 0
+        for flat in self.flats:
+            freed_bytes += flat.free()
         if freed_bytes:
             events.instant(self.fqn, "reshard", phase, freed_bytes)
 

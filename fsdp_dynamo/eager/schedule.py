@@ -66,18 +66,19 @@ class Root:
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
         """Unshard ``unit``, start the prefetch of the next one, show the views."""
+        recomputes = self.in_backward
         if self.is_outside:
             collective_log.begin_step()
             self._begin_forward()
         if unit.is_ahead:
             unit.require_gathered_values()
-        if not self.in_backward and (unit.is_ahead or not unit.is_unsharded):
+        if not recomputes and (unit.is_ahead or not unit.is_unsharded):
             unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
         unit.issue_unshard("forward")
         unit.wait_unshard()
         unit.is_ahead = False
-        if not self.in_backward:
+        if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
         call = unit.use_unsharded_views()
@@ -90,14 +91,14 @@ class Root:
         events.finish(unit.event)
         unit.use_sharded_views()
         self._depth -= 1
-        outermost = self._depth == 0
-        if not self.in_backward:
+        recomputes, outermost = self.in_backward, self._depth == 0
+        if not recomputes:
             if torch.is_grad_enabled():
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
         unit.machine.advance(UnitState.IDLE)
-        if outermost and not self.in_backward:
+        if outermost and not recomputes:
             self._end_forward()
 
     def _begin_forward(self) -> None:
