@@ -6,18 +6,14 @@ precision. When it unshards and reshards is the schedule's decision.
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
-from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
@@ -44,69 +40,6 @@ class UnitConfig:
     offload: bool = False
 
 
-@dataclass(eq=False)
-class ForwardCall:
-    """One forward call of a unit, with the state that its backward needs.
-
-    Attributes:
-        unit: the unit called.
-        views: the parameter views of this call, one list per flat parameter.
-        order: position in the order in which the forwards ended.
-        backward_id: the backward pass in which the pre-backward ran last; 0 for none.
-        graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
-            each of its segments as another pass, within it.
-        segment_grads: gradients of the views that segments have given in this backward.
-        began: position in the order in which the forwards of the process began.
-    """
-
-    unit: Unit
-    views: list[list[torch.Tensor]]
-    order: int = -1
-    backward_id: int = 0
-    graph_task: int = NO_GRAPH_TASK
-    segment_grads: list[torch.Tensor | None] | None = None
-    began: int = field(default_factory=itertools.count().__next__)
-
-    def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients that one segment gives the views."""
-        if self.segment_grads is None:
-            self.segment_grads = list(grads)
-            return
-        for i, (total, grad) in enumerate(zip(self.segment_grads, grads, strict=True)):
-            if grad is not None:
-                self.segment_grads[i] = grad if total is None else total + grad
-
-
-class _UnshardedViews(torch.autograd.Function):
-    """Forward: the parameter views. Backward: all their gradients at once, to the unit.
-
-    The engine runs the backward when every use of every view has given its gradient: that is
-    the end of the unit's backward. (Reentrant checkpointing has one more for each segment.) The
-    shards' own gradients are set by the reduction later, so none is returned.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, call: ForwardCall, *shards: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        # Weak: the call holds the views, whose grad_fn is this node. What keeps the call alive
-        # until its backward are the hooks on the unit's outputs. They keep the unit, too, which
-        # shows the views to its module: held here, none of it would go after a failed backward.
-        ctx.call = weakref.ref(call)
-        ctx.unit = weakref.ref(call.unit)
-        ctx.num_shards = len(shards)
-        return tuple(view for flat in call.unit.trainable for view in flat.make_views())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        unit: Unit | None = ctx.unit()
-        if unit is not None:
-            unit.on_gradients(ctx.call() or ForwardCall(unit, []), grads)
-        num_shards: int = ctx.num_shards
-        return (None,) * (num_shards + 1)
-
-
 class Unit:
     """The modules that share flat parameters, and the state they are in.
 
@@ -130,7 +63,6 @@ class Unit:
         self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
-        self.on_gradients: Callable[[ForwardCall, Sequence[torch.Tensor | None]], None] = _no_owner
 
     def rename(self, fqn: str) -> None:
         """Set the unit's FQN relative to its root."""
@@ -213,30 +145,6 @@ class Unit:
 
     # -- views -----------------------------------------------------------------------------
 
-    def use_unsharded_views(self) -> ForwardCall:
-        """Show the modules views of the unsharded flat parameters, tied into autograd."""
-        call = ForwardCall(self, [])
-        trainable = self.trainable
-        tracked: tuple[torch.Tensor, ...] = ()
-        if trainable and torch.is_grad_enabled():
-            tracked = _UnshardedViews.apply(call, *[flat.sharded for flat in trainable])  # type: ignore[no-untyped-call]
-        position = 0
-        for flat in self.flats:
-            if tracked and flat.requires_grad:
-                end = position + len(flat.originals)
-                views = list(tracked[position:end])
-                position = end
-            else:
-                views = flat.make_views()
-            flat.module_parameters.set_views(views)
-            call.views.append(views)
-        return call
-
-    def reuse_views(self, call: ForwardCall) -> None:
-        """Show the views of an earlier call again, for a recomputation in its backward."""
-        for flat, views in zip(self.flats, call.views, strict=True):
-            flat.module_parameters.set_views(views)
-
     def use_sharded_views(self) -> None:
         """Put the original parameters back."""
         for flat in self.flats:
@@ -290,7 +198,3 @@ class Unit:
     def originals(self) -> list[OriginalParameter]:
         """All original parameters of the unit."""
         return [original for flat in self.flats for original in flat.originals]
-
-
-def _no_owner(call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-    raise AssertionError(f"unit '{call.unit.fqn}' belongs to no root")

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_dynamo.agreement.comparison import first_difference, require_same
-from fsdp_dynamo.core.unit import ForwardCall, Unit
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.eager.forward_call import ForwardCall
 
 
 class ExecutionOrder:

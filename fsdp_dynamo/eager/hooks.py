@@ -14,7 +14,8 @@ from torch import nn
 
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
-from fsdp_dynamo.core.unit import ForwardCall, Unit
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 

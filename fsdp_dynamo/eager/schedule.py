@@ -23,8 +23,9 @@ from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_sum
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
-from fsdp_dynamo.core.unit import ForwardCall, Unit
+from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
+from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 
@@ -46,7 +47,6 @@ class Root:
         self.execution_order = ExecutionOrder()
         for fqn, unit in units:
             unit.rename(fqn)
-            unit.on_gradients = self.post_backward
             self.units.append(unit)
         flats = [flat for unit in self.units for flat in unit.flats]
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
@@ -81,7 +81,7 @@ class Root:
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
-        call = unit.use_unsharded_views()
+        call = begin_call(unit, self.post_backward)
         unit.event = events.begin(unit.fqn, "forward", "forward")
         self._depth += 1  # where something has failed above, the unit is not in its forward
         return call
@@ -145,7 +145,7 @@ class Root:
         unit.wait_unshard()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
-        unit.reuse_views(call)
+        call.show_views()
         unit.event = events.begin(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:

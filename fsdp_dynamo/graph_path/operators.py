@@ -7,121 +7,19 @@ functions directly; under Inductor they are operators of the library ``fsdp_dyna
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_dynamo import events
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.graph_path import recording
 from graph_passes.text.boundary_labels import Label
 
 _in_flight: dict[int, collectives.InFlight] = {}
-
-
-class GraphRecording:
-    """Events of compiled graphs, seen from their collectives.
-
-    Compute is what runs between two collectives; the label of each says whose it is. The
-    unsharded flat parameter's end is noticed at the next collective.
-    """
-
-    def __init__(self, log: events.EventLog) -> None:
-        self.log = log
-        self.compute: list[events.Event] = []
-        self.alive: list[tuple[StorageWeakRef, Label, int]] = []
-        self.uses: dict[int, int] = {}  # references to outputs before they were issued
-
-    def boundary(self, label: Label) -> None:
-        """A collective begins: what computed until now has stopped."""
-        now = time.perf_counter_ns()
-        for unit in label.before:
-            began = max((e.waited_ns or e.issued_ns for e in self.log), default=now)
-            event = self.log.issue(unit, label.phase, label.phase, source="graph")
-            event.issued_ns = began
-            event.waited_ns = now
-        self.close()
-        self.expire()
-
-    def begin(self, label: Label, output: torch.Tensor, sent: torch.Tensor) -> events.Event:
-        """A collective is about to be issued."""
-        self.boundary(label)
-        num_bytes = max(t.numel() * t.element_size() for t in (output, sent))
-        if label.kind == "all_gather":
-            self.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
-            reference = StorageWeakRef(output.untyped_storage())
-            self.alive.append((reference, label, num_bytes))
-        self.uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
-        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
-
-    def close(self) -> None:
-        """End the compute events in progress: a collective begins, or the graph ends."""
-        now = time.perf_counter_ns()
-        for event in self.compute:
-            event.waited_ns = now
-        self.compute = []
-
-    def settle(self, output: torch.Tensor) -> None:
-        """Give a backend's thread the time to let go of a tensor, so that its end is seen.
-
-        A gloo thread holds its tensors for some microseconds after the wait; on a busy machine
-        a freed one would be counted as alive. Bounded, and done in recordings only.
-        """
-        uses = self.uses.pop(output.data_ptr(), 0)
-        until = time.perf_counter() + 0.02
-        while output._use_count() > uses + 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
-            time.sleep(0.0001)
-
-    def follow(self, label: Label) -> None:
-        """A collective has been issued or waited for: whose compute comes next."""
-        for unit in label.after:
-            event = self._same_compute(unit, label.phase)
-            if event is None:
-                event = self.log.issue(unit, label.phase, label.phase, source="graph")
-            self.compute.append(event)
-
-    def _same_compute(self, unit: str, phase: events.Phase) -> events.Event | None:
-        """A unit's compute goes on where a collective of another unit fell into it."""
-        for event in reversed(self.log):
-            if event.kind == phase and event.source == "graph":
-                return event if event.unit == unit and event.phase == phase else None
-        return None
-
-    def expire(self) -> None:
-        """Note unsharded flat parameters whose storage has been freed."""
-        still = []
-        for reference, label, num_bytes in self.alive:
-            if reference.expired():
-                self.log.instant(label.unit, "reshard", label.phase, num_bytes, "graph")
-            else:
-                still.append((reference, label, num_bytes))
-        self.alive = still
-
-
-_recording: GraphRecording | None = None
-
-
-def end_of_graph() -> None:
-    """A compiled graph has returned: what it computed last has stopped."""
-    recording = _recording_of_now()
-    if recording is not None:
-        recording.close()
-
-
-def _recording_of_now() -> GraphRecording | None:
-    global _recording
-    log = events.recorder
-    if log is None:
-        _recording = None
-    elif _recording is None or _recording.log is not log:
-        _recording = GraphRecording(log)
-        log.at_end = _recording.expire
-    return _recording
 
 
 def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
@@ -153,19 +51,13 @@ def _launch(
     texts: Sequence[str],
 ) -> None:
     """Issue collectives at once; each is recorded by itself, in their order."""
-    recording = _recording_of_now()
-    noted: list[events.Event | None] = [None] * len(outputs)
+    record = recording.current()
     labels = [_label_of(text) for text in texts]
-    units = [label.unit for label in labels]
-    if recording is not None:
-        triples = zip(labels, outputs, inputs, strict=True)
-        noted = [recording.begin(label, output, sent) for label, output, sent in triples]
-    issued = issue(outputs, inputs, group, noted, units)
+    noted = record.launch(labels, outputs, inputs)
+    issued = issue(outputs, inputs, group, noted, [label.unit for label in labels])
     for output, in_flight in zip(outputs, issued, strict=True):
         _in_flight[output.data_ptr()] = in_flight
-    if recording is not None:
-        for label in labels:
-            recording.follow(label)
+    record.launched(labels)
 
 
 def all_gather_together(
@@ -244,18 +136,14 @@ def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "
 def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
     """Wait for a collective. ``source``, its input, is an argument so that it is kept alive."""
     in_flight = _in_flight.pop(output.data_ptr())
-    recording = _recording_of_now()
-    if recording is not None:
-        label = _label_of(text)
-        recording.boundary(label)
+    record, label = recording.current(), _label_of(text)
+    record.wait(label)
     try:
         in_flight.wait()
     except BaseException:
         abandon()
         raise
-    if recording is not None:
-        recording.settle(output)
-        recording.follow(label)
+    record.waited(label, output)
     return output
 
 

@@ -1,0 +1,140 @@
+"""Events of compiled graphs, seen from their collectives.
+
+Compute is what runs between two collectives; the label of each says whose it is. The end of an
+unsharded flat parameter is noticed at the next collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_dynamo import events
+from graph_passes.text.boundary_labels import Label
+
+
+class NoRecording:
+    """What graphs tell of their collectives while nothing records: it is dropped."""
+
+    def launch(
+        self, labels: Sequence[Label], outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> list[events.Event | None]:
+        """Collectives are about to be issued as one launch; returns an event for each."""
+        return [None] * len(labels)
+
+    def launched(self, labels: Sequence[Label]) -> None:
+        """They have been issued: whose compute comes next."""
+
+    def wait(self, label: Label) -> None:
+        """A wait begins."""
+
+    def waited(self, label: Label, output: torch.Tensor) -> None:
+        """A wait has ended."""
+
+    def end_of_graph(self) -> None:
+        """A compiled graph has returned: what it computed last has stopped."""
+
+
+class GraphRecording(NoRecording):
+    """Writes the events of graphs into ``log``."""
+
+    def __init__(self, log: events.EventLog) -> None:
+        self.log = log
+        self._compute: list[events.Event] = []
+        self._alive: list[tuple[StorageWeakRef, Label, int]] = []
+        self._uses: dict[int, int] = {}  # references to outputs before they were issued
+
+    def launch(
+        self, labels: Sequence[Label], outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> list[events.Event | None]:
+        return [self._begin(*each) for each in zip(labels, outputs, sent, strict=True)]
+
+    def _begin(self, label: Label, output: torch.Tensor, sent: torch.Tensor) -> events.Event:
+        self.wait(label)
+        num_bytes = max(output.nbytes, sent.nbytes)
+        if label.kind == "all_gather":
+            self.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
+            reference = StorageWeakRef(output.untyped_storage())
+            self._alive.append((reference, label, num_bytes))
+        self._uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
+        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
+
+    def launched(self, labels: Sequence[Label]) -> None:
+        for label in labels:
+            self._follow(label)
+
+    def wait(self, label: Label) -> None:
+        """A collective is reached: what computed until now has stopped."""
+        now = time.perf_counter_ns()
+        for unit in label.before:
+            began = max((e.waited_ns or e.issued_ns for e in self.log), default=now)
+            event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            event.issued_ns = began
+            event.waited_ns = now
+        self.end_of_graph()
+        self.expire()
+
+    def waited(self, label: Label, output: torch.Tensor) -> None:
+        self._settle(output)
+        self._follow(label)
+
+    def end_of_graph(self) -> None:
+        now = time.perf_counter_ns()
+        for event in self._compute:
+            event.waited_ns = now
+        self._compute = []
+
+    def _settle(self, output: torch.Tensor) -> None:
+        """Give a backend's thread the time to let go of a tensor, so that its end is seen.
+
+        A gloo thread holds its tensors for some microseconds after the wait; on a busy machine
+        a freed one would be counted as alive. Bounded, and done in recordings only.
+        """
+        uses = self._uses.pop(output.data_ptr(), 0)
+        until = time.perf_counter() + 0.02
+        while output._use_count() > uses + 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
+            time.sleep(0.0001)
+
+    def _follow(self, label: Label) -> None:
+        """Begin the compute that comes after a collective, or its wait."""
+        for unit in label.after:
+            event = self._same_compute(unit, label.phase)
+            if event is None:
+                event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            self._compute.append(event)
+
+    def _same_compute(self, unit: str, phase: events.Phase) -> events.Event | None:
+        """A unit's compute goes on where a collective of another unit fell into it."""
+        for event in reversed(self.log):
+            if event.kind == phase and event.source == "graph":
+                return event if event.unit == unit and event.phase == phase else None
+        return None
+
+    def expire(self) -> None:
+        """Note unsharded flat parameters whose storage has been freed."""
+        still = []
+        for reference, label, num_bytes in self._alive:
+            if reference.expired():
+                self.log.instant(label.unit, "reshard", label.phase, num_bytes, "graph")
+            else:
+                still.append((reference, label, num_bytes))
+        self._alive = still
+
+
+_OFF = NoRecording()
+_current = _OFF
+
+
+def current() -> NoRecording:
+    """The recording of the log that is open now."""
+    global _current
+    log = events.recorder
+    if log is None:
+        _current = _OFF
+    elif not isinstance(_current, GraphRecording) or _current.log is not log:
+        _current = GraphRecording(log)
+        log.at_end = _current.expire
+    return _current
