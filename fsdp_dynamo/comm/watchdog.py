@@ -83,13 +83,24 @@ def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
     check_notices = _notice_checks.get(group)
     if check_notices is None:
         return
-    with suppress(RuntimeError):  # the store or the group is gone: the waits fail by themselves
-        try:
-            check_notices(group)
-        except DivergenceError:
-            other = (group.rank() + 1) % group.size()
+    try:
+        check_notices(group)
+    except DivergenceError:
+        _close_connections(group)
+    except RuntimeError:  # the store or the group is gone: the waits fail by themselves
+        pass
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Let all waits of a group fail: one that times out closes the connections to all ranks.
+
+    A rank whose own connections are closed already refuses such a wait at once, so each is tried.
+    """
+    for distance in range(1, group.size()):
+        other = (group.rank() + distance) % group.size()
+        with suppress(RuntimeError):
             unmatched = group.recv([torch.empty(1)], other, _INTERRUPT_TAG)
-            unmatched.wait(timedelta(milliseconds=1))  # times out, which closes the connections
+            unmatched.wait(timedelta(milliseconds=1))
 
 
 _watchdog = _Watchdog()

@@ -323,8 +323,11 @@ def test_without_a_shared_store(tmp_path: Path) -> None:
 
 
 def wait_for_the_late(rank: int, world_size: int, how: str) -> str:
-    """Rank 1 comes after some periods, or leaves a notice instead; the others are blocked."""
-    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
+    """Rank 1 comes after some periods, or leaves a notice instead; the others are blocked.
+
+    Rank 2 looks for notices when rank 0 has seen them and closed its connections.
+    """
+    with mock.patch.object(watchdog, "PERIOD_S", PERIOD_S * (8 if rank == 2 else 1)):
         return _wait_for_the_late(rank, world_size, how)
 
 
