@@ -36,7 +36,7 @@ def _run(folder: Path, *runs: str, num_ranks: int = 2) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One start of two ranks for all tests."""
-    runs = ("same_as_ddp", "graph", "resumed", "saved", "best", "others", "generated", "refused")
+    runs = ("same_as_ddp", "resumed", "saved", "best", "others", "generated", "refused")
     return _run(tmp_path_factory.mktemp("trainer"), *runs)
 
 
@@ -70,13 +70,10 @@ def _require_compiled(found: dict[str, Any]) -> None:
     assert found["compiled"]["graphs"] >= 2  # trained, and evaluated
 
 
-def test_graph_path_trains_as_ddp(ranks_results: list[dict[str, Any]]) -> None:
-    _require_compiled(_of(ranks_results, "graph"))
-
-
 @pytest.mark.slow
-def test_hooks_path_trains_as_ddp(tmp_path: Path) -> None:
-    _require_compiled(_of(_run(tmp_path, "hooks"), "hooks"))
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+def test_trains_compiled_as_ddp(tmp_path: Path, mode: str) -> None:
+    _require_compiled(_of(_run(tmp_path, mode), mode))
 
 
 def test_resumed_as_if_never_stopped(ranks_results: list[dict[str, Any]]) -> None:

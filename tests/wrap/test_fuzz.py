@@ -1,6 +1,6 @@
 """Random models, random calls: a state machine makes the programs, ranks run them.
 
-    pytest tests/wrap/test_fuzz.py              # 50 programs, always the same
+    pytest tests/wrap/test_fuzz.py              # 20 programs, always the same
     pytest -m slow tests/wrap/test_fuzz.py      # 500 others each time, shrunk when one fails
 
 What was found once is kept in ``FOUND``.
@@ -104,7 +104,7 @@ def _settings(num_programs: int, **kwargs: Any) -> settings:
 
 
 def test_random_calls(ranks: RankPool) -> None:
-    fixed = _settings(50, derandomize=True, phases=[Phase.generate])
+    fixed = _settings(20, derandomize=True, phases=[Phase.generate])
     run_state_machine_as_test(_machine_for(ranks), settings=fixed)
 
 

@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 from module_trees import Branch, run_tree, trees
 from pool import RankPool
 
-NUM_TREES = 300
+_slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_random_trees(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "num_trees"),
+    [(2, 100), pytest.param(2, 200, marks=_slow), pytest.param(4, 100, marks=_slow)],
+)
+def test_random_trees(ranks: RankPool, world_size: int, num_trees: int) -> None:
     @settings(
-        max_examples=NUM_TREES * 2 // 3 if world_size == 2 else NUM_TREES // 3,
+        max_examples=num_trees,
         deadline=None,
         derandomize=True,
         database=None,
