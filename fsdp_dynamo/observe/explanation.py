@@ -189,7 +189,4 @@ def _measured_event(event: Event, start: int) -> MeasuredEvent:
     )
 
 
-Findings, Measured, UnitFacts = StepReport, MeasuredEvent, UnitSummary
-"""Former names."""
-
 __all__ = ["MeasuredEvent", "StepReport", "UnitSummary"]
