@@ -36,11 +36,7 @@ class LateParameterCheck:
         Raises:
             FSDPStateError: names the parameter.
         """
-        if (
-            sum(map(len, self._entries)) == self._num_entries
-            and all(holder.get(name) is None for holder, name in self._absent)
-            and all(tuple(held.values()) == children for held, children in self._children)
-        ):
+        if self._is_as_remembered():
             return
         for fqn, module in self._modules():
             for name, param in module._parameters.items():
@@ -52,6 +48,17 @@ class LateParameterCheck:
                 ):
                     raise _late_error(".".join(part for part in (unit_fqn, fqn, name) if part))
         self._remember()
+
+    def _is_as_remembered(self) -> bool:
+        if sum(map(len, self._entries)) != self._num_entries:
+            return False
+        for holder, name in self._absent:
+            if holder.get(name) is not None:
+                return False
+        for held, children in self._children:  # noqa: SIM110  # a generator costs more than all of it
+            if [*held.values()] != children:
+                return False
+        return True
 
     def _remember(self) -> None:
         found = [module for _, module in self._modules()]
@@ -65,9 +72,7 @@ class LateParameterCheck:
             if param is None
         ]
         self._children = [
-            (module._modules, tuple(module._modules.values()))
-            for module in found
-            if module._modules
+            (module._modules, [*module._modules.values()]) for module in found if module._modules
         ]
 
 

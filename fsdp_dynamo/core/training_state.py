@@ -24,6 +24,8 @@ class UnitState(Enum):
     BACKWARD_POST = auto()
     SUMMON_FULL_PARAMS = auto()
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and every hook looks a state up
+
 
 class RootState(Enum):
     """What a root is doing.
@@ -36,6 +38,8 @@ class RootState(Enum):
     IDLE = auto()
     FORWARD = auto()
     BACKWARD = auto()
+
+    __hash__ = object.__hash__
 
 
 _U = UnitState

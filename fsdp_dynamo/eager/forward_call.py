@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -52,23 +52,26 @@ class ForwardCall:
                 self.segment_grads[i] = grad if total is None else total + grad
 
 
-OnGradients: TypeAlias = Callable[[ForwardCall, Sequence[torch.Tensor | None]], None]
+class Schedule(Protocol):
+    """What is told of the end of a unit's backward."""
+
+    def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of all views of trainable parameters (``None`` where there is none)."""
 
 
-def begin_call(unit: Unit, on_gradients: OnGradients) -> ForwardCall:
+def begin_call(unit: Unit, schedule: Schedule) -> ForwardCall:
     """Show the modules of an unsharded unit views of its flat parameters, tied into autograd.
 
     Args:
         unit: an unsharded unit.
-        on_gradients: a method, called with the gradients of all views of trainable parameters
-            (``None`` where there is none) when the last of them has come.
+        schedule: told when the last gradient of the views has come.
     """
     call = ForwardCall(unit)
     trainable = unit.trainable
     tracked: tuple[torch.Tensor, ...] = ()
     if trainable and torch.is_grad_enabled():
         shards = [flat.sharded for flat in trainable]
-        tracked = _UnshardedViews.apply(call, on_gradients, *shards)  # type: ignore[no-untyped-call]
+        tracked = _UnshardedViews.apply(call, schedule, *shards)  # type: ignore[no-untyped-call]
     position = 0
     for flat in unit.flats:
         if tracked and flat.requires_grad:
@@ -92,23 +95,23 @@ class _UnshardedViews(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: ForwardCall, on_gradients: OnGradients, *shards: torch.Tensor
+        ctx: Any, call: ForwardCall, schedule: Schedule, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Weak: the call holds the views, whose grad_fn is this node. What keeps the call and the
         # schedule alive until the backward are the hooks on the unit's outputs. They keep the unit,
         # too, which shows the views to its module: held here, none of it would go after a failed
         # backward.
-        ctx.call = weakref.ref(call)
-        ctx.unit = weakref.ref(call.unit)
-        ctx.on_gradients = weakref.WeakMethod(on_gradients)
+        ctx.call = ref(call)
+        ctx.unit = ref(call.unit)
+        ctx.schedule = ref(schedule)
         ctx.num_shards = len(shards)
         return tuple(view for flat in call.unit.trainable for view in flat.make_views())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        unit, on_gradients = ctx.unit(), ctx.on_gradients()
-        if unit is not None and on_gradients is not None:
-            on_gradients(ctx.call() or ForwardCall(unit), grads)
+        unit, schedule = ctx.unit(), ctx.schedule()
+        if unit is not None and schedule is not None:
+            schedule.post_backward(ctx.call() or ForwardCall(unit), grads)
         num_shards: int = ctx.num_shards
         return (None,) * (num_shards + 2)

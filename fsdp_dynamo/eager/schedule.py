@@ -81,7 +81,7 @@ class Root:
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
-        call = begin_call(unit, self.post_backward)
+        call = begin_call(unit, self)
         unit.event = events.begin(unit.fqn, "forward", "forward")
         self._depth += 1  # where something has failed above, the unit is not in its forward
         return call
