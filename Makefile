@@ -1,17 +1,20 @@
-# make check | make test | make test-all | make coverage | make demo | make bench | make docs: all do their own set-up
+# make check | make test | make test-all | make matrix | make coverage | make demo | make bench | make docs: all do their own set-up
 # and can be run again cheaply.
 PYTHON ?= python3
-VENV ?= .venv
+# make test TORCH=2.15.0: in an environment of that version, ENVS/torch-2.15.0, which several checkouts may use in turn.
+TORCH ?=
+ENVS ?= .venvs
+VENV ?= $(if $(TORCH),$(ENVS)/torch-$(TORCH),.venv)
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup check test test-all coverage golden lint demo bench peers docs clean
+.PHONY: setup check test test-all matrix coverage golden lint demo bench peers docs clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml tools/setup_env.py
-	$(PYTHON) tools/setup_env.py $(VENV)
+	$(PYTHON) tools/setup_env.py $(VENV) $(if $(TORCH),--torch $(TORCH))
 	touch $(READY)
 
 lint: $(READY)
@@ -32,6 +35,10 @@ test: lint
 SELECT ?=
 test-all: lint
 	$(PY) -m pytest tests -m "$(SELECT)"
+
+# The check tier on every supported torch, all of `make test` on the oldest and the newest; writes docs/versions.md.
+matrix: $(READY)
+	$(PY) tools/matrix.py $(ENVS) $(ARGS)
 
 # Lines of both packages that the test command runs, its ranks and subprocesses included.
 coverage: $(READY)

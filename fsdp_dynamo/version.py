@@ -15,8 +15,8 @@ import torch
 __version__ = "0.1.0"
 """``pyproject.toml`` reads it from here, and ``CHANGELOG.md`` says what is in it."""
 
-OLDEST = (2, 13)
-NEWEST = (2, 13)
+OLDEST = (2, 11)
+NEWEST = (2, 15)
 
 
 def check_torch(version: str = torch.__version__) -> None:

@@ -1,10 +1,10 @@
 """Create the virtual environment: torch, and the package with its extras.
 
 If the Python that runs this has a torch that sees an accelerator, the environment uses that one;
-otherwise it gets ``torch==2.13.0``. ``PIP_TORCH_ARGS`` adds arguments to that one install (an
-index of CPU builds, for example).
+otherwise it gets 2.13.0. ``--torch`` names another version. ``PIP_TORCH_ARGS`` adds arguments to
+that one install (an index of CPU builds, for example).
 
-    python tools/setup_env.py .venv [--peers]
+    python tools/setup_env.py .venv [--torch 2.15.0] [--peers]
 
 ``--peers`` adds the packages that benchmarks compare with. They are not needed for anything else;
 torchtitan comes without most of its dependencies (trackers and data sets), of which only those
@@ -13,6 +13,7 @@ that its SimpleFSDP imports are installed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -20,7 +21,9 @@ import sys
 import venv
 from pathlib import Path
 
-TORCH = "torch==2.13.0"
+TORCH = "2.13.0"
+"""The newest whose CPU build pip finds without an index of its own: others bring 5 GB of CUDA."""
+
 EXTRAS = "test,demo,docs,inspection,benchmarks"
 DEEPSPEED = "deepspeed==0.19.8"
 TORCHTITAN = "torchtitan==0.3.0"
@@ -57,19 +60,23 @@ def install_peers(python: Path) -> None:
 
 def main() -> None:
     """Create or complete the environment named on the command line."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--peers"]
-    if len(arguments) != 1:
-        sys.exit("usage: setup_env.py FOLDER [--peers]")
-    folder = Path(arguments[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--torch", metavar="VERSION", help=f"instead of {TORCH}")
+    parser.add_argument(
+        "--peers", action="store_true", help="packages that benchmarks compare with"
+    )
+    asked = parser.parse_args()
     project = Path(__file__).resolve().parent.parent
-    shared = has_accelerated_torch()
-    python = folder / "bin" / "python"
+    shared = asked.torch is None and has_accelerated_torch()
+    python = asked.folder / "bin" / "python"
     if not python.exists():
-        venv.EnvBuilder(with_pip=True, system_site_packages=shared).create(folder)
+        venv.EnvBuilder(with_pip=True, system_site_packages=shared).create(asked.folder)
     if not shared:
-        pip(python, *shlex.split(os.environ.get("PIP_TORCH_ARGS", "")), TORCH)
+        index = shlex.split(os.environ.get("PIP_TORCH_ARGS", ""))
+        pip(python, *index, f"torch=={asked.torch or TORCH}")
     pip(python, "-e", f"{project}[{EXTRAS}]")
-    if "--peers" in sys.argv[1:]:
+    if asked.peers:
         install_peers(python)
 
 

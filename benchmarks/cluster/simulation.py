@@ -85,6 +85,8 @@ if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(
         BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"]
     )
+    # torch 2.15 attaches its flight recorder to a group's C++ backends, of which this one has none.
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
 
 
 @contextmanager

@@ -26,14 +26,7 @@ from fsdp_dynamo.comm import collective_log, point_to_point
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
-
-# Public since torch 2.12, where the older names warn.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
-    dist.all_gather_into_tensor
-)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
-    dist.reduce_scatter_tensor
-)
+from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 
 
 class InFlight:
@@ -142,7 +135,7 @@ def issue_all_gather(
             tag = collective_log.message_tag(*entry.signature)
             works = point_to_point.issue_all_gather(output, shard, group, tag)
         else:
-            works = [_all_gather(output, shard, group=group, async_op=True)]
+            works = [all_gather_single(output, shard, group=group, async_op=True)]
     return InFlight(works, (output, shard), event, group=group, entry=entry)
 
 
@@ -184,7 +177,7 @@ def _issue_reduce_mean(
         return InFlight([work], (unsharded,), event, group=group, entry=entry)
     transport = transport_of(group, unsharded.device)
     if transport == "library":
-        work = _reduce_scatter(output, unsharded, op, group=group, async_op=True)
+        work = reduce_scatter_single(output, unsharded, op, group=group, async_op=True)
         return InFlight([work], (output, unsharded), event, group=group, entry=entry)
     if transport == "point_to_point":
         tag = collective_log.message_tag(*entry.signature)
@@ -243,7 +236,7 @@ def issue_all_gathers(
     if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
         return _issue_each(issue_all_gather, outputs, shards, group, recorded, labels)
     calls = [
-        partial(_all_gather, output, shard, group=group, async_op=True)
+        partial(all_gather_single, output, shard, group=group, async_op=True)
         for output, shard in zip(outputs, shards, strict=True)
     ]
     return _launch("all_gather", calls, outputs, shards, group, recorded, labels)
@@ -268,7 +261,9 @@ def issue_reduce_means(
     for output, grad in zip(outputs, unsharded, strict=True):
         op, _ = _divide_first(grad, group)
         tensors = (grad,) if output is grad else (output, grad)
-        collective: Callable[..., Any] = dist.all_reduce if output is grad else _reduce_scatter
+        collective: Callable[..., Any] = (
+            dist.all_reduce if output is grad else reduce_scatter_single
+        )
         calls.append(partial(collective, *tensors, op, group=group, async_op=True))
     return _launch(kind, calls, outputs, unsharded, group, recorded, labels)
 

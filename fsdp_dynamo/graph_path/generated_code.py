@@ -22,10 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
-
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.errors import FSDPError
+from fsdp_dynamo.torch_features import SchedulerPass
 from graph_passes.text.boundary_labels import Label
 
 _OURS = "torch.ops.fsdp_dynamo."
@@ -142,7 +141,7 @@ def checking(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     return compile_and_check
 
 
-class PinOrder(CustomSchedulerPass):
+class PinOrder(SchedulerPass):  # type: ignore[misc]
     """Inductor's calls of foreign code run in the order of the graph.
 
     Before::

@@ -8,7 +8,6 @@ from weakref import ref
 
 import torch
 
-from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.errors import UnsupportedError, unit_name
@@ -79,8 +78,7 @@ class _RouteGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        if events.recorder is not None:
-            recording.current().end_of_graph()
+        recording.current().end_of_graph()
         with torch.no_grad():
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
@@ -110,8 +108,7 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
             arguments[position] = shard
         outputs = _run(compiled, arguments)
         _drop_dropped_before_backward(inputs, outputs)
-        if events.recorder is not None:
-            recording.current().end_of_graph()
+        recording.current().end_of_graph()
         return outputs
 
     return run

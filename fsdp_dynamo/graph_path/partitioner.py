@@ -16,6 +16,7 @@ from graph_passes.planner import Planner
 from graph_passes.regions.boundary import tidy_region_boundaries
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.selective_unshard import choose_kept
+from graph_passes.scheduling.shared_gathers import share_gathers
 
 
 class Partitioner(CustomPartitionerFn):
@@ -69,6 +70,7 @@ def _partition(
     gm: fx.GraphModule, joint_inputs: Sequence[object], kept: Sequence[str] = (), **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     tidy_region_boundaries(gm)
+    share_gathers(gm.graph)
     tag_reshard_after_forward(gm.graph, kept)
     pair: tuple[fx.GraphModule, fx.GraphModule]
     pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

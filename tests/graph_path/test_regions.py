@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batch, loss_of, make_transformer, train, wrap
+from models import batch, loss_of, make_transformer, nothing_cached, train, wrap
 from pool import RankPool
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
@@ -56,7 +56,8 @@ def _run(
     Pipeline.run = watch  # type: ignore[method-assign]
     try:
         torch.manual_seed(rank)
-        losses, _ = train(model, rank, steps=3)
+        with nothing_cached():
+            losses, _ = train(model, rank, steps=3)
         with events.record_events() as log:
             loss_of(model, batch(rank, 9)).backward()
     finally:
