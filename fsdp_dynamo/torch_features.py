@@ -1,4 +1,7 @@
-"""What differs between the supported versions of torch, by feature; no other file asks."""
+"""What differs between the supported versions of torch, by feature.
+
+No other file of this package asks for a version, or whether torch has a name.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,9 +60,9 @@ def row(version: str, python: str, tier: str, found: dict[str, int]) -> str:
     return f"| {version} | {python} | {tier} | {today} | {numbers} |"
 
 
-def merged(page: str, new: Sequence[str]) -> str:
-    """The page with rows added, or put in the place of those of the same version and tier."""
-    rows = {_key(text): text for text in [m[0] for m in _ROW.finditer(page)] + list(new)}
+def merged(page: str, new: str) -> str:
+    """The page with a row added, or put in the place of that of the same version and tier."""
+    rows = {_key(text): text for text in [*(m[0] for m in _ROW.finditer(page)), new]}
     head = "|---|---|---|---|---|---|---|\n"
     before, _, rest = page.partition(head)
     after = _ROW.sub("", rest).lstrip("\n")
@@ -90,7 +89,7 @@ def main() -> int:
             found = run(python, tier)
             failed += found["failed"]
             line = row(version, platform.python_version(), tier, found)
-            PAGE.write_text(merged(PAGE.read_text(), [line]))
+            PAGE.write_text(merged(PAGE.read_text(), line))
             print(line)
     return int(failed > 0)
 

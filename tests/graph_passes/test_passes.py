@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import Builder, Even, backward_graph, forward_graph
+from graphs import Builder, Even, backward_graph, forward_graph, render
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -15,11 +15,34 @@ from graph_passes.pipeline import Pipeline
 from graph_passes.planner import Planner
 from graph_passes.schedule import Options
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
+from graph_passes.scheduling.shared_gathers import share_gathers
 from graph_passes.spec import SpecError, verify_graph
 from graph_passes.text.boundary_labels import Label, label_boundaries
 from graph_passes.views.drop_noop_views import drop_noop_views
 
 aten = torch.ops.aten
+
+
+def test_calls_of_a_unit_share_a_gather() -> None:
+    """Also where a shard is cast before it; reductions and other units' gathers stay apart."""
+    builder = Builder()
+    first, second = builder.input("first"), builder.input("second")
+    casts = [builder.graph.call_function(aten.relu.default, (first,)) for _ in range(2)]
+    gathered = [builder.gather("a", cast) for cast in casts] + [builder.gather("b", second)]
+    computed = [builder.compute("a", value) for value in gathered]
+    builder.graph.output([builder.reduce("a", computed[0]) for _ in range(2)] + computed)
+    share_gathers(builder.graph)
+    verify_graph(builder.graph, "share_gathers")
+    assert [mark for mark in render(builder.graph).splitlines() if "gather" in mark] == [
+        "all_gather a",
+        "wait all_gather a",
+        "all_gather b",
+        "wait all_gather b",
+    ]
+    assert [node.args[0] for node in computed[:2]] == [gathered[0]] * 2
+    assert len([c for c in collectives(builder.graph) if "reduce" in str(c.target)]) == 2
+    assert casts[0].users
+    assert not casts[1].users
 
 
 def test_noop_views() -> None:
