@@ -9,11 +9,14 @@ PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: setup check test test-all matrix coverage golden lint demo bench peers docs clean
+.PHONY: again setup check test test-all matrix private coverage golden lint demo bench peers docs clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml tools/setup_env.py
+again:
+
+# Each time with TORCH: another checkout may have used the environment since.
+$(READY): pyproject.toml tools/setup_env.py $(if $(TORCH),again)
 	$(PYTHON) tools/setup_env.py $(VENV) $(if $(TORCH),--torch $(TORCH))
 	touch $(READY)
 
@@ -37,9 +40,15 @@ SELECT ?=
 test-all: lint
 	$(PY) -m pytest tests -m "$(SELECT)"
 
-# The check tier on every supported torch, all of `make test` on the oldest and the newest; writes docs/versions.md.
+# The tests of private names and the check tier on every supported torch, the check tier with every Python that is found,
+# all of `make test` on the oldest and the newest torch; writes docs/versions.md.
 matrix: $(READY)
 	$(PY) tools/matrix.py $(ENVS) $(ARGS)
+
+# Writes docs/private-api.md and runs the tests of the names in it.
+private: $(READY)
+	$(PY) tools/private_api.py
+	$(PY) -m pytest --confcutdir tests/private_api tests/private_api
 
 # Lines of both packages that the test command runs, its ranks and subprocesses included.
 coverage: $(READY)

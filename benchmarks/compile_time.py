@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,7 +46,7 @@ def measure_here(key: str, depth: int) -> dict[str, Any]:
     """First and second step of one peer in this process."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
     task = catalogue.decoder("small", num_blocks=depth)
     device = torch.device("cpu")
     (peer,) = named([key])

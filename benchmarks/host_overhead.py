@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -140,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
     with one_line_on_bad_input():
         titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
         rows = measure(options.units, options.rounds, options.peers)

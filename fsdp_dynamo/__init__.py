@@ -1,8 +1,9 @@
 """Fully Sharded Data Parallel that PyTorch's compiler understands."""
 
-from fsdp_dynamo.version import __version__, check_torch
+from fsdp_dynamo.version import __version__, check_distributed, check_torch
 
 check_torch()  # before any import that an older torch would fail in a way of its own
+check_distributed()
 
 # ruff: noqa: E402
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -11,6 +11,7 @@ import re
 import warnings
 
 import torch
+import torch.distributed as dist
 
 __version__ = "0.1.0"
 """``pyproject.toml`` reads it from here, and ``CHANGELOG.md`` says what is in it."""
@@ -37,6 +38,20 @@ def check_torch(version: str = torch.__version__) -> None:
             f"fsdp_dynamo: expected torch {_named(NEWEST)}, with which it is tested, got "
             f"{version}. It may work; if it does not, install that one.",
             stacklevel=2,
+        )
+
+
+def check_distributed() -> None:
+    """Refuse a torch that was built without ``torch.distributed``.
+
+    Raises:
+        ImportError: there is none.
+    """
+    if not dist.is_available():
+        raise ImportError(
+            f"fsdp_dynamo: expected a torch with torch.distributed, got {torch.__version__} built "
+            "without it. Install a build that has it: those of PyPI do; from source, build with "
+            "USE_DISTRIBUTED=1."
         )
 
 

@@ -100,7 +100,7 @@ def limit_recompiles(count: int | None) -> None:
 
     The error is ``torch._dynamo.exc.RecompileError``, with the guards that failed. A function that
     is compiled for the first time does not count. ``None`` ends the limit; so does
-    ``torch._dynamo.reset()`` where it is above 0.
+    ``torch.compiler.reset()`` where it is above 0.
 
     Args:
         count: 0 or more, or ``None``.

@@ -116,6 +116,7 @@ def run_rank(options: argparse.Namespace, peer: Peer) -> int:
             if rank == 0:
                 print(text, flush=True)
 
+        extras.count_recompiles()
         if options.verbose and rank == 0:
             torch._logging.set_logs(graph_breaks=True, recompiles=True)
         setting = Setting(

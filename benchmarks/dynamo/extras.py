@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.utils import counters
 from torch.profiler import profile
 
@@ -20,7 +21,7 @@ from fsdp_dynamo import record_events
 
 def check_backend(name: str) -> None:
     """Refuse a backend that Dynamo does not know."""
-    known = torch._dynamo.list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         near = difflib.get_close_matches(name, known) or known
         raise BadInputError(
@@ -66,10 +67,24 @@ def event_order(step: Callable[[], None]) -> str:
     return "\n".join(f"  {e.phase:9} {e.kind:15} {e.unit or '(root)'}" for e in events)
 
 
+_recompiles: list[str] = []
+
+
+def count_recompiles() -> None:
+    """Count from now on what Dynamo compiles anew; ``dynamo_counts`` has the number."""
+    callback_handler.register_start_callback(_note)
+
+
+def _note(args: CallbackArgs) -> None:
+    is_frame = args.callback_trigger is CallbackTrigger.DYNAMO
+    if is_frame and not args.compile_id.endswith("/0"):  # compilations of a frame are numbered
+        _recompiles.append(args.compile_id)
+
+
 def dynamo_counts() -> dict[str, int]:
-    """Graphs, graph breaks and recompiles of this process so far."""
+    """Graphs and graph breaks of this process so far, and the recompiles that were counted."""
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": sum(counters["graph_break"].values()),
-        "recompiles": sum(counters["recompiles"].values()),
+        "recompiles": len(_recompiles),
     }

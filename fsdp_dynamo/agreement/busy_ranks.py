@@ -45,7 +45,7 @@ def _end(_: object = None) -> None:
 
 
 def announce_compilations() -> None:
-    """Announce all compilations of this rank, until ``torch._dynamo.reset`` ends that."""
+    """Announce all compilations of this rank, until ``torch.compiler.reset`` ends that."""
     if _end not in callback_handler.end_callbacks:
         callback_handler.register_start_callback(_begin)
         callback_handler.register_end_callback(_end)

@@ -55,7 +55,7 @@ def require_same(
     store = shared_store(group)
     if store is None:
         return
-    texts = exchange_texts(group, store, f"same/{name}", text, _late_message(name))
+    texts = exchange_texts(group, store, f"same/{name}", text, late_message(name))
     message = difference(name, texts, fix)
     if message is not None:
         raise_on_all_ranks(store, message)
@@ -115,7 +115,7 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
             raise
         store.set(f"{key}/{ranks[0]}", text)
         return text
-    texts = wait_for_texts(group, store, key, ranks[:1], _late_message(name))
+    texts = wait_for_texts(group, store, key, ranks[:1], late_message(name))
     return texts[ranks[0]]
 
 
@@ -124,7 +124,8 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _late_message(name: str) -> LateMessage:
+def late_message(name: str) -> LateMessage:
+    """Makes the error message for ranks whose text has not come."""
     return lambda missing: error_message(
         expected=f"the {name} of rank(s) {listed(missing)}",
         got=f"nothing within {agreement_timeout_s():g} s",

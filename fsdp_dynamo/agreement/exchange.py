@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.notices import raise_if_noticed, raise_on_all_ranks
-from fsdp_dynamo.agreement.store import agree_on_run_id
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.errors import FSDPValueError
 
@@ -56,15 +54,6 @@ def set_agreement_timeout(seconds: float) -> None:
 def agreement_timeout_s() -> float:
     """The value of ``set_agreement_timeout``."""
     return _timeout_s
-
-
-def isolate_run(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Keep the exchanges of a group's ranks apart from those of an earlier run.
-
-    All ranks of the group call it together, before they exchange anything; see ``agree_on_run_id``.
-    """
-    if agree_on_run_id(group, device):
-        busy_ranks.publish_state()
 
 
 def next_round(purpose: str, ranks: Sequence[int]) -> int:

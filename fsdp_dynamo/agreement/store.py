@@ -59,9 +59,19 @@ def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
     if ranks in known:
         return False
     run_id = [secrets.token_hex(4)]
-    kinds = {kind.type for kind in group._device_types}
-    preferred = torch.device("cpu") if "cpu" in kinds else device
-    by = preferred if preferred.type in kinds else None  # by default, torch chooses one
+    by = exchange_device(group, device)
     dist.broadcast_object_list(run_id, src=ranks[0], group=group, device=by)
     known[ranks] = run_id[0]
     return True
+
+
+def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
+    """Where a group exchanges values that are no tensors of the model.
+
+    Returns:
+        The CPU if the group serves it, else ``device``, else the first one that it serves.
+    """
+    served = [kind.type for kind in group._device_types]
+    if device is not None and device.type in served and "cpu" not in served:
+        return device
+    return torch.device("cpu" if "cpu" in served else served[0])

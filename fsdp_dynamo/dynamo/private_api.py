@@ -81,7 +81,7 @@ _called_in: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Names of the units called so far, by trace."""
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_first_call(name: str) -> bool:
     """Whether the trace that runs now asks for the first time with this unit's name."""
     names = _called_in.setdefault(TracingContext.get(), set())
@@ -90,7 +90,7 @@ def is_first_call(name: str) -> bool:
     return is_first
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_mode() -> tuple[str, int]:
     """The mode of the trace that runs now, and the number of its backend.
 
@@ -128,7 +128,7 @@ def traced_mode() -> tuple[str, int]:
     return mode, key_of(backend)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_without_orig_params() -> None:
     """Raise for a wrapper made with ``use_orig_params=False`` that is about to be compiled."""
     raise CompileRefusedError(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_dynamo.agreement.comparison import first_difference, require_same
 from fsdp_dynamo.core.unit import Unit

@@ -185,7 +185,11 @@ SETTINGS: dict[str, Any] = {
     "triton.reorder_for_reducing_graph_partitions": False,
     "_pre_fusion_custom_pass": PinOrder(),
 }
-"""Inductor's own reordering is off, what is left keeps the order."""
+"""Inductor's own reordering is off, what is left keeps the order.
+
+Its overlap pass, ``enable_simple_overlap``, is on by default since torch 2.14 and stays as it is.
+It moves torch's own collectives, tensor parallelism's say, and the pinned order holds those too.
+"""
 
 
 __all__: Sequence[str] = ["CodeCall", "OrderError", "PinOrder", "check_order", "order_in_code"]

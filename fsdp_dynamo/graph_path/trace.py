@@ -167,7 +167,7 @@ def _name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str) -> tuple[Any, ...]:
     """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples."""
     fqn, input_dtype, device, flats = _describe(registered(name))

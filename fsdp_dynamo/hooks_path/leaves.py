@@ -113,7 +113,7 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return tuple(tensors)
 
 
-torch._dynamo.allow_in_graph(leaf)
+torch.compiler.allow_in_graph(leaf)
 
 
 def run_leaf(
@@ -125,7 +125,7 @@ def run_leaf(
     return tuple(tensors)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _output_spec(leaf_id: str) -> Any:
     return registered(leaf_id)._fsdp_output_spec
 

@@ -14,6 +14,7 @@ gradients, checkpoints, and the move to the device.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,7 +131,10 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
 
         Checkpoints do not hold it, but with ``save_only_model``.
         """
+        folder = output_dir or self.args.output_dir
         if _internal_call and not self.args.save_only_model:
+            # Trainer asks whether it is there, before it saves the rest, to note the best one.
+            Path(folder).mkdir(parents=True, exist_ok=True)
             return
         self.shard()
         one_writes = not self.args.save_on_each_node
@@ -138,7 +142,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         full = StateDictType.FULL_STATE_DICT
         with FullyShardedDataParallel.state_dict_type(self.model, full, form):
             state = self.model.state_dict()
-        self._save(output_dir or self.args.output_dir, state_dict=state)
+        self._save(folder, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

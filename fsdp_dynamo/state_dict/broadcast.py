@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdp_dynamo.agreement.store import exchange_device
+
 
 def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The first rank's value on every rank of a group, with its tensors on the CPU.
@@ -38,7 +40,7 @@ def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> 
 def _broadcast(
     own: torch.Tensor | None, like: torch.Tensor, first: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    device = dist.distributed_c10d._get_pg_default_device(group)  # type: ignore[attr-defined]
+    device = exchange_device(group)
     if own is None:
         buffer = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:

@@ -317,9 +317,10 @@ def cast_buffers(
 
 
 def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
-    """Mark modules as managed: Dynamo then reads their parameters afresh at each call.
+    """Mark modules as managed: Dynamo never makes constants of their parameters.
 
-    See DESIGN, section 5; ``torch._dynamo.variables.builder`` looks for these two attributes.
+    ``torch._dynamo.variables.builder`` looks for these two attributes. Since torch 2.11 parameters
+    of all modules are inputs of a graph, except where it is prepared for freezing.
     """
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.agreement.exchange import isolate_run
 from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
+from fsdp_dynamo.agreement.run import begin_run
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import groups_of
 from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
@@ -82,8 +82,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     device = device_for(module, groups.shard, given.device_id)
     offload = arguments.offloads(given.cpu_offload, device)
     warn_of_cpu_start(module, groups.shard, given.device_id)
-    for group in groups.all:
-        isolate_run(group, device)
+    begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))
     register_exit_callback(announce_failure)
     record_flight_by_default()

@@ -238,6 +238,39 @@ def test_texts_are_compared(ranks: RankPool) -> None:
         assert "nothing within 1 s" in answer[0]
 
 
+def wrap_with(rank: int, world_size: int, odd: str, hybrid: bool) -> tuple[str, bool]:
+    """What wrapping raises where the last rank has another version of torch installed."""
+    version = odd if rank == world_size - 1 else "2.13.0+cu130"
+    kwargs: dict[str, Any] = {}
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, 2))
+        kwargs = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    module = nn.Linear(4, 4)
+    with mock.patch.object(torch, "__version__", version):
+        error = outcome(lambda: type(FSDP(module, **kwargs)).__name__)
+    return error, [p.shape for p in module.parameters()] == [(4, 4), (4,)]
+
+
+@pytest.mark.parametrize("odd", ["2.15.0", "2.13.1+cu130", "2.13.0.dev20261101"])
+def test_every_rank_is_told_of_another_torch(ranks: RankPool, odd: str) -> None:
+    errors, unchanged = zip(*ranks.run(wrap_with, 3, odd, False), strict=True)
+    assert all(unchanged)
+    assert len(set(errors)) == 1
+    assert "the same versions on all ranks, 'torch 2.13.0, fsdp_dynamo" in errors[0]
+    assert f"got 'torch {odd.partition('+')[0]}, fsdp_dynamo" in errors[0]
+    assert "on rank(s) 2" in errors[0]
+
+
+def test_builds_for_other_accelerators_agree(ranks: RankPool) -> None:
+    assert ranks.run(wrap_with, 3, "2.13.0+cpu", False) == [("FullyShardedDataParallel", False)] * 3
+
+
+def test_replicas_with_another_torch(ranks: RankPool) -> None:
+    """Also the ranks that share no group with the one that differs."""
+    for error, _ in ranks.run(wrap_with, 4, "2.15.0", True):
+        assert "torch 2.15.0" in error
+
+
 def wait_for_each_other(rank: int, world_size: int) -> str:
     """While both compile, each wants to compare what the other never will."""
     set_agreement_timeout(1.0)

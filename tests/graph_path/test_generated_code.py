@@ -20,6 +20,11 @@ from graph_passes.text.boundary_labels import Label
 
 _COMPUTE = {"mm", "addmm", "bmm", "mm_into_", "sum_into_", "embedding_into_"}
 OURS = "torch.ops.fsdp_dynamo."
+HAS_OVERLAP = hasattr(
+    torch._inductor.config.aten_distributed_optimizations, "enable_simple_overlap"
+)
+SETTING = "aten_distributed_optimizations.enable_simple_overlap"
+needs_overlap = pytest.mark.skipif(not HAS_OVERLAP, reason="Inductor has it since torch 2.14")
 
 
 def _in_graph(graph: fx.Graph) -> list[str]:
@@ -39,24 +44,29 @@ def _in_graph(graph: fx.Graph) -> list[str]:
     return lines
 
 
-def _in_code(source: str) -> list[str]:
+def _in_code(source: str, others: set[str] = _COMPUTE) -> list[str]:
     return [
         f"{call.name} {[label.number for label in call.labels]}" if call.labels else call.name
         for call in order_in_code(source)
-        if call.labels or call.name in _COMPUTE
+        if call.labels or call.name in others
     ]
 
 
 @contextmanager
-def _without_graph_caches() -> Iterator[None]:
+def _without_graph_caches(**settings: Any) -> Iterator[None]:
     """Graphs are compiled anew; kernels, which take a C++ compiler, may be known."""
     no_joint = torch._functorch.config.patch(enable_autograd_cache=False)
-    with no_joint, torch._inductor.config.patch(fx_graph_cache=False):
+    with no_joint, torch._inductor.config.patch({"fx_graph_cache": False, **settings}):
         yield
 
 
-def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], list[str]]]:
-    """Of every graph, the order handed over and the order in the code."""
+def _orders(
+    rank: int, world_size: int, bucket: bool, overlap: bool | None
+) -> list[tuple[list[str], list[str]]]:
+    """Of every graph, the order handed over and the order in the code.
+
+    Inductor's own overlap pass is on or off; ``None`` leaves it as it is.
+    """
     planned: list[list[str]] = []
     generated: list[list[str]] = []
     lower, check = inductor.lower_to_operators, generated_code.check_order
@@ -73,7 +83,7 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
     options = {"bucket": bucket, "link": {"latency_ms": 5.0, "bytes_per_ms": 1e6}}
     options |= {"memory_budget_bytes": 10**9, "max_in_flight": 64}
     try:
-        with _without_graph_caches():
+        with _without_graph_caches(**({} if overlap is None else {SETTING: overlap})):
             wrapped = wrap(make_transformer(num_blocks=2))
             model = torch.compile(wrapped, fullgraph=True, backend="fsdp_dynamo", options=options)
             loss_of(model, batch(rank, 0)).backward()
@@ -82,10 +92,20 @@ def _orders(rank: int, world_size: int, bucket: bool) -> list[tuple[list[str], l
     return list(zip(planned, generated, strict=True))
 
 
-@pytest.mark.parametrize("bucket", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_order_in_code_is_the_planned_one(ranks: RankPool, bucket: bool) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "overlap"),
+    [
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=needs_overlap),
+        pytest.param(False, False, marks=needs_overlap),
+    ],
+)
+def test_order_in_code_is_the_planned_one(
+    ranks: RankPool, bucket: bool, overlap: bool | None
+) -> None:
     """Forward and backward, collectives among the products around them."""
-    for graphs in ranks.run(_orders, 2, bucket):
+    for graphs in ranks.run(_orders, 2, bucket, overlap):
         assert len(graphs) == 2
         for planned, generated in graphs:
             assert planned == generated
@@ -128,6 +148,45 @@ def test_a_fusion_does_not_move_a_wait(ranks: RankPool) -> None:
     loose, pinned = ranks.run(_pinned, 1)[0]
     assert pinned == ["all_gather [0]", "mm", "wait_ [1]"]
     assert loose == ["all_gather [0]", "wait_ [1]", "mm"]  # else the pass is not needed any more
+
+
+def _beside_another(x: torch.Tensor, matrix: torch.Tensor, shard: torch.Tensor) -> Any:
+    """A collective of tensor parallelism behind one of ours, without data between them."""
+    texts = [Label("u", "all_gather", "forward", (), (), i, 2).encode() for i in range(2)]
+    name = dist.distributed_c10d._get_default_group().group_name
+    product = matrix @ matrix
+    gathered = torch.ops.fsdp_dynamo.all_gather(shard, 1, name, texts[0], "")
+    other = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, name)
+    torch.ops.fsdp_dynamo.wait_(gathered, shard, texts[1])
+    whole = torch.ops._c10d_functional.wait_tensor(other)
+    return product @ product, gathered + whole
+
+
+def _overlapped(rank: int, world_size: int) -> list[list[str]]:
+    orders = []
+    inputs = (torch.rand(64), torch.rand(64, 64), torch.rand(64))
+    for pass_ in (None, generated_code.PinOrder()):
+        torch._dynamo.reset()
+        settings = {
+            **generated_code.SETTINGS,
+            "_pre_fusion_custom_pass": pass_,
+            "reorder_for_locality": False,
+            SETTING: True,
+        }
+        with _without_graph_caches():
+            compiled = torch.compile(_beside_another, options=settings)
+            _, sources = run_and_get_code(compiled, *inputs)
+        orders.append(_in_code(sources[0], _COMPUTE | {"all_gather_into_tensor", "wait_tensor"}))
+    return orders
+
+
+@needs_overlap
+def test_inductors_overlap_pass_moves_nothing_past_ours(ranks: RankPool) -> None:
+    """It knows torch's collectives only; a graph's order of issue is that of all ranks."""
+    loose, pinned = ranks.run(_overlapped, 1)[0]
+    other = "all_gather_into_tensor"
+    assert pinned == ["mm", "all_gather [0]", other, "wait_ [1]", "wait_tensor", "mm"]
+    assert loose == [other, "mm", "all_gather [0]", "wait_ [1]", "mm", "wait_tensor"]
 
 
 def _reordered(rank: int, world_size: int) -> str:

@@ -54,7 +54,7 @@ def test_arguments(heading: str, theirs: Any, ours: Any) -> None:
 )
 def test_methods(heading: str, theirs: type, ours: type) -> None:
     rows = {name: second for name, second in _rows(heading).items() if hasattr(theirs, name)}
-    assert len(rows) > 8
+    assert len(rows) >= 8  # as many methods has FSDP2 of torch 2.11; later ones have more
     for name, second in rows.items():
         assert (second == "same") == hasattr(ours, name), name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,6 +13,10 @@ import torch
 from fsdp_dynamo.version import NEWEST, OLDEST, check_torch
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import matrix  # noqa: E402
+from setup_env import TORCH  # noqa: E402
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "1.13.0+cu117", "2.9.0", "unknown"])
@@ -34,9 +40,46 @@ def test_tested_ones_pass(version: str) -> None:
         check_torch(version)
 
 
+def test_a_build_without_distributed_is_refused() -> None:
+    program = "import torch; del torch._C._c10d_init; import fsdp_dynamo"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: fsdp_dynamo: expected a torch with torch.distributed" in done.stderr
+    assert "USE_DISTRIBUTED=1" in done.stderr
+
+
+def test_a_run_changes_its_own_cell() -> None:
+    page = matrix.PAGE.read_text()
+    table = matrix.table_of(page)
+    assert {("private", "3.11"), ("check", "3.11"), ("test", "3.11")} <= set(table)
+    assert matrix.with_table(page, table) == page
+    table["test", "3.14"] = {"2.15.0": "new"}
+    changed = matrix.with_table(page, table).splitlines()
+    assert [line for line in changed if line not in page.splitlines()] == [
+        "| `test` | 3.14 | not run | not run | not run | not run | new |"
+    ]
+
+
+def test_what_the_matrix_runs() -> None:
+    runs = matrix.planned([*matrix.VERSIONS], [*matrix.TIERS], ["3.11", "3.12"])
+    assert len(set(runs)) == len(runs)
+    by_tier = {
+        tier: [(run.version, run.python) for run in runs if run.tier == tier]
+        for tier in matrix.TIERS
+    }
+    everywhere = [(version, "3.11") for version in matrix.VERSIONS]
+    assert by_tier["private"] == everywhere
+    assert by_tier["check"] == [*everywhere, (TORCH, "3.12")]
+    assert by_tier["test"] == [everywhere[0], everywhere[-1]]
+
+
 def test_the_package_declares_what_is_checked() -> None:
     oldest, newest = (".".join(map(str, minor)) for minor in (OLDEST, NEWEST))
     above = f"{NEWEST[0]}.{NEWEST[1] + 1}"
     assert f'dependencies = ["torch>={oldest},<{above}"' in (ROOT / "pyproject.toml").read_text()
-    assert f'VERSIONS = ("{oldest}.' in (matrix := (ROOT / "tools" / "matrix.py").read_text())
-    assert f'"{newest}.0")' in matrix
+    assert [v.rpartition(".")[0] for v in (matrix.VERSIONS[0], matrix.VERSIONS[-1])] == [
+        oldest,
+        newest,
+    ]
+    assert TORCH in matrix.VERSIONS
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert f"for version in {matrix.VERSIONS[0]} {matrix.VERSIONS[-1]}; do" in ci

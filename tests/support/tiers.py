@@ -78,6 +78,7 @@ SMOKE: dict[str, tuple[str, ...]] = {
         "benchmarks/test_benchmarks.py::test_bound_by_hand",
         "benchmarks/test_cluster.py::test_all_gather",
     ),
+    "private names": ("private_api/test_modules.py::*",),
     "docs": (
         "project/test_tiers.py::test_*",
         "project/test_docs.py::test_features_name_tests_that_exist",

@@ -73,7 +73,7 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     depyf = find_depyf()
     if depyf is None and inspection.folder is not None:
         warn_without_depyf(stacklevel=3)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     completed = False
     with ExitStack() as stack:
         stack.enter_context(torch._inductor.config.patch(_NO_CACHES))

@@ -1,0 +1,37 @@
+"""Tests of what torch does not promise. They need torch alone, so that they run on any version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failed test says what was relied on, and what to do instead."""
+    outcome = yield
+    mark = item.get_closest_marker("private")
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed and mark is not None:
+        said = f"{', '.join(mark.args)}\nneeded for: {mark.kwargs['need']}\n"
+        said += f"when it is gone: {mark.kwargs['instead']}"
+        report.sections.append(("private API", said))
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """The default group: gloo, this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Dynamo has compiled nothing, before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

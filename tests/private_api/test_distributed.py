@@ -1,0 +1,287 @@
+"""Distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+CPU = torch.device("cpu")
+WORLD_SIZE = 8
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    need="the process group of a graph's node, which has the group's name only",
+    instead="a table of our own from names to groups, filled while a graph is traced",
+)
+def test_a_name_leads_to_its_group(group: dist.ProcessGroup) -> None:
+    other = dist.new_group([0])
+    for one in (group, other):
+        assert dist.distributed_c10d._resolve_process_group(one.group_name) is one
+    assert other is not group
+
+
+@pytest.mark.private(
+    "torch.distributed.distributed_c10d._get_default_store",
+    need="the store of all ranks, in which they compare what they do; no public function returns "
+    "the store that init_process_group has made",
+    instead="a TCPStore of our own: rank 0 opens it and sends its address with "
+    "broadcast_object_list",
+)
+def test_the_default_store_is_the_one_of_all_ranks(tmp_path: Path) -> None:
+    given = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=given, rank=0, world_size=1)
+    try:
+        default = store = dist.distributed_c10d._get_default_store()
+        dist.PrefixStore("ours", default).set("key", "value")
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        assert type(store).__name__ == "FileStore"
+        assert dist.PrefixStore("ours", default).get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.private(
+    "ProcessGroup._get_backend",
+    need="the backend that serves a device, by which a transport is chosen; get_backend knows "
+    "names only, and a group may have several",
+    instead="torch.distributed.get_backend_impl, public from torch 2.14 on",
+)
+def test_a_device_leads_to_its_backend(group: dist.ProcessGroup) -> None:
+    backend = group._get_backend(CPU)
+    assert backend.name() == "gloo"
+    assert type(backend).__name__ == "ProcessGroupGloo"
+
+
+@pytest.mark.private(
+    "ProcessGroup._device_types",
+    need="the devices that a group serves",
+    instead="the devices in the text of torch.distributed.get_backend_config(group)",
+)
+def test_a_group_knows_its_devices(group: dist.ProcessGroup) -> None:
+    assert CPU in group._device_types
+    assert {group._get_backend(one).name() for one in group._device_types} == {"gloo"}
+
+
+@pytest.mark.private(
+    "Backend.Options._timeout",
+    need="the timeout that a group was made with; no public function returns it",
+    instead="an argument of ours, with torch.distributed.constants.default_pg_timeout by default",
+)
+def test_a_backend_knows_its_timeout() -> None:
+    within = timedelta(seconds=123)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=within)
+    try:
+        group = dist.group.WORLD
+        backend = group._get_backend(group._device_types[0])
+        assert backend.options._timeout.total_seconds() == 123
+    finally:
+        dist.destroy_process_group()
+
+
+# -- collectives ----------------------------------------------------------------------------------
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+_KINDS: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": partial(_reduce_scatter, op=dist.ReduceOp.SUM),
+    "all_reduce": lambda output, sent, **named: dist.all_reduce(
+        output.copy_(sent), dist.ReduceOp.SUM, **named
+    ),
+}
+
+
+@pytest.mark.private(
+    "torch.distributed.distributed_c10d._coalescing_manager",
+    need="several collectives as one call of the backend; its coalesced calls have no public name",
+    instead="one call for each collective: options that join launches do nothing then",
+)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_several_collectives_are_one_launch(group: dist.ProcessGroup, kind: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    launches: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                launches.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    inputs = [torch.full((size,), float(size)) for size in (2, 3)]
+    outputs = [torch.zeros_like(one) for one in inputs]
+    coalesced = dist.distributed_c10d._coalescing_manager(group, async_ops=True)
+    with Noting(), coalesced as work:
+        for output, sent in zip(outputs, inputs, strict=True):
+            _KINDS[kind](output, sent, group=group, async_op=True)
+        assert not launches
+    work.wait()
+    assert len(launches) == 1
+    assert all(map(torch.equal, outputs, inputs))
+
+
+# -- modules of others ----------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch.distributed._composable.contract._get_registry",
+    need="whether torch's own composable replicate manages a module, which is then left to it; "
+    "no public function says so",
+    instead="an argument: users name such modules in ignored_modules",
+)
+def test_a_module_says_that_torch_replicates_it(group: dist.ProcessGroup) -> None:
+    from torch.distributed._composable.contract import _get_registry
+    from torch.distributed._composable.replicate import replicate
+
+    module = nn.Linear(2, 2)
+    assert "replicate" not in (_get_registry(module) or ())
+    replicate(module)
+    assert "replicate" in (_get_registry(module) or ())
+    assert "replicate" not in (_get_registry(nn.Linear(2, 2)) or ())
+
+
+@pytest.mark.private(
+    "torch.distributed.fsdp.wrap._Policy._run_policy",
+    need="upstream's policies, of torch.distributed.fsdp.wrap, as auto_wrap_policy; those with "
+    "overrides have no public way to be asked",
+    instead="policies of our own in fsdp_dynamo.wrap_policy, whose arguments are the same",
+)
+@pytest.mark.parametrize("kind", ["ModuleWrapPolicy", "CustomPolicy"])
+def test_upstream_policies_choose_modules(kind: str) -> None:
+    from torch.distributed.fsdp import wrap
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))
+    overrides: dict[str, Any] = {}
+    policy: Any = wrap.ModuleWrapPolicy({nn.Linear})
+    if kind == "CustomPolicy":
+        overrides = {"forward_prefetch": True}
+        policy = wrap.CustomPolicy(lambda one: isinstance(one, nn.Linear) and overrides)
+    found = dict(policy._run_policy(model, {model[3]}, {}))
+    assert found == {model[0]: overrides, model[2]: overrides}
+
+
+@pytest.mark.private(
+    "CheckpointWrapper._checkpoint_wrapped_module",
+    need="the module inside an activation-checkpoint wrapper: a unit goes around the wrapper, "
+    "whose name is in no FQN",
+    instead="the wrapper's new name in module_tree.WRAPPER_NAMES and wrap_policy._shells",
+)
+def test_a_checkpoint_wrapper_holds_its_module_by_name() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(checkpoint_wrapper(inner))
+    assert model[0]._modules == {"_checkpoint_wrapped_module": inner}
+    assert [name for name, _ in model.named_modules()][-1] == "0._checkpoint_wrapped_module"
+
+
+@pytest.mark.private(
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
+    need="activation checkpointing of chosen modules in benchmarks, the same for all peers",
+    instead="torch.utils.checkpoint.checkpoint(use_reentrant=False) around each block's forward",
+)
+def test_chosen_modules_are_recomputed() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    class Block(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            return super().forward(x).sin()
+
+    block, head = Block(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(block, head)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    model(torch.ones(1, 2)).sum().backward()
+    assert block.num_calls == 2
+    assert block.weight.grad is not None
+    assert model[1] is head
+
+
+# -- groups without other ranks, for benchmarks ---------------------------------------------------
+
+
+class _GroupInPython(dist.ProcessGroup):
+    """A group without a backend in C++."""
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return "in_python"
+
+    def getGroupName(self) -> str:  # noqa: N802  # torch's name
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name  # noqa: N815  # torch's name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [CPU]
+
+
+@pytest.fixture
+def backend_in_python() -> Iterator[str]:
+    """The name of a backend whose groups are those above."""
+    tables = (
+        dist.Backend.backend_list,
+        dist.Backend._plugins,
+        dist.Backend.backend_capability,
+        dist.Backend.backend_type_map,
+        dist.Backend.default_device_backend_map,
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()),
+    )
+    before: list[Any] = [table.copy() for table in tables]
+    dist.Backend.register_backend(
+        "in_python",
+        lambda options, _: _GroupInPython(options.group_rank, options.group_size),
+        extended_api=True,
+        devices=["cpu"],
+    )
+    yield "in_python"
+    del dist.Backend.IN_PYTHON
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        getattr(table, "extend" if isinstance(table, list) else "update")(content)
+
+
+@pytest.mark.private(
+    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS",
+    need="a group that is written in Python (the simulated cluster of benchmarks): torch 2.15 "
+    "attaches its flight recorder to a group's backends in C++, and this group has none",
+    instead="TORCH_FR_BUFFER_SIZE=0 in the environment while the group is made",
+)
+def test_a_group_in_python_is_not_recorded(backend_in_python: str) -> None:
+    names = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    names.add(backend_in_python)
+    dist.init_process_group(backend_in_python, store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        assert isinstance(dist.group.WORLD, _GroupInPython)
+    finally:
+        dist.destroy_process_group()
