@@ -77,7 +77,11 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; the first is left-aligned, the others right."""
+    """Columns padded to their widest cell; the first is left-aligned, the others right.
+
+    The first cell says which torch the table is of.
+    """
+    header = (f"{header[0]} (torch {torch.__version__})", *header[1:])
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -54,8 +54,9 @@ def _replace(
     """Replace ``node``, a contiguous piece, and the views that hang on it."""
     rest = []
     for user in list(node.users):
-        if op_name(user) == "aten::view":
-            _replace(graph, source, user, offset, list(user.args[1]))  # type: ignore[arg-type]
+        if user.target is ops.aten.view.default:
+            # Not its argument, in which -1 stands for what is left.
+            _replace(graph, source, user, offset, list(user.meta["val"].shape))
         elif op_name(user) == "aten::t" and len(shape) == 2:
             size, stride = [shape[1], shape[0]], [1, shape[1]]
             user.replace_all_uses_with(_strided(graph, source, user, size, stride, offset))

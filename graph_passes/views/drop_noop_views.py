@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import operator
 
-from torch import fx
+from torch import fx, ops
 
 from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import op_name
 
+_VIEW = ops.aten.view.default
 _IDENTITIES = frozenset({"aten::detach", "aten::alias"})
 _ERASABLE = _IDENTITIES | {"aten::view", "aten::_unsafe_view", "aten::t", "aten::split_with_sizes"}
 
@@ -51,8 +52,8 @@ def _stands_for(node: fx.Node) -> fx.Node | None:
     if name == "aten::t" and op_name(source) == "aten::t":
         inner = source.args[0]
         return inner if isinstance(inner, fx.Node) else None
-    if name == "aten::view":
-        if op_name(source) == "aten::view":
+    if node.target is _VIEW:  # not that of a dtype, which keeps the shape
+        if source.target is _VIEW:
             node.args = (source.args[0], *node.args[1:])
             source = node.all_input_nodes[0]
         if _same_shape(node, source):

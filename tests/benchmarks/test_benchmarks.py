@@ -251,7 +251,10 @@ def test_models_of_transformers_are_built_and_have_blocks(name: str) -> None:
 
 
 def test_table_aligns() -> None:
-    assert table(("a", "bc"), [("long", "1")]).splitlines() == ["a     bc", "----  --", "long   1"]
+    first = f"a (torch {torch.__version__})"
+    dashes, spaces = "-" * len(first), " " * (len(first) - len("long"))
+    expected = [f"{first}  bc", f"{dashes}  --", f"long{spaces}   1"]
+    assert table(("a", "bc"), [("long", "1")]).splitlines() == expected
 
 
 def test_pictures(tmp_path: Path) -> None:

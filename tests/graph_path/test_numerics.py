@@ -179,3 +179,41 @@ def _accumulated(rank: int, world_size: int, mode: str) -> Any:
 @pytest.mark.parametrize("mode", COMPILED)
 def test_accumulation_over_backwards(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_accumulated, 2, mode) == [[], []]
+
+
+# -- views of parameters ---------------------------------------------------------------------------
+
+
+class Viewed(nn.Module):
+    """Parameters seen in other shapes, of which one is left to torch, and as another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(DIM))
+        self.matrix = nn.Parameter(torch.rand(DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.matrix.reshape(self.gain.size(0), -1)
+        exponents = (self.matrix.detach().view(torch.int32) >> 23) / 128
+        flat = self.matrix.view(-1).view(-1, 2).sum(1)
+        x = x * self.gain.view(1, -1) + self.matrix.view(-1, 1).T[:, :DIM]
+        return x @ rows.T * exponents[0] + flat.view(3, -1).sum()
+
+
+def _views(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
+    def run(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        torch.manual_seed(0)
+        policy = ModuleWrapPolicy({Viewed})
+        model = FSDP(nn.Sequential(Viewed(), Viewed()), auto_wrap_policy=policy)
+        loss = in_mode(model, mode)(torch.full((2, DIM), rank + 1.0)).square().sum()
+        loss.backward()
+        return loss.detach(), _gradients(model)
+
+    return run("eager"), run(mode)
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_views_of_parameters(ranks: RankPool, mode: str) -> None:
+    for (loss, gradients), (got, got_gradients) in ranks.run(_views, 2, mode):
+        torch.testing.assert_close(got, loss)
+        torch.testing.assert_close(got_gradients, gradients)

@@ -37,8 +37,8 @@ def _run(folder: Path, *runs: str, num_ranks: int = 2) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One start of two ranks for all tests."""
-    runs = ("same_as_ddp", "resumed", "saved", "best", "others", "generated", "refused")
-    return _run(tmp_path_factory.mktemp("trainer"), *runs)
+    runs = ("same_as_ddp", "resumed", "saved", "best", "last_is_best", "others", "generated")
+    return _run(tmp_path_factory.mktemp("trainer"), *runs, "refused")
 
 
 def _of(ranks_results: list[dict[str, Any]], run: str) -> Any:
@@ -114,6 +114,10 @@ def test_best_model_comes_back(ranks_results: list[dict[str, Any]], only_model: 
     losses, at_end = _of(ranks_results, "best")[only_model]
     assert min(losses) < losses[-1]
     assert at_end == min(losses)
+
+
+def test_the_last_model_may_be_the_best(ranks_results: list[dict[str, Any]]) -> None:
+    assert _of(ranks_results, "last_is_best") == "checkpoint-6"
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,28 @@ def saved(folder: Path) -> dict[str, Any]:
     }
 
 
+class LaterIsBetter(FSDPTrainer):
+    """Has a metric that grows with each step."""
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        found = super().evaluation_loop(*arguments, **named)
+        found.metrics["eval_latest"] = float(self.state.global_step)
+        return found
+
+
+def last_is_best(folder: Path) -> str:
+    """The name of the best checkpoint of a run that becomes better and better."""
+    each = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "latest",
+        "save_total_limit": 1,
+    }
+    trainer = make(LaterIsBetter, arguments(folder, **each, **best))
+    trainer.train()
+    return Path(str(trainer.state.best_model_checkpoint)).name
+
+
 def best(folder: Path) -> dict[str, Any]:
     """The best model comes back at the end, out of our checkpoint and out of whole ones."""
     found: dict[str, Any] = {}
@@ -318,7 +340,7 @@ def refused(folder: Path) -> dict[str, str]:
     return found
 
 
-_ALL = (same_as_ddp, graph, hooks, resumed, saved, best, others, generated, refused)
+_ALL = (same_as_ddp, graph, hooks, resumed, saved, best, last_is_best, others, generated, refused)
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     run.__name__: run for run in (*_ALL, stopped, fewer)
 }

@@ -1,0 +1,117 @@
+"""What tests of the compilers share: a listener, operators, and graphs of a function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Listener(logging.Handler):
+    """Keeps what torch's trace log is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """Records whose metadata begin with this key."""
+        return [one for one in self.records if next(iter(one.metadata)) == kind]
+
+    def code(self) -> str:
+        """The one piece of code that Inductor has generated."""
+        (record,) = self.of_kind("inductor_output_code")
+        return str(record.payload)
+
+
+@contextmanager
+def listening() -> Iterator[Listener]:
+    """Listens to torch's trace log."""
+    log = logging.getLogger("torch.__trace")
+    listener = Listener()
+    log.addHandler(listener)
+    try:
+        yield listener
+    finally:
+        log.removeHandler(listener)
+
+
+_library = torch.library.Library("private_api", "DEF")
+_library.define("issue(Tensor x, str text) -> Tensor")
+_library.define("add_one_(Tensor(a!) output, Tensor source, str text) -> ()")
+
+
+def _issue(x: torch.Tensor, text: str) -> torch.Tensor:
+    return x.clone()
+
+
+def _add_one_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
+    output.add_(1)
+
+
+for _key in ("CPU", "Meta"):
+    _library.impl("issue", _issue, _key)
+    _library.impl("add_one_", _add_one_, _key)
+OURS: Any = torch.ops.private_api
+
+
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)  # type: ignore[no-any-return]
+
+
+def boxed(gm: fx.GraphModule) -> Callable[..., Any]:
+    """A graph that takes its inputs in a list."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(gm.forward)  # type: ignore[no-any-return]
+
+
+def graphs_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[fx.Graph]:
+    """AOTAutograd's graphs of a function, and of its backward if an input requires a gradient."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[fx.Graph] = []
+
+    def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append(gm.graph)
+        return boxed(gm)
+
+    backend = aot_autograd(fw_compiler=compile_, partition_fn=partition)
+    output = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    if output.requires_grad:
+        output.sum().backward()
+    return graphs
+
+
+def with_settings(settings: dict[str, Any], inner: Callable[..., Any] | None = None) -> Any:
+    """A backend: Inductor with settings, and with another inner compiler."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(gm, inputs, inner or compile_fx_inner, config_patches=settings)
+
+    return backend
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Nothing that takes a C++ compiler, neither here nor in the gradient of ``y``."""
+    return x @ y
+
+
+def compile_product(settings: dict[str, Any], inner: Callable[..., Any] | None = None) -> None:
+    """Compile ``product`` and its backward as if for the first time."""
+    torch.compiler.reset()
+    x, y = torch.rand(4, 4), torch.rand(4, 4, requires_grad=True)
+    torch.compile(product, backend=with_settings(settings, inner))(x, y).sum().backward()

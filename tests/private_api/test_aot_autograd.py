@@ -1,0 +1,213 @@
+"""AOTAutograd and regions."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from compiling import boxed, graphs_of, partition
+from torch import fx
+
+pytestmark = pytest.mark.usefixtures("fresh", "cache")
+
+# AOTAutograd -----------------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch._dynamo.backends.common.aot_autograd",
+    need="a backend of our own partition and compilers; torch.compile takes a backend as a whole",
+    instead="functorch.compile.aot_module_simplified, which takes the same arguments",
+)
+def test_partition_and_compilers_are_those_given() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    called: list[str] = []
+
+    def cut(gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        called.append("partition")
+        return partition(gm, joint_inputs, **kwargs)
+
+    def compiler(name: str) -> Callable[..., Any]:
+        def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            called.append(name)
+            return boxed(gm)
+
+        return compile_
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        compile_ = aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=cut,
+        )
+        return compile_(gm, inputs)
+
+    x = torch.ones(2, requires_grad=True)
+    compiled = torch.compile(torch.sin, backend=backend)
+    compiled(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2).cos())
+    assert called == ["partition", "forward", "backward"]
+    with torch.no_grad():
+        compiled(x)
+    assert called[3:] == ["inference"]
+
+
+@pytest.mark.private(
+    "tangents",
+    need="the names of a backward graph's inputs; nothing else says that it is one",
+    instead="note in GraphModule.meta, where the partition is made, which graph is the backward",
+)
+def test_inputs_of_a_backward_graph_are_tangents() -> None:
+    forward, backward = graphs_of(torch.sin, torch.ones(2, requires_grad=True))
+    assert not any("tangents" in node.name for node in forward.find_nodes(op="placeholder"))
+    assert any("tangents" in node.name for node in backward.find_nodes(op="placeholder"))
+
+
+@pytest.mark.private(
+    "torch._dynamo.register_backend",
+    need="the backends by name, also in a checkout that is not installed",
+    instead="the entry points torch_dynamo_backends of pyproject.toml alone",
+)
+def test_a_registered_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = importlib.import_module(torch._dynamo.register_backend.__module__)
+    for name, value in list(vars(registry).items()):
+        if isinstance(value, dict) and not name.startswith("__"):
+            monkeypatch.setattr(registry, name, dict(value))
+    seen: list[dict[str, Any]] = []
+
+    def ours(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return gm
+
+    torch._dynamo.register_backend(ours, name="private_api_backend")
+    mode = "max-autotune-no-cudagraphs"
+    for kwargs in ({"options": {"bucket": True}}, {"mode": mode}):
+        torch.compile(torch.sin, backend="private_api_backend", **kwargs)(torch.ones(2))
+    assert seen == [{"options": {"bucket": True}}, {"mode": mode}]
+
+
+@pytest.mark.private(
+    "torch.fx.graph._BoxedCodeGen",
+    need="a graph that is run node by node frees its inputs early; fx's public calls keep them",
+    instead="a subclass of torch.fx.graph.CodeGen that takes a list and empties it",
+)
+def test_an_input_is_freed_after_its_last_use() -> None:
+    from torch.fx.graph import _BoxedCodeGen
+
+    args = [torch.ones(2)]
+    reference = weakref.ref(args[0])
+    alive: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        alive.append(reference() is not None)
+        return x
+
+    graph = fx.Graph()
+    sine = graph.call_function(torch.sin, (graph.placeholder("x"),))
+    graph.output((graph.call_function(look, (sine,)),))
+    gm = fx.GraphModule({}, graph)
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    (result,) = gm.forward(args)
+    assert torch.equal(result, torch.ones(2).sin())
+    assert args == []
+    assert alive == [False]
+
+
+@pytest.mark.private(
+    "_boxed_call",
+    need="a compiled graph gets its inputs in a list that it empties: saved tensors die early",
+    instead="functorch.compile.make_boxed_func, which keeps the inputs until the graph has run",
+)
+def test_a_backward_may_free_what_was_saved() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    alive: list[bool] = []
+
+    def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def run(inputs: list[Any]) -> Any:
+            results = gm.forward(*inputs)
+            saved = [weakref.ref(tensor) for tensor in inputs if {*tensor.shape} == {2, 4}]
+            for empty in (False, True):
+                if empty:
+                    inputs.clear()
+                alive.extend(one() is not None for one in saved)
+            return results
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=compile_, partition_fn=partition)
+    compiled = torch.compile(lambda x, y, z: (x @ y) @ z, backend=backend)
+    x, y, z = torch.rand(2, 3), torch.rand(3, 4), torch.rand(4, 5, requires_grad=True)
+    compiled(x, y, z).sum().backward()
+    assert alive == [True, False]
+
+
+# Regions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch.ops.higher_order.invoke_subgraph.gen_schema",
+    need="replaced while compiling: torch traces a region's body again at each of its calls",
+    instead="compile without the replacement, which takes longer for a model of many equal units",
+)
+def test_a_regions_schema_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = torch.ops.higher_order.invoke_subgraph
+    find = operator.gen_schema
+    asked: list[Any] = []
+    known: dict[Any, Any] = {}
+
+    def find_once(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        key = (id(subgraph), identifier, *map(type, operands))
+        asked.append(key)
+        if key not in known:
+            known[key] = (find(subgraph, identifier, *operands), subgraph)
+        return known[key][0]
+
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    with monkeypatch.context() as replaced:
+        replaced.setitem(vars(operator), "gen_schema", find_once)
+        graphs_of(lambda x: region(region(region(x))), x)
+    assert "gen_schema" not in vars(operator)
+    other = torch.ones(2, requires_grad=True)
+    other.sin().sin().sin().sum().backward()
+    assert x.grad is not None
+    assert other.grad is not None
+    torch.testing.assert_close(x.grad, other.grad)
+    assert len(asked) > len(known) > 0  # else the replacement is not needed any more
+
+
+@pytest.mark.private(
+    "torch.ops.higher_order.invoke_subgraph",
+    need="a region's call in a graph: its body is the first argument, its identifier the second",
+    instead="read the body and the identifier where the operator has them then",
+)
+def test_a_regions_call_names_its_body() -> None:
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    is_backward = []
+    for graph in graphs_of(lambda x: region(region(x)), x):
+        called = torch.ops.higher_order.invoke_subgraph
+        calls = [node for node in graph.nodes if node.target is called]
+        owner = graph.owning_module
+        assert owner is not None
+        assert len(calls) == 2
+        for call in calls:
+            assert isinstance(owner.get_submodule(call.args[0].target), fx.GraphModule)
+        names = [str(call.args[1]).removeprefix("partitioned_") for call in calls]
+        is_backward.append([name.startswith("bw_") for name in names])
+    assert is_backward == [[False, False], [True, True]]
