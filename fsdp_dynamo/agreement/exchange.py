@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.notices import raise_if_noticed, raise_on_all_ranks
+from fsdp_dynamo.agreement.store import exchange_device, shared_store
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.errors import FSDPValueError
 
@@ -71,6 +74,39 @@ def exchange_texts(
     key = f"{purpose}/{next_round(purpose, ranks)}"
     store.set(f"{key}/{dist.get_rank()}", text)
     return wait_for_texts(group, store, key, ranks, late_message)
+
+
+def maximum_over(
+    groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device
+) -> list[int]:
+    """Each value's maximum over all ranks that groups connect; every rank must call it.
+
+    What is known is carried from group to group: over the shard and the replicate group of a mesh
+    it reaches every rank.
+
+    Args:
+        groups: this rank's, in the same order on all ranks.
+        values: integers, as many on all ranks.
+        device: one of the groups', used by those that do not serve the CPU.
+    """
+    for group in groups:
+        tensor = torch.tensor(values, device=exchange_device(group, device))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+        values = tensor.tolist()
+    return values
+
+
+def texts_over(
+    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, late_message: LateMessage
+) -> dict[int, str]:
+    """The texts of all ranks that groups connect, by rank; every rank must call it."""
+    texts = {dist.get_rank(): text}
+    for group in groups:
+        known = json.dumps(list(texts.items()))
+        store = shared_store(group)
+        for one in exchange_texts(group, store, purpose, known, late_message).values():
+            texts.update(json.loads(one))
+    return dict(sorted(texts.items()))
 
 
 def wait_for_texts(

@@ -1,19 +1,19 @@
-"""The beginning of a run of ranks: exchanges of its own, and the same versions everywhere."""
+"""What ranks do together while a model is wrapped: begin a run, and fail as one."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.comparison import difference, late_message
-from fsdp_dynamo.agreement.exchange import exchange_texts
-from fsdp_dynamo.agreement.store import agree_on_run_id, exchange_device, shared_store
-from fsdp_dynamo.errors import DivergenceError
+from fsdp_dynamo.agreement.exchange import maximum_over, texts_over
+from fsdp_dynamo.agreement.store import agree_on_run_id, shared_store
+from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.version import __version__
 
 
@@ -36,27 +36,43 @@ def begin_run(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None
 
 
 def _require_same_versions(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """A collective of 16 bytes a group; texts are exchanged only where these find a difference.
-
-    What is known is carried from group to group, so that all ranks of a mesh raise, not only those
-    that share a group with the one that differs.
-    """
+    """A collective of 16 bytes a group; texts are exchanged only where these find a difference."""
     public = torch.__version__.partition("+")[0]  # builds for other accelerators may be mixed
     text = f"torch {public}, fsdp_dynamo {__version__}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    ends = [number, -number]
-    for group in groups:
-        values = torch.tensor(ends, device=exchange_device(group, device))
-        dist.all_reduce(values, dist.ReduceOp.MAX, group)
-        ends = values.tolist()
-    if ends[0] == -ends[1]:
+    highest, lowest = maximum_over(groups, [number, -number], device)
+    if highest == -lowest:
         return
-    texts = {dist.get_rank(): text}
-    for group in groups:
-        known = json.dumps(list(texts.items()))
-        store = shared_store(group)
-        late = late_message("versions")
-        for one in exchange_texts(group, store, "versions", known, late).values():
-            texts.update(json.loads(one))
+    texts = texts_over(groups, "versions", text, late_message("versions"))
     fix = "Install the same versions for all ranks, then start all ranks again."
-    raise DivergenceError(str(difference("versions", dict(sorted(texts.items())), fix)))
+    raise DivergenceError(str(difference("versions", texts, fix)))
+
+
+@contextmanager
+def together(
+    groups: Iterable[dist.ProcessGroup], device: torch.device, what: str
+) -> Iterator[None]:
+    """A block that all ranks of some groups run; an error on one of them is raised on all.
+
+    Args:
+        groups: this rank's, in the same order on all ranks; those without a shared store are left
+            out. One collective of 8 bytes each.
+        device: one of the groups', used by those that do not serve the CPU.
+        what: the ranks do in the block, for messages.
+
+    Raises:
+        RankFailedError: another rank's block raised. That rank raises its own error.
+    """
+    shared = [group for group in groups if shared_store(group) is not None]
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
+        failure = error
+    if any(maximum_over(shared, [int(failure is not None)], device)):
+        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        texts = texts_over(shared, what, own, late_message(what))
+        if failure is None:
+            lines = [f"{what}: rank {rank} failed: {text}" for rank, text in texts.items() if text]
+            raise RankFailedError("\n".join([*lines, "Correct it, then start all ranks again."]))
+        raise failure

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
+from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout import ALIGN_BYTES, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
@@ -88,6 +89,7 @@ class FlatParameter:
         self.module_parameters = ModuleParameters(self.originals, self.requires_grad)
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
+        self.runs_hooks = True
         self.point_originals_to_shard()
 
     def rename(self, unit_fqn: str) -> None:
@@ -221,8 +223,13 @@ class FlatParameter:
     def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
 
-        To be called without gradient tracking.
+        Then call the parameters' hooks. To be called without gradient tracking.
+
+        Raises:
+            FSDPStateError: a parameter has a hook of ``register_hook()``.
         """
+        for original in self.originals:
+            refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
         if sharded_grad.dtype != self.dtype and not self.keep_low_precision_grads:
             sharded_grad = sharded_grad.to(self.dtype)
         if self.is_offloaded:  # the host reads it next: not left in flight
@@ -237,6 +244,8 @@ class FlatParameter:
                 original.param.grad = part
             else:
                 grad.add_(part)
+        for original in self.originals if self.runs_hooks else ():
+            run_post_accumulate_hooks(original.param)
 
     # -- moving ----------------------------------------------------------------------------
 

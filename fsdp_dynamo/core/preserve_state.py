@@ -1,4 +1,4 @@
-"""Steps that leave no trace: gradients, buffers and random states are restored."""
+"""Steps that leave no trace: gradients, buffers and random states are restored, no hooks called."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def preserve_state(module: nn.Module, units: Sequence[Unit], values: Any = ()) -
     try:
         with torch.random.fork_rng(devices):
             clear_gradients(holders, units)
+            for flat in flats:
+                flat.runs_hooks = False  # they may run an optimizer
             yield
     finally:
         clear_gradients(holders, units)
+        for flat in flats:
+            flat.runs_hooks = True
         for holder, grad in grads:
             holder.grad = grad
         for flat, total in sums:

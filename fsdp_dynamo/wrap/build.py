@@ -12,6 +12,7 @@ from torch.distributed._composable.contract import _get_registry  # no public wa
 
 from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
@@ -87,18 +88,32 @@ def _is_replicated_by_torch(module: nn.Module) -> bool:
     return "replicate" in (_get_registry(module) or ())
 
 
-def build_units(
+@dataclass(frozen=True)
+class Planned:
+    """Units that can be built: everything is checked, and nothing is changed yet.
+
+    Attributes:
+        owned: parameters of each unit, by its outermost module, the root's first.
+        paths: FQN of each unit's module.
+        late: ids of parameters that come after a unit nested in their own.
+    """
+
+    owned: dict[nn.Module, list[OriginalParameter]]
+    paths: dict[nn.Module, str]
+    late: set[int]
+
+
+def plan_units(
     root: nn.Module,
     targets: Sequence[nn.Module],
     ignored: Ignored,
     config_of: Callable[[nn.Module], UnitConfig],
     values: InitialValues,
-) -> dict[nn.Module, Unit]:
-    """Make one unit for ``root`` and one for each target, with all parameters below them.
+) -> Planned:
+    """Check what one unit for ``root`` and one for each target would be made of.
 
     A parameter that several modules hold belongs to the innermost unit above all of them, so
-    that it is unsharded before the first of its users runs. Nothing is changed before every
-    check has passed.
+    that it is unsharded before the first of its users runs.
 
     Args:
         root: the module that the outermost of these units wraps.
@@ -129,17 +144,25 @@ def build_units(
             fqn = join_fqn(paths[owner], original.fqn)
             _check_parameter(original.param, fqn)
             check_parallel(original.param, fqn, config_of(owner).groups.all)
-    every = [original for originals in owned.values() for original in originals]
-    values.check(every)
-    for original in every:
-        original.take_local()
+    values.check([original for originals in owned.values() for original in originals])
+    return Planned(owned, paths, late)
+
+
+def build_units(
+    planned: Planned, config_of: Callable[[nn.Module], UnitConfig], values: InitialValues
+) -> dict[nn.Module, Unit]:
+    """Make the units, each with all of its parameters, already sharded."""
+    owned = planned.owned
+    for originals in owned.values():
+        for original in originals:
+            original.take_local()
     built = {
-        owner: _build_unit(owner, owned[owner], config_of(owner), late)
+        owner: _build_unit(owner, owned[owner], config_of(owner), planned.late)
         for owner in values.in_order_of_completion(owned)
     }
     for owner, originals in owned.items():
         for original in originals:
-            mark_managed(original.param, join_fqn(paths[owner], original.fqn))
+            mark_managed(original.param, join_fqn(planned.paths[owner], original.fqn))
         _keep_own_precision(originals, config_of(owner).precision)
     return {owner: built[owner] for owner in owned}
 
@@ -211,6 +234,7 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
             "the parameter), or wrap only the module that holds both.",
             see="tied-to-a-unit-wrapped-before",
         )
+    refuse_tensor_hooks(param, "", fqn)
 
 
 def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:

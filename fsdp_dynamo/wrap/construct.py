@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
-from fsdp_dynamo.agreement.run import begin_run
+from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
-from fsdp_dynamo.comm.process_groups import groups_of
+from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
@@ -97,6 +97,20 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         forward_prefetch=given.forward_prefetch,
         offload=offload,
     )
+    sources = groups if given.sync_module_states else None
+    with together(sources.all if sources else (), device, "checks before sync_module_states"):
+        planned, ignored, config_of, values = _plan(module, given, config, sources, device)
+    return Constructed(build.build_units(planned, config_of, values), ignored)
+
+
+def _plan(
+    module: nn.Module,
+    given: Arguments,
+    config: UnitConfig,
+    sources: Groups | None,
+    device: torch.device,
+) -> tuple[build.Planned, build.Ignored, Callable[[nn.Module], UnitConfig], InitialValues]:
+    """What can be built, what is ignored, each unit's configuration, where values come from."""
     ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
     targets: dict[nn.Module, dict[str, Any]] = {}
     if given.auto_wrap_policy is not None:
@@ -110,9 +124,11 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         build.managed_modules(module, ignored),
         given.param_init_fn,
         device,
-        groups if given.sync_module_states else None,
+        sources,
     )
-    units = build.build_units(
-        module, list(targets), ignored, lambda m: configs.get(m, config), values
-    )
-    return Constructed(units, ignored)
+
+    def config_of(owner: nn.Module) -> UnitConfig:
+        return configs.get(owner, config)
+
+    planned = build.plan_units(module, list(targets), ignored, config_of, values)
+    return planned, ignored, config_of, values

@@ -73,12 +73,12 @@ class DeferredInit:
 
     def check(self) -> None:
         """Raise if there is nothing to initialise a module with; changes nothing."""
-        if self._init is not None:
+        if self._init is not None or self._values_follow:
             return
         without_init = [
             slot.fqn
             for module, slots in self._slots.items()
-            if not callable(getattr(module, "reset_parameters", None))
+            if not _can_reset(module)
             for slot in slots
         ]
         if without_init:
@@ -125,10 +125,9 @@ class DeferredInit:
             if slot.owned.is_meta:  # one module may hold it twice
                 self._take(slot, _without_values(slot.owned, self._device))
         before = {slot.name: _WriteDetector(slot.owned) for slot in new}
-        if self._init is not None:
-            self._init(module)
-        else:
-            module.reset_parameters()  # type: ignore[operator]
+        init = self._init or _reset
+        if init is not _reset or _can_reset(module):  # not needed where values follow
+            init(module)
         for slot in slots:
             self._adopt(slot)
         for tensor, value in kept:  # of a tied parameter, the values of its first holder count
@@ -177,6 +176,14 @@ class DeferredInit:
 
     def _all_slots(self) -> Iterator[_Slot]:
         return (slot for slots in self._slots.values() for slot in slots)
+
+
+def _can_reset(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
 
 
 def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:

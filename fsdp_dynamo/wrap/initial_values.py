@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_dynamo.agreement.run import together
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPValueError
@@ -75,8 +76,10 @@ class InitialValues:
                 missing.remove(next(steps))
             self._broadcast([original.param for original in owned[owner]])
             yield owner
-        for _ in steps:
-            pass  # modules that hold buffers only
+        sources = self._source.all if self._source else ()
+        with together(sources, self._device, "deferred initialisation"):
+            for _ in steps:
+                pass  # modules that hold buffers only
         self._broadcast(list(self._buffers()))
 
     def _buffers(self) -> Iterator[torch.Tensor]:

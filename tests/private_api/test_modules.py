@@ -545,3 +545,41 @@ def test_a_stream_sleeps_for_cycles() -> None:
     events[2].synchronize()
     once, thrice = (a.elapsed_time(b) for a, b in pairwise(events))
     assert 2 < thrice / once < 4
+
+
+# -- hooks of parameters ---------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "Tensor._post_accumulate_grad_hooks",
+    need="users' hooks of register_post_accumulate_grad_hook(): autograd never accumulates into an "
+    "original parameter, so they are called when its reduced gradient is there",
+    instead="a method register_post_accumulate_grad_hook of ours on each original parameter",
+)
+def test_hooks_of_a_parameter_can_be_called() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    seen: list[torch.Tensor] = []
+    handles = [param.register_post_accumulate_grad_hook(seen.append) for _ in range(2)]
+    for hook in param._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+        hook(param)
+    assert [one is param for one in seen] == [True, True]
+    param.data = torch.ones(1)  # as when it is sharded
+    assert len(param._post_accumulate_grad_hooks) == 2  # type: ignore[attr-defined]
+    for handle in handles:
+        handle.remove()
+    assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+@pytest.mark.private(
+    "Tensor._backward_hooks",
+    need="a parameter with a hook of register_hook(), which would never be called, is refused",
+    instead="nothing: such hooks are silently left out, which the docs then say",
+)
+def test_a_parameter_tells_of_its_hooks() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not param._backward_hooks
+    handle = param.register_hook(lambda grad: grad)
+    assert param._backward_hooks
+    handle.remove()
+    assert not param._backward_hooks

@@ -11,8 +11,9 @@ from models import Block, Transformer, batch, loss_of, wrap
 from modes import in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, FSDPValueError, ShardingStrategy
+from fsdp_dynamo import FSDP, FSDPError, FSDPValueError, ShardingStrategy
 
 
 class Resettable(Transformer):
@@ -220,3 +221,68 @@ def _from_rank_0(rank: int, world_size: int, mode: str) -> tuple[float, float]:
 def test_only_rank_0_has_values(ranks: RankPool, mode: str) -> None:
     for expected, got in ranks.run(_from_rank_0, 3, mode):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+class Scale(nn.Module):
+    """Has no ``reset_parameters()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(3))
+        self.register_buffer("offset", torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain + self.offset
+
+
+def _without_an_initialiser(rank: int, world_size: int) -> tuple[float, float]:
+    torch.manual_seed(3)
+    expected = float(Scale()(torch.ones(3)).sum())
+    torch.manual_seed(3)
+    with torch.device("meta" if rank else "cpu"):
+        model = Scale()
+    return expected, float(FSDP(model, sync_module_states=True)(torch.ones(3)).sum())
+
+
+def test_what_rank_0_overwrites_needs_no_initialiser(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_without_an_initialiser, 2):
+        assert got == pytest.approx(expected)
+
+
+def _refused_by_one(rank: int, world_size: int, fault: str, hybrid: bool) -> tuple[str, str]:
+    kwargs: dict[str, Any] = {"sync_module_states": True}
+    if hybrid:
+        kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
+        kwargs["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    model = nn.Sequential(nn.Linear(4, 4), Scale())
+    if fault == "argument" and rank == world_size - 1:
+        kwargs["ignored_modules"] = [3]
+    if fault == "unwritten":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), Scale())
+        kwargs["param_init_fn"] = lambda module: None
+    try:
+        FSDP(model, **kwargs)
+    except FSDPError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "odd", "kind", "message"),
+    [
+        ("argument", -1, "FSDPTypeError", "modules that are no units"),
+        ("unwritten", 0, "FSDPValueError", "no values for '0.weight'"),
+    ],
+)
+def test_all_ranks_refuse_together(
+    ranks: RankPool, fault: str, odd: int, kind: str, message: str, hybrid: bool
+) -> None:
+    """Else the others would wait in a broadcast for the one that has raised."""
+    found = ranks.run(_refused_by_one, 4 if hybrid else 3, fault, hybrid)
+    kinds = [name for name, _ in found]
+    assert kinds.pop(odd) == kind
+    assert set(kinds) == {"RankFailedError"}
+    for _, text in found:
+        assert message in text
