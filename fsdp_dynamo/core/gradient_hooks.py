@@ -39,3 +39,10 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for hook in tuple(hooks.values()) if hooks else ():
         hook(param)
+
+
+def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let a parameter in the place of another have that one's hooks; their handles hold for both."""
+    hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks:
+        new._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
@@ -131,4 +132,5 @@ def as_local_parameter(param: nn.Parameter) -> tuple[nn.Parameter, TensorParalle
         return param, None
     spec = TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
     local = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+    hand_over_hooks(param, local)
     return local, spec

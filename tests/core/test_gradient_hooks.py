@@ -11,6 +11,8 @@ from models import batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_dynamo import FSDP, FSDPStateError, explain
 
@@ -87,6 +89,26 @@ def _not_in_a_rehearsal(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_hooks_rest_while_a_step_is_explained(ranks: RankPool) -> None:
     assert ranks.run(_not_in_a_rehearsal, 2) == [(0, 0)] * 2
+
+
+def _on_a_dtensor(rank: int, world_size: int) -> list[tuple[bool, int]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+    seen: list[nn.Parameter] = []
+    handles = [p.register_post_accumulate_grad_hook(seen.append) for p in model.parameters()]
+    wrapped = FSDP(model, device_mesh=mesh["dp"])
+    found = []
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        now = [*wrapped.parameters()]
+        found.append((all(a is b for a, b in zip(seen, now, strict=False)), len(seen)))
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def test_hooks_of_dtensors_go_to_their_local_parameters(ranks: RankPool) -> None:
+    assert ranks.run(_on_a_dtensor, 2) == [[(True, 2), (True, 2)]] * 2
 
 
 def _tensor_hook(rank: int, world_size: int, mode: str) -> list[str]:
