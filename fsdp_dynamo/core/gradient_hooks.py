@@ -42,7 +42,7 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
 
 
 def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let a parameter in the place of another have that one's hooks; their handles hold for both."""
+    """Let a parameter in the place of another have its hooks; their handles hold for both."""
     hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if hooks:
         new._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
