@@ -37,7 +37,7 @@ HEAD = """\
 
 Names of torch, and of libraries that are built on it, that begin with an underscore or live in a
 module that does, and that this project uses; also what else it relies on without a promise. Each
-has a quick test that needs torch only:
+has a quick test that needs nothing of this project:
 
     python -m pytest --confcutdir tests/private_api tests/private_api
 
@@ -188,9 +188,9 @@ def _places(need: Need, used: dict[str, list[str]], sources: dict[str, str]) -> 
     """Files that use a name, or else those that have it as a word: in a string, or as our own."""
     found = {
         file
-        for used, files in used.items()
+        for name, files in used.items()
         for file in files
-        if any(covers(name, used) for name in need.names)
+        if any(covers(marked, name) for marked in need.names)
     }
     words = [re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\b") for name in need.names]
     return sorted(found) or [
