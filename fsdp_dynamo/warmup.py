@@ -128,12 +128,16 @@ def _check_count(count: int | None, where: str) -> None:
         )
 
 
+def is_recompile(args: CallbackArgs) -> bool:
+    """Whether the compilation that begins is not a function's first, nor that of a backward."""
+    # Those of a function are numbered from 0, after the last "/".
+    number = args.compile_id.rpartition("/")[2]
+    return args.callback_trigger is CallbackTrigger.DYNAMO and number != "0"
+
+
 def _count(args: CallbackArgs) -> None:
-    """The compilation that begins: those of a function are numbered from 0, after the last "/"."""
     global _left
-    if args.callback_trigger is not CallbackTrigger.DYNAMO:
-        return  # a backward, compiled when it first runs
-    if args.compile_id.rpartition("/")[2] == "0":
+    if not is_recompile(args):
         return
     _left -= 1
     if _left == 0:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from benchmarks.command_line import BadInputError
 from benchmarks.measure.step_profile import without_announcements
 from fsdp_dynamo import record_events
+from fsdp_dynamo.warmup import is_recompile
 
 
 def check_backend(name: str) -> None:
@@ -76,8 +77,7 @@ def count_recompiles() -> None:
 
 
 def _note(args: CallbackArgs) -> None:
-    is_frame = args.callback_trigger is CallbackTrigger.DYNAMO
-    if is_frame and not args.compile_id.endswith("/0"):  # compilations of a frame are numbered
+    if is_recompile(args):
         _recompiles.append(args.compile_id)
 
 
