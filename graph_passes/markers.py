@@ -21,6 +21,13 @@ BODY = "fsdp_body"
 VIEWS = "fsdp_views"
 """On the cutting of an unsharded flat parameter into its parameter views."""
 
+NO_VALUE = -0.0
+"""Stands for a gradient that a rank does not have.
+
+Adding it changes nothing, and a sum is -0.0 only where all of its terms are (+0.0 is another term).
+So the mean over ranks of a parameter's gradient is all ``NO_VALUE`` where no rank has one.
+"""
+
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 """What a collective does."""
 

@@ -2,8 +2,10 @@
 
 ::
 
-    node by node   drop_noop_views  cut_views  grad_buffer  group_writes  MORE  sink_views  planner
-    by a compiler                              grad_buffer                MORE  sink_views  planner
+    node by node   absent_gradients  drop_noop_views  cut_views  grad_buffer  group_writes  ...
+    by a compiler  absent_gradients                              grad_buffer                ...
+
+    ...  MORE  sink_views  planner
 
 ``MORE`` are the user's own: ``GraphPass`` objects, or callables ``pass_(graph) -> None``.
 """
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from torch import fx
 
+from graph_passes.gradients.absent import absent_gradients
 from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
 from graph_passes.gradients.group_writes import group_writes
 from graph_passes.graph_pass import GraphPass, PassFunction, as_pass
@@ -27,14 +30,17 @@ from graph_passes.views.cut_views import cut_views
 from graph_passes.views.drop_noop_views import drop_noop_views
 from graph_passes.views.sink_views import sink_views
 
-VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
+_VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
+REGION_PASSES: tuple[GraphPass, ...] = (absent_gradients, *_VIEW_PASSES)
 """For the body of a region that is run node by node; it holds no collectives."""
 
-OPTIONAL_PASSES: tuple[GraphPass, ...] = (*VIEW_PASSES, grad_buffer, group_writes, sink_views)
+OPTIONAL_PASSES: tuple[GraphPass, ...] = (*_VIEW_PASSES, grad_buffer, group_writes, sink_views)
 """Passes of ours that can be left out: without them the graph computes the same, only slower."""
 
 REQUIRED_PASSES: dict[str, str] = {
     "planner": Planner.required,
+    "absent_gradients": "without it parameters that no loss touches would get gradients of zeros, "
+    "and optimizers would move them",
     "tag_reshard_after_forward": "the sharding strategy says which units reshard, and without it "
     "all would stay unsharded until their backward",
     "tidy_region_boundaries": "outputs of a region that share memory with its inputs would be "
@@ -61,9 +67,9 @@ def default_passes(
     Returns:
         The passes, in order; the planner last.
     """
-    rewrites: tuple[GraphPass, ...] = (grad_buffer,)
+    rewrites: tuple[GraphPass, ...] = (absent_gradients, grad_buffer)
     if node_by_node:
-        rewrites = (*VIEW_PASSES, grad_buffer_node_by_node, group_writes)
+        rewrites = (*REGION_PASSES, grad_buffer_node_by_node, group_writes)
     passes = (*rewrites, *map(as_pass, more), sink_views)
     return (*(p for p in passes if p.name not in disabled), as_pass(planner))
 
@@ -146,8 +152,8 @@ class Pipeline:
 
 __all__ = [
     "OPTIONAL_PASSES",
+    "REGION_PASSES",
     "REQUIRED_PASSES",
-    "VIEW_PASSES",
     "Pipeline",
     "default_passes",
 ]

@@ -7,15 +7,16 @@ place is done to the sum; what the user sets to ``None`` is dropped when the sum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
-from fsdp_dynamo.core.layout import FlatLayout, ShardLayout
+from fsdp_dynamo.core.layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.module_tree import join_fqn
+from graph_passes.markers import NO_VALUE
 
 
 class Accumulation:
@@ -71,26 +72,31 @@ class UnshardedSum:
         self._views: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def put(self, total: torch.Tensor) -> None:
-        """Let a sum wait for a reduction; gradients that are reduced already go into it."""
-        self._add_parts(total, [original.param.grad for original in self._originals])
+    def put(self, total: torch.Tensor, unused: Collection[int] | None = None) -> None:
+        """Let a sum wait for a reduction; gradients that are reduced already go into it.
+
+        Args:
+            total: the sum ``(padded_numel,)``.
+            unused: indices of parameters that have no part in it; by default they are looked for.
+        """
+        grads = [original.param.grad for original in self._originals]
+        self._add_parts(total, grads)
         self.total = total
         self._views = self._layout.split(total.data)
         self._params = [original.param for original in self._originals]
-        for param, view in zip(self._params, self._views, strict=True):
-            _put_grad(param, view)
+        if unused is None:
+            unused = [index for index, has in enumerate(has_value(self._views)) if not has]
+        self._show({index for index in unused if grads[index] is None})
         self.accumulation.has_sums = True
 
-    def add(self, grad: torch.Tensor) -> None:
-        """Add an unsharded gradient ``(padded_numel,)``; to be called without gradient tracking."""
+    def add(self, grad: torch.Tensor, unused: Collection[int] = frozenset()) -> None:
+        """Add an unsharded gradient; to be called without gradient tracking. As ``put``."""
         if self.total is None:
-            self.put(grad)
+            self.put(grad, unused)
             return
         self.drop_dropped()
         self.total.data.add_(grad)  # a graph may have saved it for its backward
-        for param, view in zip(self._params, self._views, strict=True):
-            if param.grad is None:
-                _put_grad(param, view)
+        self._show(unused)
 
     def add_reduced(self, parts: Sequence[torch.Tensor]) -> None:
         """Add a reduced gradient, in this rank's parts of the parameters, to the sum."""
@@ -112,7 +118,7 @@ class UnshardedSum:
 
     @torch.no_grad()
     def drop_dropped(self) -> None:
-        """Set to zero in the sum what the user has set to ``None``.
+        """Take out of the sum what the user has set to ``None``.
 
         Raises:
             FSDPStateError: a ``.grad`` is another tensor, which may be reduced or not.
@@ -131,7 +137,12 @@ class UnshardedSum:
                 )
         for grad, view in zip(grads, self._views, strict=True):
             if grad is None:
-                view.zero_()
+                view.fill_(NO_VALUE)
+
+    def _show(self, unused: Collection[int]) -> None:
+        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+            if index not in unused and param.grad is not view:
+                _put_grad(param, view)
 
     def _add_parts(self, total: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
         """Add reduced gradients to an unsharded one so that its mean over ranks has them once.

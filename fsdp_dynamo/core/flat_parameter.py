@@ -26,7 +26,7 @@ the forward reads the values that were gathered again for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,10 @@ from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
-from fsdp_dynamo.core.layout import ALIGN_BYTES, make_layout
+from fsdp_dynamo.core.layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
+from graph_passes.markers import NO_VALUE
 
 
 class FlatParameter:
@@ -89,6 +90,7 @@ class FlatParameter:
         self.module_parameters = ModuleParameters(self.originals, self.requires_grad)
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
+        self.ordinal = 0  # in its unit
         self.runs_hooks = True
         self.point_originals_to_shard()
 
@@ -217,13 +219,18 @@ class FlatParameter:
         total = None if self.grad_sum.total is None else self.grad_sum.take()
         if total is not None:
             flat.add_(total)
-            total.data.zero_()  # a graph whose backward is still to come may have it, too
+            total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
         return flat
 
-    def accumulate_grad(self, sharded_grad: torch.Tensor) -> None:
+    def accumulate_grad(self, sharded_grad: torch.Tensor, unused: Collection[int] = ()) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
 
         Then call the parameters' hooks. To be called without gradient tracking.
+
+        Args:
+            sharded_grad: the mean over ranks.
+            unused: indices of parameters of which this rank had no gradient. Where no other rank
+                had one, nothing is added: a ``.grad`` of ``None`` stays ``None``.
 
         Raises:
             FSDPStateError: a parameter has a hook of ``register_hook()``.
@@ -238,13 +245,19 @@ class FlatParameter:
         if self.grad_sum.total is not None:
             self.grad_sum.add_reduced(parts)
             return
-        for original, part in zip(self.originals, parts, strict=True):
+        used = list(zip(self.originals, parts, strict=True))
+        if unused:
+            indices = sorted(unused)
+            found = zip(indices, has_value([parts[index] for index in indices]), strict=True)
+            dropped = {index for index, has in found if not has}
+            used = [pair for index, pair in enumerate(used) if index not in dropped]
+        for original, part in used:
             grad = original.param.grad
             if grad is None:
                 original.param.grad = part
             else:
                 grad.add_(part)
-        for original in self.originals if self.runs_hooks else ():
+        for original, _ in used if self.runs_hooks else ():
             run_post_accumulate_hooks(original.param)
 
     # -- moving ----------------------------------------------------------------------------

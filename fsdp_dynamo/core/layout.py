@@ -22,6 +22,8 @@ from functools import cached_property
 
 import torch
 
+from graph_passes.markers import NO_VALUE
+
 ALIGN_BYTES = 16
 
 
@@ -67,6 +69,14 @@ class ShardRange:
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
         """The part ``(numel,)`` of a tensor as large as the parameter."""
         return param_like.reshape(-1)[self.param_start : self.param_start + self.numel]
+
+
+def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each of some tensors of one device has elements other than ``NO_VALUE``."""
+    if not tensors:
+        return []
+    found = [(~(tensor.signbit() & (tensor == 0))).any() for tensor in tensors]
+    return torch.stack(found).tolist()
 
 
 @dataclass(frozen=True)
@@ -192,6 +202,14 @@ class FlatLayout:
         shapes = tuple(slot.shape for slot in self.slots) if keeps_shapes else None
         return ShardLayout(start, end - start, ranges, shapes)
 
+    def slots_within(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        """Indices of parameters of which all elements are in one of some ranges."""
+        return {
+            index
+            for index, slot in enumerate(self.slots)
+            if any(begin <= slot.offset and slot.end <= end for begin, end in ranges)
+        }
+
     def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(padded_numel,)`` into the parameters' shapes (views)."""
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
@@ -202,7 +220,7 @@ class FlatLayout:
     def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write values in the parameters' shapes into ``(padded_numel,)``, in one pass.
 
-        Parameters without a value, gaps and padding become zero.
+        Gaps and padding become zero, parameters without a value ``NO_VALUE``.
         """
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
         for i in self.split_gaps:
@@ -211,7 +229,7 @@ class FlatLayout:
         sources: list[torch.Tensor] = []
         for value, i, slot in zip(values, self.split_slots, self.slots, strict=True):
             if value is None:
-                pieces[i].zero_()
+                pieces[i].fill_(NO_VALUE)
             else:
                 targets.append(pieces[i].view(slot.shape))
                 sources.append(value)

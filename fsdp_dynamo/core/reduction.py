@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from graph_passes.markers import NO_VALUE
 
 MAX_REDUCES = 2
 """Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
@@ -27,12 +28,14 @@ class PendingReduce:
         in_flight: the collective issued last.
         sharded_grad: its output.
         over_replicas: starts the reduction over replicas, once; ``None`` where there are none.
+        unused: indices of parameters of which this rank has no gradient.
     """
 
     flat: FlatParameter
     in_flight: collectives.InFlight
     sharded_grad: torch.Tensor
     over_replicas: Callable[[], collectives.InFlight] | None = None
+    unused: Collection[int] = ()
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -44,7 +47,7 @@ class PendingReduce:
         """Wait, then add the result to the original parameters' gradients."""
         self.advance()
         self.in_flight.wait()
-        self.flat.accumulate_grad(self.sharded_grad)
+        self.flat.accumulate_grad(self.sharded_grad, self.unused)
 
 
 def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
@@ -73,8 +76,14 @@ def reduce_sum(flat: FlatParameter) -> None:
     total = flat.grad_sum.take()
     if total is not None:
         reduced = issue_reduce(flat, total.clone())
-        total.data.zero_()  # a graph whose backward is still to come may have it, too
+        reduced.unused = range(len(flat.originals))  # by any of the steps
+        total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
         reduced.finish()
+
+
+def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    """Indices of parameters that have no gradient."""
+    return frozenset(index for index, grad in enumerate(grads) if grad is None)
 
 
 def _issue_mean(
@@ -105,9 +114,13 @@ class ReduceQueue:
         while len(self._pending) >= MAX_REDUCES:
             self._pending.popleft().finish()
 
-    def issue(self, flat: FlatParameter, unsharded_grad: torch.Tensor) -> None:
-        """Start another one."""
-        self._pending.append(issue_reduce(flat, unsharded_grad))
+    def issue(
+        self, flat: FlatParameter, unsharded_grad: torch.Tensor, unused: Collection[int]
+    ) -> None:
+        """Start another one; ``unused`` are indices of parameters without a gradient."""
+        pending = issue_reduce(flat, unsharded_grad)
+        pending.unused = unused
+        self._pending.append(pending)
 
     def finish(self) -> None:
         """Finish all."""

@@ -52,6 +52,8 @@ class Unit:
     def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
         self.module = module
         self.flats = tuple(flats)
+        for ordinal, flat in enumerate(self.flats):
+            flat.ordinal = ordinal
         self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
         self.config = config
         self.fqn = ""

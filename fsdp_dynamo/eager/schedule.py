@@ -21,7 +21,7 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
-from fsdp_dynamo.core.reduction import ReduceQueue, reduce_sum
+from fsdp_dynamo.core.reduction import ReduceQueue, reduce_sum, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
@@ -229,9 +229,9 @@ class Root:
         for flat, own in unit.grads_by_flat(grads):
             if self.accumulation.sync:
                 self._reduces.make_room()  # before the next flat gradient is made
-                self._reduces.issue(flat, flat.gather_grads(own))
+                self._reduces.issue(flat, flat.gather_grads(own), unused_of(own))
             else:
-                flat.grad_sum.add(flat.gather_grads(own))
+                flat.grad_sum.add(flat.gather_grads(own), unused_of(own))
 
     # -- errors and contexts -----------------------------------------------------------------
 

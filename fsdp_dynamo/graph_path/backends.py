@@ -42,7 +42,7 @@ from fsdp_dynamo.graph_path.planning import (
     planner_for,
 )
 from graph_passes.graph_pass import GraphPass
-from graph_passes.pipeline import VIEW_PASSES, Pipeline, default_passes
+from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 def _run_node_by_node(
     pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    in_regions = Pipeline([pass_ for pass_ in pipeline.passes if pass_ in VIEW_PASSES])
+    in_regions = Pipeline([pass_ for pass_ in pipeline.passes if pass_ in REGION_PASSES])
     for body in region_bodies(gm):
         in_regions.run(body.graph)
         body.recompile()

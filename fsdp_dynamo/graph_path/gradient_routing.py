@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -12,12 +12,16 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import operators, recording
+from graph_passes.gradients.absent import Ranges
+from graph_passes.markers import NO_VALUE
 
 _OWNER = "_fsdp_dynamo_flat"
 _CARRIED = "_fsdp_dynamo_carried"
 
-GradHandler = Callable[[torch.Tensor], None]
-"""Called with the gradient of an input of the graph."""
+_Absent = Mapping[tuple[str, int], Sequence[Ranges]]
+
+GradHandler = Callable[[torch.Tensor, _Absent], None]
+"""Called with the gradient of an input of the graph, and with what reduced gradients lack."""
 
 
 def mark_shard(flat: FlatParameter) -> None:
@@ -45,20 +49,31 @@ def _no_flat() -> None:
 
 def _grad_handler(flat: FlatParameter) -> GradHandler:
     """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
-    total = flat.grad_sum.total
-    if total is None or not flat.grad_sum.accumulation.sync:
-        return flat.accumulate_grad
+    total = flat.grad_sum.total if flat.grad_sum.accumulation.sync else None
 
-    def handle(grad: torch.Tensor) -> None:
-        # Other forwards that wait for their backward, and this one's where its graph is retained,
-        # would add the sum once more: from now on they add nothing.
-        if flat.grad_sum.total is total:
-            flat.grad_sum.take()
-            flat.grad_sum.accumulation.refresh()
-        total.data.zero_()
-        flat.accumulate_grad(grad)
+    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+        if total is not None:
+            # Other forwards that wait for their backward, and this one's where its graph is
+            # retained, would add the sum once more: from now on they add nothing.
+            if flat.grad_sum.total is total:
+                flat.grad_sum.take()
+                flat.grad_sum.accumulation.refresh()
+            total.data.fill_(NO_VALUE)
+        flat.accumulate_grad(grad, _unused(flat, absent))
 
     return handle
+
+
+def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
+    """Indices of parameters that this rank gave no gradient in any reduction."""
+    each = [
+        flat.layout.slots_within(ranges) for ranges in absent.get((flat.unit_fqn, flat.ordinal), ())
+    ]
+    return set.intersection(*each) if each else set()
+
+
+def _carry(flat: FlatParameter) -> GradHandler:
+    return lambda grad, absent: flat.grad_sum.add(grad)
 
 
 class _RouteGradients(torch.autograd.Function):
@@ -80,9 +95,10 @@ class _RouteGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         recording.current().end_of_graph()
         with torch.no_grad():
+            absent = operators.take_absent()
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
-                    handle(grad)
+                    handle(grad, absent)
         return (None,) * (len(grads) + 1)
 
 
@@ -156,7 +172,7 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
         if flat is not None and value.requires_grad:
             handlers[position] = _grad_handler(flat)
         elif carried is not None and value.requires_grad:
-            handlers[position] = carried.grad_sum.add
+            handlers[position] = _carry(carried)
     if has_units:
         collective_log.begin_step()
     return handlers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import fx
 
 from fsdp_dynamo.graph_path import operators
-from graph_passes.gradients.flat_gradient import write_name
+from graph_passes.gradients.absent import absent_in
+from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
 from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
 from graph_passes.markers import launch_of
@@ -106,9 +108,17 @@ def _source_of(output: fx.Node) -> Any:
     return output.args[0]
 
 
+def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Labels of all collectives and waits as strings; reductions say what they lack."""
+    labels = label_boundaries(graph)
+    for node in reductions(graph):
+        labels[node] = replace(labels[node], absent=tuple(absent_in(node.args[0])))
+    return {node: label.encode() for node, label in labels.items()}
+
+
 def lower_to_functions(graph: fx.Graph) -> None:
     """For backends that run the graph as Python: nodes call the functions themselves."""
-    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    labels = _labels(graph)
     for wait, output in _lower_issues(graph, labels, lambda function: function).items():
         wait.target = operators.wait
         wait.args = (output, _source_of(output), labels[wait])
@@ -145,7 +155,7 @@ def _lower_writes(graph: fx.Graph) -> None:
 def lower_to_operators(graph: fx.Graph) -> None:
     """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
     operators = torch.ops.fsdp_dynamo
-    labels = {node: label.encode() for node, label in label_boundaries(graph).items()}
+    labels = _labels(graph)
     issued = _lower_issues(
         graph, labels, lambda function: getattr(operators, function.__name__).default
     )

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.graph_path import recording
+from graph_passes.gradients.absent import Ranges
 from graph_passes.text.boundary_labels import Label
 
 _in_flight: dict[int, collectives.InFlight] = {}
+_absent: dict[tuple[str, int], list[Ranges]] = {}
 
 
 def _group(name: str, fingerprint: str) -> dist.ProcessGroup:
@@ -53,6 +55,9 @@ def _launch(
     """Issue collectives at once; each is recorded by itself, in their order."""
     record = recording.current()
     labels = [_label_of(text) for text in texts]
+    for label in labels:
+        if label.kind != "all_gather":
+            _absent.setdefault((label.unit, label.ordinal), []).append(label.absent)
     noted = record.launch(labels, outputs, inputs)
     issued = issue(outputs, inputs, group, noted, [label.unit for label in labels])
     for output, in_flight in zip(outputs, issued, strict=True):
@@ -147,8 +152,20 @@ def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
     return output
 
 
+def take_absent() -> dict[tuple[str, int], list[Ranges]]:
+    """What the gradients lack that have been reduced since the last call.
+
+    Returns:
+        By FQN of a unit and ordinal of a flat parameter: of each reduction, ranges of elements.
+    """
+    taken = dict(_absent)
+    _absent.clear()
+    return taken
+
+
 def abandon() -> None:
     """Let go of what a graph that failed has left in flight."""
+    _absent.clear()
     while _in_flight:
         _in_flight.popitem()[1].abandon()
 

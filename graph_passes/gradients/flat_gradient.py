@@ -54,8 +54,12 @@ def concatenation_of(reduction: fx.Node) -> fx.Node | None:
 
 def chain_of(reduction: fx.Node) -> list[fx.Node]:
     """The writes of a reduction's flat gradient, the last one first, ``new_flat`` at the end."""
+    return chain_of_writes(reduction.args[0])
+
+
+def chain_of_writes(node: object) -> list[fx.Node]:
+    """The writes of a flat gradient, given by the last one; empty for other nodes."""
     chain: list[fx.Node] = []
-    node = reduction.args[0]
     while isinstance(node, fx.Node) and write_name(node):
         chain.append(node)
         node = None if write_name(node) == "new_flat" else node.args[0]

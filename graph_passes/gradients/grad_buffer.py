@@ -10,7 +10,7 @@ After::
 
     new_flat -> mm_into -> sum_into -> reduce_scatter
 
-The flat gradient is made right before its first write, and zeroed where nothing is written:
+The flat gradient is made right before its first write, with ``NO_VALUE`` where nothing is written:
 padding, and parameters without a gradient. A gradient that something else reads too, or that is
 made by an operator that cannot write into a slice, is copied there (``write``). Where gradients
 are cast for the reduction, that copy is the cast.

@@ -18,21 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_passes.markers import NO_VALUE
+
 NAMESPACE = "fsdp_dynamo_grad"
 
 
-def new_flat(like: Tensor, numel: int, zeros: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized flat gradient, zero in its gaps.
+def new_flat(like: Tensor, numel: int, gaps: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized flat gradient, ``NO_VALUE`` in its gaps.
 
     Args:
         like: any tensor of the same device.
         numel: its length.
-        zeros: begin and end of each range to be zeroed, in order: ``[b0, e0, b1, e1, ...]``.
+        gaps: begin and end of each range that nothing is written to, in order:
+            ``[b0, e0, b1, e1, ...]``.
         dtype: its dtype.
     """
     flat = like.new_empty(numel, dtype=dtype)
-    for begin, end in zip(zeros[::2], zeros[1::2], strict=True):
-        flat[begin:end].zero_()
+    for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
+        flat[begin:end].fill_(NO_VALUE)
     return flat
 
 
@@ -122,7 +125,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 _FLAT = "Tensor(a!) flat, "
 _SCHEMAS = {
-    "new_flat": "Tensor like, int numel, int[] zeros, ScalarType dtype",
+    "new_flat": "Tensor like, int numel, int[] gaps, ScalarType dtype",
     "mm_into": _FLAT + "int offset, int[] stride, Tensor a, Tensor b, bool accumulate",
     "sum_into": _FLAT
     + "int offset, int[] size, int[] stride, Tensor source, int[] dims, bool keepdim",
@@ -134,7 +137,7 @@ _SCHEMAS = {
 }
 
 
-def _fake_new_flat(like: Any, numel: int, zeros: Any, dtype: torch.dtype) -> Any:
+def _fake_new_flat(like: Any, numel: int, gaps: Any, dtype: torch.dtype) -> Any:
     return like.new_empty(numel, dtype=dtype)
 
 

@@ -35,6 +35,8 @@ class Label:
         after: units that compute between it and the next boundary, in order.
         number: its position among the boundaries of its graph.
         count: how many boundaries its graph has.
+        ordinal: which flat parameter of the unit.
+        absent: ranges of elements of a gradient that is reduced of which this rank has none.
     """
 
     unit: str
@@ -44,6 +46,8 @@ class Label:
     after: tuple[str, ...]
     number: int = 0
     count: int = 1
+    ordinal: int = 0
+    absent: tuple[tuple[int, int], ...] = ()
 
     def encode(self) -> str:
         """The label as a string."""
@@ -52,16 +56,28 @@ class Label:
             for names in (self.before, self.after)
         ]
         place = f"{self.number}/{self.count}"
-        return "|".join([self.kind, self.phase, encode_name(self.unit), *lists, place])
+        absent = "".join(f"{begin}-{end}," for begin, end in self.absent)
+        fields = [self.kind, self.phase, encode_name(self.unit), *lists, place]
+        return "|".join([*fields, str(self.ordinal), absent])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
-        kind, phase, unit, before, after, place = text.split("|")
+        kind, phase, unit, before, after, place, ordinal, absent = text.split("|")
         names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
         number, _, count = place.partition("/")
-        position = int(number), int(count)
-        return Label(decode_name(unit), kind, phase, names[0], names[1], *position)  # type: ignore[arg-type]
+        spans = [span.split("-") for span in absent.split(",")[:-1]]
+        return Label(
+            decode_name(unit),
+            kind,  # type: ignore[arg-type]
+            phase,  # type: ignore[arg-type]
+            names[0],
+            names[1],
+            int(number),
+            int(count),
+            int(ordinal),
+            tuple((int(begin), int(end)) for begin, end in spans),
+        )
 
 
 def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
@@ -89,7 +105,9 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
             continue
         first = _units(before) if position == 0 else ()
         place = (position, len(boundaries))
-        labels[node] = Label(mark.unit, mark.kind, phase, first, _units(after), *place)
+        labels[node] = Label(
+            mark.unit, mark.kind, phase, first, _units(after), *place, ordinal=mark.ordinal
+        )
     return labels
 
 

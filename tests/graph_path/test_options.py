@@ -101,8 +101,8 @@ class _Watching(GraphPass):
 def test_passes_are_left_out_by_name() -> None:
     names = [pass_.name for pass_ in OPTIONAL_PASSES]
     given: dict[str, Any] = {"passes": [_Watching(), count_products]}
-    every = [*names[:-1], "_Watching", "count_products", names[-1], "planner"]
-    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[:-1]):
+    every = ["absent_gradients", *names[:-1], "_Watching", "count_products", names[-1], "planner"]
+    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[1:-1]):
         options = GraphOptions.parse({**given, "disabled_passes": left_out})
         passes = default_passes(Planner(), True, options.passes, options.left_out)
         assert [pass_.name for pass_ in passes] == [name for name in every if name not in left_out]
@@ -115,6 +115,7 @@ def test_passes_are_left_out_by_name() -> None:
     [
         (["buckets"], FSDPValueError, r"expected some of \['bucket', 'cut_views', .*got 'buckets'"),
         (["planner"], FSDPValueError, "'planner', which cannot be left out: it alone keeps the"),
+        (["absent_gradients"], FSDPValueError, "without it parameters that no loss touches"),
         (["tag_reshard_after_forward"], FSDPValueError, "which cannot be left out: the sharding"),
         ("bucket", FSDPTypeError, "expected a list of names, got 'bucket'"),
     ],
