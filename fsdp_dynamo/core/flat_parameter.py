@@ -87,7 +87,7 @@ class FlatParameter:
         self.sharded = self._make_shard()
         self.unsharded = self._make_unsharded()
         self.grad_sum = UnshardedSum(self.originals, self.layout, self.shard_layout)
-        self.module_parameters = ModuleParameters(self.originals, self.requires_grad)
+        self.module_parameters = ModuleParameters(self.originals)
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
         self.ordinal = 0  # in its unit
@@ -207,6 +207,25 @@ class FlatParameter:
         parts = self.shard_layout.split(self.sharded.data)
         self.module_parameters.show_shard(parts, self.reduce_dtype if keeps else None)
 
+    # -- freezing ------------------------------------------------------------------------
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether one of the parameters at least is trained, as of the last forward."""
+        return len(self.module_parameters.frozen) < len(self.originals)
+
+    def check_originals(self) -> None:
+        """Make sure before a forward that the shard holds the values of all parameters.
+
+        Which of them are trained may have changed. ``requires_grad``, which whole graphs are made
+        for, stays true where one is frozen: what they give it is dropped.
+        """
+        self.module_parameters.check()
+        if self.is_trainable and not self.requires_grad:
+            self.requires_grad = True
+            self.sharded.requires_grad_()
+            self.point_originals_to_shard()
+
     # -- gradients -------------------------------------------------------------------------
 
     def gather_grads(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -245,11 +264,13 @@ class FlatParameter:
         if self.grad_sum.total is not None:
             self.grad_sum.add_reduced(parts)
             return
+        dropped = self.module_parameters.frozen
+        looked_at = sorted(set(unused) - dropped)
+        if looked_at:
+            has = has_value([parts[index] for index in looked_at])
+            dropped = dropped.union(i for i, one in zip(looked_at, has, strict=True) if not one)
         used = list(zip(self.originals, parts, strict=True))
-        if unused:
-            indices = sorted(unused)
-            found = zip(indices, has_value([parts[index] for index in indices]), strict=True)
-            dropped = {index for index, has in found if not has}
+        if dropped:
             used = [pair for index, pair in enumerate(used) if index not in dropped]
         for original, part in used:
             grad = original.param.grad

@@ -23,23 +23,24 @@ class ModuleParameters:
 
     Args:
         originals: in traversal order.
-        requires_grad: of all of them.
 
     Attributes:
+        frozen: indices of originals that are not trained, as of the last forward.
         is_summoned: whether the originals are whole on the user's request.
         unit_fqn: for messages.
     """
 
-    def __init__(self, originals: Sequence[OriginalParameter], requires_grad: bool) -> None:
+    def __init__(self, originals: Sequence[OriginalParameter]) -> None:
         self._originals = originals
-        self._requires_grad = requires_grad
+        self.frozen: frozenset[int] = frozenset()
         self._has_views = False
         self.is_summoned = False
         self.unit_fqn = ""
         self._parts: list[torch.Tensor] = []
         self._grad_dtype: torch.dtype | None = None
-        # For each place of an original: who holds it, its name, it, its elements and its address.
-        self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int]] = []
+        # For each place of an original: who holds it, its name, it, its elements and its address,
+        # and whether it is trained.
+        self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int, bool]] = []
 
     def set_views(self, views: Sequence[torch.Tensor]) -> None:
         """Let every module see the views in place of its parameters.
@@ -72,22 +73,30 @@ class ModuleParameters:
             grad_dtype: of their gradients; ``None``: that of the parameters.
         """
         self._parts, self._grad_dtype = parts, grad_dtype
-        self._as_left = []
         for original, part in zip(self._originals, parts, strict=True):
-            param = original.param
-            param.data = part
+            original.param.data = part
             if grad_dtype is not None:
-                param.grad_dtype = grad_dtype
+                original.param.grad_dtype = grad_dtype
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note how the originals are left, and which of them are frozen."""
+        self._as_left = []
+        for original in self._originals:
+            param = original.param
+            facts = (param, param.numel(), param.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
-                left = (module._parameters, name, param, param.numel(), param.data_ptr())
-                self._as_left.append(left)
+                self._as_left.append((module._parameters, name, *facts))
+        self.frozen = frozenset(
+            i for i, original in enumerate(self._originals) if not original.param.requires_grad
+        )
 
     def check(self) -> None:
         """Make sure before a forward that the shard holds the originals' values.
 
         Raises:
             FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
-                was removed or frozen.
+                was removed.
         """
         if self.is_summoned:
             raise FSDPStateError(
@@ -103,9 +112,7 @@ class ModuleParameters:
         for original in self._originals:
             if not original.present():
                 raise self._changed_error(original, "no parameter")
-            if original.param.requires_grad != self._requires_grad:
-                got = f"requires_grad={original.param.requires_grad}"
-                raise self._changed_error(original, got)
+        self._remember()
 
     def require_gathered_values(self) -> None:
         """Raise if an original was given other values since they were gathered."""
@@ -143,8 +150,7 @@ class ModuleParameters:
 
     def _are_as_left(self) -> bool:
         """Whether all originals are where and what they were; runs before every unshard."""
-        requires_grad = self._requires_grad
-        for holder, name, param, numel, address in self._as_left:
+        for holder, name, param, numel, address, requires_grad in self._as_left:
             if (
                 holder.get(name) is not param
                 or param.data_ptr() != address
@@ -185,7 +191,7 @@ class ModuleParameters:
     def _changed_error(
         self, original: OriginalParameter, got: str, shape: torch.Size | None = None
     ) -> FSDPStateError:
-        expected = f"the wrapped parameter (requires_grad={self._requires_grad}) unchanged"
+        expected = "the wrapped parameter unchanged"
         if shape is not None:
             expected += f", or new values of this rank's shape {tuple(shape)} and {self._dtype}"
         return FSDPStateError(
@@ -193,8 +199,7 @@ class ModuleParameters:
             got=got,
             where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
             fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
-            "by a state dict, between two steps; freeze, tie and convert parameters before "
-            "wrapping.",
+            "by a state dict, between two steps; tie and convert parameters before wrapping.",
             see="a-parameter-changed-after-wrapping",
         )
 

@@ -6,7 +6,7 @@ precision. When it unshards and reshards is the schedule's decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,6 @@ class Unit:
         self.flats = tuple(flats)
         for ordinal, flat in enumerate(self.flats):
             flat.ordinal = ordinal
-        self.trainable = tuple(flat for flat in self.flats if flat.requires_grad)
         self.config = config
         self.fqn = ""
         self.late_parameters: LateParameterCheck | None = None  # until its modules are complete
@@ -84,6 +83,11 @@ class Unit:
     def needs_unshard(self) -> bool:
         """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
         return any(flat.needs_storage for flat in self.flats)
+
+    @property
+    def trainable(self) -> tuple[FlatParameter, ...]:
+        """Flat parameters of which something is trained, as of the last forward."""
+        return tuple([flat for flat in self.flats if flat.is_trainable])
 
     @property
     def is_summoned(self) -> bool:
@@ -166,7 +170,7 @@ class Unit:
         """Make sure before a forward that the shards hold the values of all parameters."""
         self.check_late_parameters()
         for flat in self.flats:
-            flat.module_parameters.check()
+            flat.check_originals()
 
     def check_late_parameters(self) -> None:
         """Raise if a trainable parameter was added to the unit's modules after wrapping."""
@@ -182,18 +186,6 @@ class Unit:
         """Copy values that were put in the place of parameters into the shards."""
         for flat in self.flats:
             flat.module_parameters.write_back()
-
-    # -- gradients ---------------------------------------------------------------------------
-
-    def grads_by_flat(
-        self, grads: Sequence[torch.Tensor | None]
-    ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
-        """The gradients of the views of each trainable flat parameter."""
-        position = 0
-        for flat in self.trainable:
-            end = position + len(flat.originals)
-            yield flat, grads[position:end]
-            position = end
 
     # -- parameters ------------------------------------------------------------------------
 

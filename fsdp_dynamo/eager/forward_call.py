@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
+from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
 
 
@@ -20,6 +21,7 @@ class ForwardCall:
 
     Attributes:
         unit: the unit called.
+        trainable: its flat parameters of which something is trained.
         views: the parameter views of this call, one list per flat parameter.
         order: position in the order in which the forwards ended.
         backward_id: the backward pass in which the pre-backward ran last; 0 for none.
@@ -30,6 +32,7 @@ class ForwardCall:
     """
 
     unit: Unit
+    trainable: tuple[FlatParameter, ...]
     views: list[list[torch.Tensor]] = field(default_factory=list)
     order: int = -1
     backward_id: int = 0
@@ -41,6 +44,16 @@ class ForwardCall:
         """Let the unit's modules see the views of this call."""
         for flat, views in zip(self.unit.flats, self.views, strict=True):
             flat.module_parameters.set_views(views)
+
+    def grads_by_flat(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
+        """The gradients of the views of each trainable flat parameter."""
+        position = 0
+        for flat in self.trainable:
+            end = position + len(flat.originals)
+            yield flat, grads[position:end]
+            position = end
 
     def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients that one segment gives the views."""
@@ -66,18 +79,19 @@ def begin_call(unit: Unit, schedule: Schedule) -> ForwardCall:
         unit: an unsharded unit.
         schedule: told when the last gradient of the views has come.
     """
-    call = ForwardCall(unit)
-    trainable = unit.trainable
+    call = ForwardCall(unit, unit.trainable)
     tracked: tuple[torch.Tensor, ...] = ()
-    if trainable and torch.is_grad_enabled():
-        shards = [flat.sharded for flat in trainable]
+    if call.trainable and torch.is_grad_enabled():
+        shards = [flat.sharded for flat in call.trainable]
         tracked = _UnshardedViews.apply(call, schedule, *shards)  # type: ignore[no-untyped-call]
     position = 0
     for flat in unit.flats:
-        if tracked and flat.requires_grad:
+        if tracked and flat.is_trainable:
             end = position + len(flat.originals)
             views = list(tracked[position:end])
             position = end
+            for index in flat.module_parameters.frozen:
+                views[index] = views[index].detach()
         else:
             views = flat.make_views()
         flat.module_parameters.set_views(views)
@@ -105,13 +119,12 @@ class _UnshardedViews(torch.autograd.Function):
         ctx.call = ref(call)
         ctx.unit = ref(call.unit)
         ctx.schedule = ref(schedule)
-        ctx.num_shards = len(shards)
-        return tuple(view for flat in call.unit.trainable for view in flat.make_views())
+        ctx.trainable = call.trainable
+        return tuple(view for flat in call.trainable for view in flat.make_views())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         unit, schedule = ctx.unit(), ctx.schedule()
         if unit is not None and schedule is not None:
-            schedule.post_backward(ctx.call() or ForwardCall(unit), grads)
-        num_shards: int = ctx.num_shards
-        return (None,) * (num_shards + 2)
+            schedule.post_backward(ctx.call() or ForwardCall(unit, ctx.trainable), grads)
+        return (None,) * (len(ctx.trainable) + 2)

@@ -192,7 +192,7 @@ class Root:
                 unit.reshard("backward")
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(call)
-        self._reduce(unit, grads)
+        self._reduce(call, grads)
 
     def _begin_backward(self) -> None:
         self.machine.advance(RootState.BACKWARD)
@@ -224,9 +224,9 @@ class Root:
                 return
 
     @torch.no_grad()
-    def _reduce(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+    def _reduce(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         self._reduces.advance()
-        for flat, own in unit.grads_by_flat(grads):
+        for flat, own in call.grads_by_flat(grads):
             if self.accumulation.sync:
                 self._reduces.make_room()  # before the next flat gradient is made
                 self._reduces.issue(flat, flat.gather_grads(own), unused_of(own))
@@ -277,7 +277,7 @@ class Root:
         """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
         if self.accumulation.has_sums:
             for unit in self.units:
-                for flat in unit.trainable:
+                for flat in unit.flats:
                     reduce_sum(flat)
             self.accumulation.refresh()
 

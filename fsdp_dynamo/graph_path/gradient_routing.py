@@ -10,7 +10,7 @@ import torch
 
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.errors import UnsupportedError, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import operators, recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.markers import NO_VALUE
@@ -38,7 +38,8 @@ def carrier_of(flat: FlatParameter) -> torch.Tensor:
     As large as the unsharded flat parameter to look at, one element in memory.
     """
     one = torch.zeros((), dtype=flat.reduce_dtype, device=flat.device)
-    carrier = one.expand(flat.layout.padded_numel).requires_grad_(flat.requires_grad)
+    carrier = one.expand(flat.layout.padded_numel)
+    carrier.requires_grad_(flat.reduce_dtype.is_floating_point)
     setattr(carrier, _CARRIED, ref(flat))
     return carrier
 
@@ -146,6 +147,15 @@ def _drop_dropped_before_backward(inputs: Sequence[Any], outputs: Sequence[Any])
             output.register_hook(drop_dropped)
 
 
+def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:
+    return FSDPStateError(
+        expected="parameters that are frozen, as they were when the graph was made",
+        got="requires_grad=True, noticed in this call",
+        where=unit_name(flat.unit_fqn),
+        fix="Call the model again: it will be compiled anew, with gradients of these parameters.",
+    )
+
+
 def _refuse_comm_hook(flat: FlatParameter) -> None:
     """Raise if a hook is to reduce what the graph's own collectives would."""
     if flat.comm_hook is not None:
@@ -167,7 +177,10 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
         carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
         if flat is not None:
             has_units = True
-            flat.module_parameters.check()
+            had_gradient = value.requires_grad
+            flat.check_originals()
+            if flat.requires_grad and not had_gradient:
+                raise _unfrozen_error(flat)
             _refuse_comm_hook(flat)
         if flat is not None and value.requires_grad:
             handlers[position] = _grad_handler(flat)

@@ -91,16 +91,8 @@ class TracedTensors(NamedTuple):
 
 
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
-    """A unit's constants as they are now.
-
-    Raises:
-        CompileRefusedError: parameters were added to its modules that no unit holds.
-    """
+    """A unit's constants as they are now."""
     unit = module._fsdp_unit
-    try:
-        unit.check_late_parameters()
-    except FSDPStateError as error:
-        raise CompileRefusedError(*error.args) from None
     reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
     paths = _paths(unit.module)
     flats = tuple(
@@ -165,6 +157,19 @@ def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 def _name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_originals(name: str) -> None:
+    """Check the parameters of the unit module of this name, before its shards become inputs.
+
+    Raises:
+        CompileRefusedError: something is wrong with them (``Unit.check_originals``).
+    """
+    try:
+        registered(name)._fsdp_unit.check_originals()
+    except FSDPStateError as error:
+        raise CompileRefusedError(*error.args) from None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

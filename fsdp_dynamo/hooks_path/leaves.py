@@ -202,7 +202,7 @@ def fake_forward(
                     slot.shape,
                     dtype=flat.param_dtype,
                     device=flat.device,
-                    requires_grad=flat.requires_grad,
+                    requires_grad=flat.is_trainable,
                 )
                 for slot in flat.layout.slots
             ]

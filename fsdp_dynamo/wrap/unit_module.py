@@ -29,7 +29,7 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
-from fsdp_dynamo.graph_path.trace import TracedTensors, traced_forward
+from fsdp_dynamo.graph_path.trace import TracedTensors, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.state_dict import model
@@ -124,6 +124,7 @@ class UnitModule(UserMethods):
             mode, key = traced_mode()
             if mode == GRAPH_MODE:
                 inner, body = self._fsdp_inner(), self._fsdp_body()
+                check_originals(self._fsdp_name)
                 return traced_forward(
                     self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
                 )

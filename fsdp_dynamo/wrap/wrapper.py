@@ -150,6 +150,15 @@ class FullyShardedDataParallel(UnitModule):
                 raise
             return getattr(self._modules[module_tree.WRAPPED], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes that the wrapped module has, and a wrapper has not, are set there."""
+        inner = self.__dict__.get("_modules", {}).get(module_tree.WRAPPED)
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if inner is None or is_own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells ``torch.distributed.checkpoint.state_dict`` whose name is in no key."""
         return {"": module_tree.WRAPPED}

@@ -10,6 +10,7 @@ import torch
 from modes import INDUCTOR_MODES, MODES, in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDP, ShardingStrategy
@@ -88,6 +89,7 @@ def _compare(
         plain,
         auto_wrap_policy=ModuleWrapPolicy({_Block}),
         sharding_strategy=ShardingStrategy[strategy],
+        device_mesh=init_device_mesh("cpu", (2, 1)) if strategy.startswith("HYBRID") else None,
     )
     options = {"regions": True} if regions else {}
     got = _train(model, in_mode(model, mode, **options), rank, accumulates)

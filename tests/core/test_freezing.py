@@ -1,0 +1,167 @@
+"""Parameters that are frozen and trained again between steps, in all modes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Transformer, batch, loss_of, make_transformer, wrap
+from modes import INDUCTOR_MODES, MODES, in_mode
+from pool import RankPool
+from torch import nn
+
+from fsdp_dynamo import FSDP, FSDPStateError, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+PATTERNS = ["", "blocks.0", "blocks.1.up.weight", "", "blocks", "embed.weight", ""]
+"""What is frozen, step by step: parameters whose names begin so."""
+
+
+def _freeze(model: nn.Module, frozen: str) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (frozen and name.startswith(frozen)))
+
+
+def _averaged(model: nn.Module) -> None:
+    """Gradients' means over ranks, for a model of one process each."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+
+
+def _train(
+    model: nn.Module, call: Callable[..., Any], rank: int, average: Callable[[nn.Module], None]
+) -> tuple[list[float], list[int]]:
+    """Losses, and how many parameters have a gradient after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    losses, counts = [], []
+    for step, frozen in enumerate(PATTERNS):
+        _freeze(model, frozen)
+        optimizer.zero_grad()
+        loss = loss_of(call, batch(rank, step))  # type: ignore[arg-type]
+        loss.backward()
+        average(model)
+        counts.append(sum(param.grad is not None for param in model.parameters()))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, counts
+
+
+def _called_again(model: nn.Module) -> Callable[..., Any]:
+    """A whole graph notices what is trained anew, and is made anew by the call that follows."""
+
+    def call(tokens: torch.Tensor) -> Any:
+        try:
+            return model(tokens)
+        except FSDPStateError as error:
+            if "expected parameters that are frozen, as they were" not in str(error):
+                raise
+            return model(tokens)
+
+    return call
+
+
+def _compare(rank: int, world_size: int, mode: str, before: str) -> tuple[Any, Any]:
+    plain = make_transformer(num_blocks=2)
+    _freeze(plain, before)
+    reference = copy.deepcopy(plain)
+    expected = _train(reference, reference, rank, _averaged)
+    model = wrap(plain)
+    got = _train(model, _called_again(in_mode(model, mode)), rank, lambda _: None)
+    return expected, got
+
+
+@pytest.mark.parametrize("before", ["", "blocks.1"])
+@pytest.mark.parametrize(
+    "mode", [*MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in INDUCTOR_MODES)]
+)
+def test_between_steps(ranks: RankPool, mode: str, before: str) -> None:
+    for expected, got in ranks.run(_compare, 2, mode, before):
+        assert got[1] == expected[1]
+        assert got[0] == pytest.approx(expected[0], rel=1e-5)
+
+
+def _frozen_units(rank: int, world_size: int, mode: str) -> list[str]:
+    model = wrap(make_transformer(num_blocks=2))
+    call = in_mode(model, mode)
+    loss_of(call, batch(rank, 0)).backward()
+    _freeze(model, "blocks.1")
+    with record_events() as log:
+        loss_of(call, batch(rank, 0)).backward()
+    return [event.unit for event in log if event.kind == "reduce_scatter"]
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_a_frozen_unit_reduces_nothing(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_frozen_units, 2, mode) == [["blocks.0", ""]] * 2
+
+
+class _Critic(Transformer):
+    """Judges sequences of vectors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+def _in_turn(
+    generator: Any, critic: Any, calls: tuple[Any, Any], rank: int, average: Any
+) -> list[float]:
+    """A generator and its critic, each frozen by hand while the other is trained."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
+    losses = []
+    for step in range(3):
+        for param in critic.parameters():
+            param.requires_grad_(True)
+        tokens = batch(rank, step)
+        real = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+        fake = calls[0](tokens)[..., :16]
+        optimizers[1].zero_grad()
+        (calls[1](fake.detach()) - calls[1](real)).backward()
+        average(critic)
+        optimizers[1].step()
+        for param in critic.parameters():
+            param.requires_grad_(False)
+        optimizers[0].zero_grad()
+        loss = -calls[1](calls[0](tokens)[..., :16])
+        loss.backward()
+        average(generator)
+        optimizers[0].step()
+        losses.append(loss.item())
+    return losses
+
+
+def _adversaries(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    plain = Transformer(num_blocks=1), _Critic(num_blocks=1)
+    reference = copy.deepcopy(plain)
+    expected = _in_turn(*reference, reference, rank, _averaged)
+    policy = ModuleWrapPolicy({type(plain[0].blocks[0])})
+    models = tuple(FSDP(m, auto_wrap_policy=policy) for m in plain)
+    calls = tuple(in_mode(model, mode) for model in models)
+    return expected, _in_turn(*models, calls, rank, lambda _: None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_models_in_turn(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_adversaries, 2, mode):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def _evaluated(rank: int, world_size: int, mode: str) -> bool:
+    """A frozen copy that only predicts, as a momentum encoder does."""
+    model = wrap(make_transformer(num_blocks=1))
+    with torch.no_grad():
+        expected = model(batch(rank, 0))
+        frozen = in_mode(copy.deepcopy(model).requires_grad_(False), mode)
+        return torch.allclose(frozen(batch(rank, 0)), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_copy(ranks: RankPool, mode: str) -> None:
+    assert ranks.run(_evaluated, 2, mode) == [True, True]
