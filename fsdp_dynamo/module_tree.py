@@ -23,7 +23,9 @@ WRAPPER = "_fsdp_wrapper"
 UNIT = "_fsdp_own_unit"
 """Attribute of a module that is a unit: its ``core.unit.Unit``."""
 
-WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+COMPILED = "_orig_mod"
+"""What ``torch.compile(model)`` calls the model."""
+WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", COMPILED})
 
 
 def is_unit(module: object) -> bool:

@@ -46,19 +46,19 @@ class ModuleWrapPolicy(WrapPolicy):
     """Wrap every module of the given classes, and of classes derived from them.
 
     Args:
-        module_classes: the classes, for example ``{Block}``.
+        module_classes: the classes, for example ``{Block}``; none: the root is the only unit.
 
     Raises:
-        FSDPTypeError: something else than classes of modules, or none. While a model is wrapped,
-            ``FSDPValueError``: it has no such module.
+        FSDPTypeError: something else than classes of modules. While a model is wrapped,
+            ``FSDPValueError``: it has no module of any of the classes.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         classes = (module_classes,) if isinstance(module_classes, type) else tuple(module_classes)
-        if isinstance(module_classes, type) or not classes:
+        if isinstance(module_classes, type):
             raise FSDPTypeError(
                 expected="a set of classes of modules",
-                got=", ".join(map(repr, classes)) or "an empty one",
+                got=repr(module_classes),
                 where="ModuleWrapPolicy",
                 fix="Pass the classes of the model's layers: ModuleWrapPolicy({Block}).",
             )
@@ -78,6 +78,8 @@ class ModuleWrapPolicy(WrapPolicy):
         Raises:
             FSDPValueError: there is none.
         """
+        if not self.module_classes:
+            return {}
         found: Targets = {
             module: {}
             for module in root.modules()

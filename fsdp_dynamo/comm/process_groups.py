@@ -13,6 +13,7 @@ averaged over the replicate group.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,17 +89,37 @@ def groups_of(
 
 
 def _default_group() -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise FSDPStateError(
-            expected="an initialised default process group",
-            got="none",
-            where="argument 'process_group'",
-            fix="Call torch.distributed.init_process_group(...) first, for example under torchrun.",
-            see="no-process-group",
-        )
+    """The default group; in a process that no launcher started, one of this process alone."""
+    if not dist.is_initialized():
+        _initialise_one_rank()
     default = dist.group.WORLD
     assert default is not None
     return default
+
+
+def _initialise_one_rank() -> None:
+    """Make a default group of one rank, for notebooks and for trying things out.
+
+    Raises:
+        FSDPStateError: a launcher has started several ranks.
+    """
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks != "1":
+        raise FSDPStateError(
+            expected="an initialised default process group",
+            got=f"none in one of {num_ranks} ranks (WORLD_SIZE)",
+            where="argument 'process_group'",
+            fix="Call torch.distributed.init_process_group() first.",
+            see="no-process-group",
+        )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    warnings.warn(
+        "No process group: this process is the only rank, and nothing is sharded. For several "
+        "ranks start the script with torchrun and call torch.distributed.init_process_group().",
+        stacklevel=2,
+    )
 
 
 def _shard_group(

@@ -33,6 +33,9 @@ class UnitModuleProtocol(Protocol):
     def _fsdp_unit(self) -> Unit:
         """Its unit, recovered from a backward that raised."""
 
+    def _fsdp_inner(self) -> nn.Module:
+        """The module below the unit's hooks: of a wrapper, what it wraps."""
+
     def _fsdp_body(self) -> Callable[..., Any]:
         """The callable between the unit's hooks: the user's module."""
 

@@ -26,7 +26,7 @@ from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
-from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 
 
 class Root:
@@ -42,6 +42,8 @@ class Root:
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
         self._depth = 0
         self._backward_id = 0
+        self._creates_graph = False  # of the gradients, in the backward that runs
+        self._stays_unsharded = False  # for the backward of such a graph
         self._reduces = ReduceQueue()
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
         self.execution_order = ExecutionOrder()
@@ -105,7 +107,7 @@ class Root:
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
         for unit in self.units:  # left over from a forward that no backward followed
-            if not unit.is_ahead:
+            if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
 
     def _end_forward(self) -> None:
@@ -113,6 +115,8 @@ class Root:
         self.execution_order.end(self.units[0].config.groups.shard)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
+        if self._stays_unsharded:
+            return False
         if not torch.is_grad_enabled():
             return True
         return unit.config.strategy.reshards_after_forward and not outermost
@@ -152,6 +156,8 @@ class Root:
         """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
         if not self.in_backward:
             self._begin_backward()
+        if self._creates_graph:
+            raise _graph_of_grads_error(call.unit)
         if call.graph_task not in (NO_GRAPH_TASK, current_graph_task()):
             call.add_segment(grads)
             if call not in self._waiting:
@@ -196,6 +202,8 @@ class Root:
 
     def _begin_backward(self) -> None:
         self.machine.advance(RootState.BACKWARD)
+        self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
+        self._stays_unsharded |= self._creates_graph
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -204,16 +212,21 @@ class Root:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
         self._reduces.finish()
+        self._stays_unsharded = self._creates_graph
         for unit in self.units:
             unit.use_sharded_views()
-            unit.reshard("backward")
+            if not self._stays_unsharded:
+                unit.reshard("backward")
             unit.pending_calls = 0
             unit.machine.advance(UnitState.IDLE)
-        self.execution_order.forget_calls()
+        if not self._stays_unsharded:
+            self.execution_order.forget_calls()
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
 
     def _reshards_after_backward(self, unit: Unit) -> bool:
+        if self._stays_unsharded:
+            return False
         return self.accumulation.sync or unit.config.strategy.reshards_after_forward
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
@@ -247,6 +260,7 @@ class Root:
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
+        self._stays_unsharded = False
         self._reduces.abandon()
         for unit in self.units:
             unit.use_sharded_views()
@@ -292,6 +306,16 @@ class Root:
                 "the forward or after the backward.",
             )
         self.accumulation.sync = wanted
+
+
+def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
+    return UnsupportedError(
+        expected="gradients of inputs only, where they are to be differentiated again",
+        got="create_graph=True in a backward that reaches parameters, which are reduced",
+        where=unit_name(unit.fqn),
+        fix="Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
+        "create_graph=True), and call backward() without create_graph.",
+    )
 
 
 def _prefetches_forward(unit: Unit) -> bool:

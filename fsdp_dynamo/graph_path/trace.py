@@ -94,7 +94,7 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """A unit's constants as they are now."""
     unit = module._fsdp_unit
     reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
-    paths = _paths(unit.module)
+    paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
     flats = tuple(
         _describe_flat(flat, unit.fqn, i, len(unit.flats), reshards, paths)
         for i, flat in enumerate(unit.flats)

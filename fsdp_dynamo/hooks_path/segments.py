@@ -35,7 +35,7 @@ def split_at_leaves(
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
     parts, leaf_parts = _assign_parts(gm, leaf)
-    split = split_module(gm, None, lambda node: parts[node])  # type: ignore[arg-type]
+    split = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     for name, child in list(split.named_children()):
         if not name.startswith("submod_"):
             continue

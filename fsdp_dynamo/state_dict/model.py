@@ -19,7 +19,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
-from fsdp_dynamo.module_tree import join_fqn, plain_fqn, without_wrapper_names
+from fsdp_dynamo.module_tree import COMPILED, join_fqn, plain_fqn, without_wrapper_names
 from fsdp_dynamo.state_dict.conversion import (
     as_tensor_shard,
     extract_local,
@@ -156,6 +156,13 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
                 key = keys.get(fqn)
                 if key is not None and not is_local:
                     state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
+
+
+def drop_compiled_prefix(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take the name that ``torch.compile`` puts first out of the keys below ``prefix``."""
+    named = f"{prefix}{COMPILED}."
+    for key in [key for key in state_dict if key.startswith(named)]:
+        state_dict[prefix + key[len(named) :]] = state_dict.pop(key)
 
 
 def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: str) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry  # no public way to ask
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -234,7 +236,23 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
             "the parameter), or wrap only the module that holds both.",
             see="tied-to-a-unit-wrapped-before",
         )
+    _check_is_plain(param, fqn)
     refuse_tensor_hooks(param, "", fqn)
+
+
+def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
+    """Raise for tensors that are more than their elements: a flat parameter would drop the rest."""
+    kind = type(param)
+    derived = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
+    if not (derived or is_traceable_wrapper_subclass(param)) or isinstance(param, DTensor):
+        return
+    raise FSDPValueError(
+        expected="a plain tensor, which can be flattened and sharded",
+        got=f"a {kind.__module__}.{kind.__qualname__} (quantised, perhaps)",
+        where=f"parameter '{fqn}'",
+        fix="Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
+        f"model.parameters() if isinstance(p, {kind.__name__})].",
+    )
 
 
 def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:

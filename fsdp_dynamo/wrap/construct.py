@@ -17,6 +17,7 @@ from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
+from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
@@ -100,7 +101,9 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
         planned, ignored, config_of, values = _plan(module, given, config, sources, device)
-    return Constructed(build.build_units(planned, config_of, values), ignored)
+    units = build.build_units(planned, config_of, values)
+    watch_optimizers(flat for unit in units.values() for flat in unit.flats)
+    return Constructed(units, ignored)
 
 
 def _plan(

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
+from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import mark_managed
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
@@ -28,6 +29,7 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.trace import TracedTensors, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
@@ -179,6 +181,15 @@ class UnitModule(UserMethods):
         self._fsdp_share_shards()
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            expected="a model's values to be saved, not the model",
+            got="pickle (torch.save(model), or a process started with the model) or copy.copy",
+            where=unit_name(self._fsdp_unit.fqn),
+            fix="Save model.state_dict(), and load it into a model that is built and wrapped anew; "
+            "copy.deepcopy(model) makes a copy.",
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own in the same process groups; compiled code is not copied."""
         for unit in self._fsdp_root.units:
@@ -186,6 +197,7 @@ class UnitModule(UserMethods):
         new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
         for flat in new._fsdp_own_unit.flats:
             flat.point_originals_to_shard()
+        watch_optimizers(new._fsdp_own_unit.flats)
         for original in new._fsdp_own_unit.originals():
             mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
@@ -231,6 +243,7 @@ def _load_hook(
     *reports: Any,
 ) -> None:
     assert isinstance(module, UnitModule)
+    model.drop_compiled_prefix(source, prefix)
     _load_shards(module, source, prefix, local_metadata, *reports)
     if module._fsdp_inner() is not module:
         model.plain_names_before_load(source, prefix, module_tree.WRAPPED)

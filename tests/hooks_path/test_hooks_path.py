@@ -14,6 +14,7 @@ from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_dynamo import FSDP, fully_shard
@@ -349,3 +350,42 @@ def _dataclass_inputs(rank: int, world_size: int, kind: str) -> bool:
 def test_a_unit_that_takes_a_dataclass(ranks: RankPool, kind: str) -> None:
     """It cannot be a node of the graph around: it is compiled by itself, between its hooks."""
     assert ranks.run(_dataclass_inputs, 2, kind) == [True, True]
+
+
+class _Masked(nn.Module):
+    """A layer with dropout that takes what came before, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        return F.dropout(self.linear(x if memory is None else x + memory))
+
+
+class _Encoder(nn.Module):
+    """The second embedding does not depend on the first layer, and comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.encoder, self.decoder = _Masked(), _Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(F.dropout(self.source(x)))
+        return self.decoder(F.dropout(self.target(x)), memory).sum()
+
+
+def _random_order(rank: int, world_size: int) -> tuple[float, float]:
+    torch.manual_seed(1)
+    plain = _Encoder()
+    torch.manual_seed(0)
+    expected = plain(torch.ones(2, 8)).item()
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Masked}))
+    torch.manual_seed(0)
+    return expected, in_mode(model, "hooks")(torch.ones(2, 8)).item()
+
+
+def test_random_numbers_are_drawn_in_the_programs_order(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_random_order, 2):
+        assert got == pytest.approx(expected, rel=1e-6)

@@ -42,7 +42,6 @@ _WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         FSDPTypeError,
         "expected a set of classes of modules, got <class 'models.Block'>",
     ),
-    "no class": (partial(ModuleWrapPolicy, []), FSDPTypeError, "got an empty one"),
     "recompiles below 0": (
         partial(fsdp_dynamo.warmup, nn.Linear(1, 1), [], max_recompiles=-1),
         FSDPValueError,

@@ -1,0 +1,132 @@
+"""What an optimizer of sharded parameters is checked for before its first step.
+
+Element by element, an update of this rank's parts is that of the whole parameters. Optimizers that
+take norms or dot products of parameters do something else on parts. State that was made before the
+parameters were sharded is whole, and is cut here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+from fsdp_dynamo.module_tree import join_fqn
+
+_LIBRARIES = frozenset(
+    {
+        "apex",
+        "bitsandbytes",
+        "pytorch_optimizer",
+        "timm",
+        "torch",
+        "torch_optimizer",
+        "transformers",
+    }
+)
+_NAMES = frozenset(
+    [
+        "adafactor",
+        "adafactorbigvision",
+        "fusedlamb",
+        "fusednovograd",
+        "lamb",
+        "lamb32bit",
+        "lamb8bit",
+        "lars",
+        "lars32bit",
+        "lars8bit",
+        "lbfgs",
+        "novograd",
+        "nvnovograd",
+    ]
+)
+"""Their optimizers that look across the elements of a parameter, or across parameters."""
+
+_flats: WeakSet[FlatParameter] = WeakSet()
+_checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+"""By optimizer, the state that was checked; a loaded one is another object."""
+
+
+def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
+    """Check every optimizer of these parameters before its first step, and after each loading."""
+    if not _flats:
+        register_optimizer_step_pre_hook(_before_step)
+    _flats.update(flats)
+    _checked.clear()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _checked.get(optimizer) is optimizer.state:
+        return
+    for param, flat, index in _sharded_parameters(optimizer):
+        _refuse_across_elements(optimizer, flat, index)
+        if param in optimizer.state:
+            _fit(optimizer, flat, index, param)
+    _checked[optimizer] = optimizer.state
+
+
+def _sharded_parameters(
+    optimizer: Optimizer,
+) -> Iterator[tuple[torch.Tensor, FlatParameter, int]]:
+    places = {
+        id(original.param): (flat, index)
+        for flat in _flats
+        for index, original in enumerate(flat.originals)
+    }
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in places:
+                yield param, *places[id(param)]
+
+
+def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: int) -> None:
+    if not flat.is_sharded:
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__name__.lower() in _NAMES and cls.__module__.partition(".")[0] in _LIBRARIES:
+            raise UnsupportedError(
+                expected="an optimizer that updates element by element, such as AdamW or SGD",
+                got=f"{cls.__module__}.{cls.__qualname__}, which takes norms or dot products: "
+                "each rank would take those of its own parts",
+                where=_name(flat, index),
+                fix="Use another one, ShardingStrategy.NO_SHARD, or update whole matrices with "
+                "update_whole(), as examples/muon.py does.",
+            )
+
+
+@torch.no_grad()
+def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
+    """Cut state of the whole parameter to this rank's part of it.
+
+    Raises:
+        FSDPStateError: state of torch's own optimizers that is of neither size.
+    """
+    state = optimizer.state[param]
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+    if any(value.shape == param.shape for value in tensors.values()):
+        return
+    whole = flat.layout.slots[index].shape
+    part = flat.shard_layout.ranges[index]
+    for key, value in tensors.items():
+        if value.shape == whole:
+            state[key] = part.of(value).clone().view(param.shape)
+        elif type(optimizer).__module__.startswith("torch.optim."):
+            raise FSDPStateError(
+                expected=f"state of this rank's part, {tuple(param.shape)}, or of the whole "
+                f"parameter, {tuple(whole)}",
+                got=f"'{key}' of shape {tuple(value.shape)}: another rank's, perhaps",
+                where=_name(flat, index),
+                fix="optimizer.state_dict() is of one rank's parts: save what "
+                "FSDP.optim_state_dict(model, optimizer) gives, and load it through "
+                "FSDP.optim_state_dict_to_load().",
+            )
+
+
+def _name(flat: FlatParameter, index: int) -> str:
+    return f"optimizer of parameter '{join_fqn(flat.unit_fqn, flat.originals[index].fqn)}'"

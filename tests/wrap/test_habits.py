@@ -1,0 +1,188 @@
+"""What users do to models out of habit: it works as with a plain model, or says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from models import Block, batch, loss_of, make_transformer, train, wrap
+from modes import MODES, in_mode
+from pool import RankPool
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.nn import functional as F
+
+from fsdp_dynamo import FSDP, FSDPError, fully_shard
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+
+def _message(action: Any) -> str:
+    try:
+        action()
+    except FSDPError as error:
+        return str(error)
+    return ""
+
+
+def _pickled(rank: int, world_size: int, composable: bool) -> str:
+    model = make_transformer(num_blocks=1)
+    sharded = fully_shard(model) if composable else FSDP(model)
+    return _message(lambda: torch.save(sharded, io.BytesIO()))
+
+
+@pytest.mark.parametrize("composable", [False, True])
+def test_saving_the_model_itself(ranks: RankPool, composable: bool) -> None:
+    for message in ranks.run(_pickled, 2, composable):
+        assert "the root unit: expected a model's values to be saved" in message
+        assert "Save model.state_dict()" in message
+
+
+def _root_only(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
+    policy = ModuleWrapPolicy(set())
+    model = wrap(make_transformer(num_blocks=1), auto_wrap_policy=policy)
+    expected = train(FSDP(make_transformer(num_blocks=1)), rank)[0]
+    return expected, train(in_mode(model, mode), rank)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_units_below_the_root(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_root_only, 2, mode):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _checkpointed_later(rank: int, world_size: int, mode: str) -> tuple[Any, Any]:
+    expected = train(wrap(make_transformer(num_blocks=2)), rank)[0]
+    model = wrap(make_transformer(num_blocks=2))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return expected, train(in_mode(model, mode), rank)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_activation_checkpointing_after_wrapping(ranks: RankPool, mode: str) -> None:
+    for expected, got in ranks.run(_checkpointed_later, 2, mode):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _state_of_a_compiled_model(rank: int, world_size: int, composable: bool) -> dict[str, bool]:
+    plain = make_transformer(num_blocks=1)
+    state = copy.deepcopy(torch.compile(plain).state_dict())
+    policy = ModuleWrapPolicy({Block})
+    torch.manual_seed(rank)
+    other = type(plain)(num_blocks=1)
+    model: Any = (
+        fully_shard(other, policy=policy) if composable else FSDP(other, auto_wrap_policy=policy)
+    )
+    report = model.load_state_dict(state)
+    loaded = model.state_dict()
+    return {
+        "has the prefix": all(key.startswith("_orig_mod.") for key in state),
+        "no reports": not report.missing_keys and not report.unexpected_keys,
+        "values": all(
+            torch.equal(loaded[k.removeprefix("_orig_mod.")], v) for k, v in state.items()
+        ),
+    }
+
+
+@pytest.mark.parametrize("composable", [False, True])
+def test_state_of_a_compiled_model(ranks: RankPool, composable: bool) -> None:
+    for found in ranks.run(_state_of_a_compiled_model, 2, composable):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def _attributes(rank: int, world_size: int) -> dict[str, bool]:
+    model = wrap(make_transformer(num_blocks=1))
+    block = model.blocks[0]
+    block.heads = 1
+    block.not_there_before = 3
+    model.scale = nn.Parameter(torch.full((model.scale.numel(),), 2.0))
+    return {
+        "set on the module": block.module.heads == 1 and "heads" not in block.__dict__,
+        "new ones stay": block.__dict__["not_there_before"] == 3,
+        "parameters": "scale" in model.module._parameters and "scale" not in model._parameters,
+        "used": model.module.scale.tolist() == [2.0] * model.scale.numel(),
+        "runs": bool(loss_of(model, batch(rank, 0)).isfinite()),
+    }
+
+
+def test_attributes_are_set_on_the_wrapped_module(ranks: RankPool) -> None:
+    for found in ranks.run(_attributes, 2):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+class _Scaled(torch.Tensor):
+    """Eight-bit numbers and their scale, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> _Scaled:
+        made: _Scaled = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=scale.dtype, device=values.device
+        )
+        return made
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any
+    ) -> _Scaled:
+        return _Scaled(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return _Scaled(args[0].values, args[0].scale)
+        full = [a.values * a.scale if isinstance(a, _Scaled) else a for a in args]
+        return func(*full, **(kwargs or {}))
+
+
+class _Own(nn.Parameter):
+    """A parameter with behaviour of its own, as another library's quantised weights are."""
+
+
+class _Adapted(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.base = nn.Module()
+        self.base.weight = weight
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.base.weight) + self.up(x)
+
+
+def _weight(kind: str) -> nn.Parameter:
+    values = torch.arange(16, dtype=torch.int8).view(4, 4)
+    if kind == "tensor":
+        return nn.Parameter(_Scaled(values, torch.tensor(0.5)), requires_grad=False)
+    return _Own(values * 0.5, requires_grad=False)
+
+
+def _quantised(rank: int, world_size: int, kind: str, mode: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = _Adapted(_weight(kind))
+    message = _message(lambda: FSDP(model))
+    sharded = FSDP(model, ignored_states=[model.base.weight])
+    loss = in_mode(sharded, mode)(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    return message, loss.item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["tensor", "parameter"])
+def test_quantised_parameters(ranks: RankPool, kind: str, mode: str) -> None:
+    torch.manual_seed(0)
+    expected = _Adapted(_weight(kind))(torch.ones(2, 4)).square().sum().item()
+    for message, loss in ranks.run(_quantised, 2, kind, mode):
+        assert "parameter 'base.weight': expected a plain tensor" in message
+        assert "test_habits." in message
+        assert "ignored_states=" in message
+        assert loss == pytest.approx(expected)
