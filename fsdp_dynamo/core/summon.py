@@ -172,7 +172,9 @@ class _SummonedFlat:
         if not self._has_whole or self._options.rank0_only:
             self._take_from_first(shard, values)
             return
-        shard.copy_(flat.shard_layout.of(self._as_flat(shard, values)))
+        taken = flat.shard_layout.of(self._as_flat(shard, values))
+        if not torch.equal(shard, taken):  # a backward that is still to come may have saved it
+            shard.copy_(taken)
 
     def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write rank 0's values: to the ranks of its replica, then to the others."""

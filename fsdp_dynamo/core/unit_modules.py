@@ -30,6 +30,10 @@ class UnitModuleProtocol(Protocol):
     _fsdp_output_spec: Any
 
     @property
+    def _fsdp_root(self) -> Any:
+        """Schedule of its root (``eager.schedule.Root``)."""
+
+    @property
     def _fsdp_unit(self) -> Unit:
         """Its unit, recovered from a backward that raised."""
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
@@ -210,27 +210,63 @@ def with_own_code(fn: Any) -> Any:
     return copy
 
 
-def entry_of(body: Callable[..., Any], own_code: bool) -> Callable[..., Any]:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def changes_python_state() -> bool:
+    """Whether the code traced so far has changed objects that were there before.
+
+    Dynamo writes such changes down, and makes them only when its graph has run.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    return any(
+        effects.is_modified(one)
+        for one in effects.id_to_variable.values()
+        if not isinstance(one.mutation_type, (AttributeMutationNew, ValueMutationNew))
+    )
+
+
+_Shapes = Sequence[Sequence[int]]
+
+_codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictionary()
+"""By forward function and shapes of parameters, the code of the frame in between, if any."""
+
+
+def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., Any]:
     """The callable to compile for a module, whose frame Dynamo compiles.
+
+    Dynamo never compiles the frames of ``torch.nn`` itself: its modules get a frame in between. So
+    do modules of other shapes than the first ones of their class. (In one frame Dynamo would take
+    the sizes for dynamic: with window attention, minutes for what takes seconds.)
 
     Args:
         body: the module, or its bound ``_call_impl``.
-        own_code: give it compiled code of its own; otherwise modules of a class share theirs.
-            (Dynamo never compiles the frames of ``torch.nn`` itself; such a module gets a frame
-            in between in any case.)
+        shapes: of its parameters; modules of one class and equal shapes share their compiled code.
+            ``None``: it shares with none.
     """
     from torch._dynamo import trace_rules
 
     is_module = isinstance(body, torch.nn.Module)
     module: Any = body if is_module else body.__self__  # type: ignore[attr-defined]
-    if not own_code and not trace_rules.check(module.forward):
-        return module.__call__ if is_module else body
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return body(*args, **kwargs)
 
-    own: Callable[..., Any] = with_own_code(call)
-    return own if own_code else call
+    if shapes is None:
+        own: Callable[..., Any] = with_own_code(call)
+        return own
+    codes = _codes.setdefault(type(module).forward, {})
+    if shapes not in codes:
+        is_first = not codes and not trace_rules.check(module.forward)
+        # By the name, too, Dynamo looks up which sizes have changed.
+        name = f"{type(module).__name__}_{len(codes)}"
+        codes[shapes] = None if is_first else call.__code__.replace(co_name=name)
+    code = codes[shapes]
+    if code is None:
+        return module.__call__ if is_module else body
+    call.__code__ = code
+    return call
 
 
 _has_warned = False

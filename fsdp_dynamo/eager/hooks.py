@@ -17,6 +17,7 @@ from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.eager.used_outside import used_outside
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 
 
@@ -55,8 +56,11 @@ def run_unit(
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with profiler_range("forward", unit.fqn):
             output = body(*args, **kwargs)
-    except BaseException:
+    except BaseException as error:
+        outside = used_outside(error)
         root.fail_forward(unit)
+        if outside is not None:
+            raise outside from error
         raise
     root.post_forward(unit, call)
     if torch.is_grad_enabled():

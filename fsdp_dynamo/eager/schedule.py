@@ -40,6 +40,7 @@ class Root:
     def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
+        self.changes_state = False  # its forward changes Python state, seen in a trace
         self._depth = 0
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs

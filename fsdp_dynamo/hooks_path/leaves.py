@@ -78,7 +78,10 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     if body is None:
         nested = module._fsdp_has_nested
         backend = _segment_backend(key) if nested else backend_of(key)
-        body = compile_with(backend, entry_of(module._fsdp_body(), own_code=nested))
+        shapes = tuple(
+            [slot.shape for flat in module._fsdp_unit.flats for slot in flat.layout.slots]
+        )
+        body = compile_with(backend, entry_of(module._fsdp_body(), None if nested else shapes))
         module._fsdp_compiled_bodies[key] = body
     return body
 
@@ -90,6 +93,18 @@ def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Traced by Dynamo in place of a nested unit's forward."""
     outputs = leaf(leaf_id, args, kwargs)
     return _unflatten(_output_spec(leaf_id), outputs)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def may_be_leaf(leaf_id: str, changes_state: bool) -> bool:
+    """Whether a nested unit may be a node of the graph that is traced (by Dynamo, as a constant).
+
+    Python state that the code around it changes (a list that layers append to, say) would change
+    only after the graph, and be read before it. Such a model's graphs end at every unit.
+    """
+    root = registered(leaf_id)._fsdp_root
+    root.changes_state |= changes_state
+    return not root.changes_state
 
 
 def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

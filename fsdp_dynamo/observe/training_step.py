@@ -91,7 +91,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
             where="explain()",
             fix='They are those of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".',
         )
-    entry = entry_of(module, own_code=True)
+    entry = entry_of(module, None)
     if backend is None:
         run = compile_again(DEFAULT_BACKEND, entry, True, options)
     else:

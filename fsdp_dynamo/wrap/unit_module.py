@@ -22,6 +22,7 @@ from fsdp_dynamo.dynamo.private_api import (
     LEAF_MODE,
     NO_BACKEND,
     active_backend_key,
+    changes_python_state,
     is_first_call,
     refuse_without_orig_params,
     traced_mode,
@@ -130,7 +131,7 @@ class UnitModule(UserMethods):
                 return traced_forward(
                     self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
                 )
-            if mode == LEAF_MODE:
+            if mode == LEAF_MODE and leaves.may_be_leaf(self._fsdp_name, changes_python_state()):
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
         if leaves.is_faking():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import isgeneratorfunction
 from typing import Any
 
 import torch
@@ -165,8 +166,8 @@ class UserMethods(nn.Module):
         """Let a method of the module run with this unit's parameters unsharded, like its forward.
 
         For methods that call the module's own ``forward``, such as ``generate()``. Nested units
-        are unsharded when they are called. The method runs eagerly. (Upstream's
-        ``register_fsdp_forward_method``.)
+        are unsharded when they are called. The method runs eagerly; of a generator, each step.
+        (Upstream's ``register_fsdp_forward_method``.)
 
         Raises:
             FSDPValueError: the module has no such method.
@@ -179,7 +180,9 @@ class UserMethods(nn.Module):
                 where="register_forward_method()",
                 fix="Register what the module has.",
             )
-        self.__dict__[name] = partial(self._fsdp_run_method, getattr(inner, name))
+        method = getattr(inner, name)
+        run = self._fsdp_iterate if isgeneratorfunction(method) else self._fsdp_run_method
+        self.__dict__[name] = partial(run, method)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly"
@@ -192,6 +195,14 @@ class UserMethods(nn.Module):
                 return hooks.run_unit(root, unit, method, args, kwargs, self._fsdp_input_dtype)
         finally:
             self._fsdp_runs_method = False
+
+    def _fsdp_iterate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run a generator method; the unit is unsharded in each of its steps."""
+        device, dtype = self._fsdp_unit.device, self._fsdp_input_dtype
+        args, kwargs = hooks.prepare_inputs(device, dtype, args, kwargs)
+        steps, end = method(*args, **kwargs), object()
+        while (value := self._fsdp_run_method(lambda: next(steps, end))) is not end:
+            yield value
 
     # -- original parameters ---------------------------------------------------------------------
 

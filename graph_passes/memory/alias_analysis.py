@@ -175,5 +175,5 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 
 def as_int(size: Any) -> int:
-    """A size as a number; of a symbolic one the value it was traced with."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size as a number; of a symbolic one the value it was traced with, 0 where it had none."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)

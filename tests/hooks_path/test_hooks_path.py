@@ -389,3 +389,114 @@ def _random_order(rank: int, world_size: int) -> tuple[float, float]:
 def test_random_numbers_are_drawn_in_the_programs_order(ranks: RankPool) -> None:
     for expected, got in ranks.run(_random_order, 2):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+class _Stage(nn.Module):
+    """A layer whose width and number of positions are those of its place in the model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class _Pyramid(nn.Module):
+    """Stages of which each has half the positions and twice the width of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(_Stage(8 * 2 ** (i // 2)) for i in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, stage in enumerate(self.stages):
+            x = stage(x)
+            if i % 2:
+                x = x.reshape(x.shape[0], x.shape[1] // 2, -1)
+        return x.sum()
+
+
+def _pyramid(rank: int, world_size: int) -> tuple[int, bool]:
+    torch._dynamo.reset()
+    sizes: list[Any] = []
+    graphs = 0
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        sizes.extend(
+            s for one in example_inputs if one is not None for s in getattr(one, "shape", [one])
+        )
+        return gm.forward
+
+    model = FSDP(_Pyramid(), auto_wrap_policy=ModuleWrapPolicy({_Stage}))
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        compiled(torch.ones(2, 16, 8)).backward()
+    return graphs, any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def test_units_of_other_shapes_are_not_dynamic(ranks: RankPool) -> None:
+    for graphs, is_dynamic in ranks.run(_pyramid, 2):
+        assert not is_dynamic
+        assert graphs <= 3 + 4  # a stage of each width, and what is between stages
+
+
+class _Found:
+    """What layers write down, and how much of it they pass on, as the model around them says."""
+
+    scale = 1.0
+    outputs: list[torch.Tensor] | None = None
+
+
+class _Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * _Found.scale
+        if _Found.outputs is not None:
+            _Found.outputs.append(x)
+        return x
+
+
+class _Collecting(nn.Module):
+    """Returns what its layers have written down, as ``output_hidden_states=True`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Writing() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        _Found.scale, _Found.outputs = 2.0, []
+        for layer in self.layers:
+            x = layer(x)
+        outputs = _Found.outputs
+        _Found.scale, _Found.outputs = 1.0, None
+        return x, outputs
+
+
+def _collected(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
+    torch.manual_seed(0)
+    plain = _Collecting()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Writing}))
+    compiled = in_mode(model, "hooks")
+    found = []
+    for step in range(2):
+        x = torch.full((2, 8), 1.0 + step)
+        pair = []
+        for each in (plain, compiled):
+            output, outputs = each(x)
+            output.sum().backward()
+            pair.append([output.sum().item(), *(one.sum().item() for one in outputs)])
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def test_python_state_that_layers_share(ranks: RankPool) -> None:
+    for steps in ranks.run(_collected, 2):
+        for expected, got in steps:
+            assert got == pytest.approx(expected, rel=1e-5)
+            assert len(got) == 4

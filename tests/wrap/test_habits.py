@@ -186,3 +186,80 @@ def test_quantised_parameters(ranks: RankPool, kind: str, mode: str) -> None:
         assert "test_habits." in message
         assert "ignored_states=" in message
         assert loss == pytest.approx(expected)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class _Borrowing(nn.Module):
+    """Uses a module of its first layer by hand, as a diffusion transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0].embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def _borrowed(rank: int, world_size: int, mode: str) -> tuple[str, float, float]:
+    torch.manual_seed(0)
+    plain = _Borrowing()
+    expected = plain(torch.ones(2, 4)).item()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
+    message = _message(lambda: model(torch.ones(2, 4)))
+    advised = in_mode(FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer, nn.Linear})), mode)
+    return message, expected, advised(torch.ones(2, 4)).item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_of_another_unit(ranks: RankPool, mode: str) -> None:
+    for message, expected, got in ranks.run(_borrowed, 2, mode):
+        assert "module Linear: expected its parameters to be used in the forward of" in message
+        assert "'layers.0.embed.weight' sharded" in message
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+class _Speaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layer = _Layer()
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+    def stream(self, tokens: torch.Tensor, steps: int) -> Any:
+        for _ in range(steps):
+            tokens = torch.cat([tokens, self.forward(tokens)[:, -1:].argmax(-1)], dim=1)
+            yield tokens[:, -1].tolist()
+
+
+@torch.no_grad()
+def _streamed(rank: int, world_size: int) -> tuple[list[Any], list[Any], bool]:
+    torch.manual_seed(0)
+    plain = _Speaker()
+    expected = list(plain.stream(torch.zeros(2, 1, dtype=torch.int64), 5))
+    model: Any = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer}))
+    model.register_forward_method("stream")
+    got, is_sharded = [], True
+    for tokens in model.stream(torch.zeros(2, 1, dtype=torch.int64), 5):
+        got.append(tokens)
+        is_sharded &= not any(flat.is_allocated for flat in model._fsdp_unit.flats)
+    return expected, got, is_sharded
+
+
+def test_a_generator_is_a_forward_method(ranks: RankPool) -> None:
+    for expected, got, is_sharded in ranks.run(_streamed, 2):
+        assert got == expected
+        assert is_sharded
