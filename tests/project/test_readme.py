@@ -114,7 +114,8 @@ def _run_recipes(
 
 
 def test_the_recipes_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the one with tensor parallelism; a plain model reads what they have saved."""
+    """All but the one with tensor parallelism, and those that tests/scripts run; a plain model
+    reads what they have saved."""
     marks = ("HYBRID_SHARD", "update_whole", "async_save", "record_events", "inspect_graphs")
     recipes = [_recipe(mark) for mark in (*marks, "print_products")]
     recipes[-1] = recipes[-1].replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"')
