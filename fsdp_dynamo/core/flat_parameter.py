@@ -85,7 +85,6 @@ class FlatParameter:
         )
         self.shard_layout = self.layout.shard(self.rank, keeps_shapes=not sharded_strategy)
         self.sharded = self._make_shard()
-        self.unsharded = self._make_unsharded()
         self.grad_sum = UnshardedSum(self.originals, self.layout, self.shard_layout)
         self.module_parameters = ModuleParameters(self.originals)
         self.comm_hook: Callable[..., object] | None = None
@@ -93,6 +92,7 @@ class FlatParameter:
         self.ordinal = 0  # in its unit
         self.runs_hooks = True
         self.point_originals_to_shard()
+        self.unsharded = self._make_unsharded()  # when the originals' storage is free
 
     def rename(self, unit_fqn: str) -> None:
         """Set the FQN of its unit relative to the root."""

@@ -760,3 +760,73 @@ def test_ddp_is_one_graph_on_request(splits: bool, group: dist.ProcessGroup) -> 
             stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
         torch.compile(parallel, backend=backend)(torch.ones(1, 600))
     assert len(backend.graphs) == 1 + splits
+
+
+_kept: list[torch.Tensor] = []
+_changes: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def _look_for_changes() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    _changes.append(
+        any(
+            effects.is_modified(one)
+            for one in effects.id_to_variable.values()
+            if not isinstance(one.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        )
+    )
+    return True
+
+
+def _makes_a_list(x: torch.Tensor) -> torch.Tensor:
+    made = [x]
+    made.append(x + 1)
+    _look_for_changes()
+    return made[1]
+
+
+def _appends_to_a_global(x: torch.Tensor) -> torch.Tensor:
+    _kept.append(x)
+    _look_for_changes()
+    return x + 1
+
+
+@pytest.mark.private(
+    "torch._dynamo.variables.base.AttributeMutationNew",
+    "torch._dynamo.variables.base.ValueMutationNew",
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",
+    need="whether code before a nested unit has changed Python state, which the graph would change "
+    "only after the unit has run",
+    instead="end graphs at every unit (hooks mode compiles less between units)",
+)
+def test_changes_of_objects_that_were_there_are_seen() -> None:
+    for function in (_makes_a_list, _appends_to_a_global):
+        torch.compile(function, backend="eager", fullgraph=True)(X)
+    _kept.clear()
+    assert _changes == [False, True]
+
+
+@pytest.mark.private(
+    "types.CodeType.co_name",
+    need="units of one class and different shapes compile apart: Dynamo remembers by file, line "
+    "and name of a frame which sizes have changed",
+    instead="torch._dynamo.mark_static on the inputs of units",
+)
+def test_frames_of_other_names_do_not_make_sizes_dynamic() -> None:
+    recorder = Recorder()
+    for number, length in enumerate((4, 8, 16)):
+        copy = _with_own_code(_plus_one)
+        copy.__code__ = copy.__code__.replace(co_name=f"plus_one_{number}")
+        torch.compile(copy, backend=recorder)(torch.ones(length))
+    sizes = [
+        node.meta["example_value"].shape[0]
+        for gm in recorder.graphs
+        for node in gm.graph.nodes
+        if node.op == "placeholder"
+    ]
+    assert sizes == [4, 8, 16]
+    assert all(isinstance(size, int) for size in sizes)

@@ -583,3 +583,17 @@ def test_a_parameter_tells_of_its_hooks() -> None:
     assert param._backward_hooks
     handle.remove()
     assert not param._backward_hooks
+
+
+@pytest.mark.private(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    need="quantised parameters of other libraries, which a flat parameter would break, are refused",
+    instead="ask for __tensor_flatten__",
+)
+def test_wrapper_subclasses_are_told_from_plain_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    plain = torch.ones(2)
+    assert is_traceable_wrapper_subclass(nn.Parameter(TwoTensor(plain, plain)))
+    assert not is_traceable_wrapper_subclass(nn.Parameter(plain))

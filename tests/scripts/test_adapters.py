@@ -115,7 +115,6 @@ def _without_the_adapter(rank: int, world_size: int, mode: str) -> tuple[float, 
             return expected, str(error)
 
 
-@pytest.mark.xfail(strict=True, reason="peft freezes the adapters while they are disabled")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_disabled_adapter(ranks: RankPool, mode: str) -> None:
     pytest.importorskip("peft")
@@ -226,7 +225,6 @@ def _right_or_refused(rank: int, world_size: int) -> list[str]:
     return missing
 
 
-@pytest.mark.xfail(strict=True, reason="an error of torchao's, which says nothing of what to do")
 def test_a_quantised_base_works_or_is_refused_by_name(ranks: RankPool) -> None:
     pytest.importorskip("torchao")
     assert ranks.run(_right_or_refused, 2) == [[], []]

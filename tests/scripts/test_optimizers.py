@@ -6,12 +6,10 @@ Optimizers in the backward: test_gradient_hooks.py; Muon alone: test_original_sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from loops import classification_loss, clip, examples, fit, make_classifier, shard
 from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
@@ -280,34 +278,3 @@ def test_gradient_scalers_without_an_overflow(ranks: RankPool, mode: str) -> Non
             assert [scale for *_, scale in got] == [256.0, 512.0, 512.0, 1024.0]
             for line, expected_line in zip(got, expected, strict=True):
                 assert line == pytest.approx(expected_line, rel=1e-3)
-
-
-# -- an optimizer that looks at all gradients at once ----------------------------------------------
-
-
-def _lbfgs(model: nn.Module, line_search: str | None) -> list[float]:
-    """The same batch on all ranks, so the losses are those of one process."""
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn=line_search
-    )
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = classification_loss(model, examples(0))
-        loss.backward()
-        return loss
-
-    return [optimizer.step(closure).item() for _ in range(3)]
-
-
-def _quasi_newton(rank: int, world_size: int, line_search: str | None) -> tuple[Any, Any]:
-    group = dist.new_group(timeout=timedelta(seconds=5))  # where ranks part in the line search
-    expected = _lbfgs(make_classifier(), line_search)
-    return expected, _lbfgs(shard(make_classifier(), process_group=group), line_search)
-
-
-@pytest.mark.xfail(strict=True, reason="LBFGS takes dot products of this rank's shards only")
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs(ranks: RankPool, line_search: str | None) -> None:
-    for expected, got in ranks.run(_quasi_newton, 2, line_search):
-        assert got == pytest.approx(expected, rel=1e-3)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocations import peak_bytes
-from loops import classification_loss, different, error_of, examples, fit, make_classifier, shard
+from loops import classification_loss, different, examples, fit, make_classifier, shard
 from models import Block, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 from pool import RankPool
@@ -110,20 +110,12 @@ def _prefixed(rank: int, world_size: int, mode: str) -> str:
     model = in_mode(shard(make_classifier()), mode)
     with torch.no_grad():
         next(model.parameters()).zero_()
-    message = error_of(lambda: model.load_state_dict(state))
-    if not message:
-        return "".join(different(model.state_dict(), make_classifier().state_dict()))
-    return "" if "_orig_mod." in message else message
+    model.load_state_dict(state)
+    return "".join(different(model.state_dict(), make_classifier().state_dict()))
 
 
-_STRIPPED = pytest.mark.xfail(
-    strict=True, reason="the error shows the unexpected names as expected"
-)
-
-
-@pytest.mark.parametrize("mode", [pytest.param("eager", marks=_STRIPPED), "hooks", "graph"])
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 def test_a_state_dict_of_a_compiled_plain_model(ranks: RankPool, mode: str) -> None:
-    """It loads, or the error shows the prefix."""
     assert ranks.run(_prefixed, 2, mode) == ["", ""]
 
 
@@ -207,19 +199,12 @@ def _from_pretrained(
 
 @pytest.mark.parametrize(("how", "tied"), [("slices", False), ("DCP", False), ("slices", True)])
 def test_from_pretrained_into_shards(ranks: RankPool, tmp_path: Path, how: str, tied: bool) -> None:
-    """No rank holds the model: beside shards, the root and two units at most."""
+    """No rank holds the model: beside shards, the root's parameters and one unit at most."""
+    slack = 1000
     pytest.importorskip("safetensors")
     for wrong, expected, got, sizes in ranks.run(_from_pretrained, 2, how, tied, str(tmp_path)):
         assert wrong == []
         assert got == pytest.approx(expected, rel=1e-6)
-        assert sizes["peak"] <= sizes["shards"] + 2 * sizes["unit"] + sizes["root"]
-
-
-@pytest.mark.xfail(strict=True, reason="a unit's parameters and its flat parameter stand together")
-def test_from_pretrained_needs_one_unit_beyond_the_shards(ranks: RankPool, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    slack = 1000
-    for *_, sizes in ranks.run(_from_pretrained, 2, "slices", False, str(tmp_path)):
         assert sizes["peak"] <= sizes["shards"] + sizes["unit"] + sizes["root"] + slack
 
 

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_dynamo import FSDPStateError
 
 STEPS = 3
-NO_TOGGLES = "parameters cannot be frozen and unfrozen after wrapping, as with DDP, FSDP1 and FSDP2"
 
 # -- a generator and a discriminator ---------------------------------------------------------------
 
@@ -81,7 +80,6 @@ def test_adversaries_train_as_with_ddp(ranks: RankPool, mode: str) -> None:
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason=NO_TOGGLES)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_discriminator_frozen_in_turns(ranks: RankPool, mode: str) -> None:
     for expected, got in ranks.run(_adversaries, 2, mode, True):
@@ -188,10 +186,7 @@ def _tasks(rank: int, world_size: int, mode: str) -> list[str]:
     ]
 
 
-_VERSIONS = pytest.mark.xfail(strict=True, reason="parameters that are written back look changed")
-
-
-@pytest.mark.parametrize("mode", ["eager", "hooks", pytest.param("graph", marks=_VERSIONS)])
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 def test_whole_gradients_of_each_task(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_tasks, 2, mode) == [[], []]
 
@@ -244,7 +239,7 @@ def _teacher(rank: int, world_size: int, mode: str, freeze: str) -> tuple[Any, A
         ("graph", "before wrapping"),
         ("hooks", "before wrapping"),
         ("graph", "never"),
-        pytest.param("eager", "a copy", marks=pytest.mark.xfail(strict=True, reason=NO_TOGGLES)),
+        ("eager", "a copy"),
     ],
 )
 def test_a_teacher_that_follows(ranks: RankPool, mode: str, freeze: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import Block, batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -263,3 +265,37 @@ def test_a_generator_is_a_forward_method(ranks: RankPool) -> None:
     for expected, got, is_sharded in ranks.run(_streamed, 2):
         assert got == expected
         assert is_sharded
+
+
+_log = logging.getLogger(__name__)
+
+
+class _Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _log.warning("training with a cache")
+        return self.layer(x).sum()
+
+
+def _logged(rank: int, world_size: int) -> tuple[str, bool]:
+    model = FSDP(_Logging(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
+    compiled = in_mode(model, "graph")
+    message = ""
+    try:
+        compiled(torch.ones(2, 4))
+    except Unsupported as error:
+        message = str(error)
+    ignored = torch._dynamo.config.ignore_logging_functions
+    with torch._dynamo.config.patch(ignore_logging_functions={*ignored, logging.Logger.warning}):
+        compiled(torch.ones(2, 4)).backward()
+    return message, all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_logging_calls_can_be_left_out_of_whole_graphs(ranks: RankPool) -> None:
+    """As docs/troubleshooting.md says."""
+    for message, is_trained in ranks.run(_logged, 2):
+        assert "logging.Logger method not supported" in message
+        assert is_trained
