@@ -28,7 +28,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -65,7 +66,7 @@ def record(kind: str, **results: Any) -> dict[str, Any]:
         "command": command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := version(name))},
         **results,
     }
 

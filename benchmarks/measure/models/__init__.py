@@ -1,0 +1,1 @@
+"""Measuring of ``benchmarks/models.py``: cells, ranks, comparison, record and tables."""

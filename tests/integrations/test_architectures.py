@@ -1,0 +1,86 @@
+"""Models of other people beside DDP: losses, gradients and buffers, in all three modes.
+
+The campaign ``benchmarks/models.py`` measures these and more, in more settings; its record says how
+each cell is expected to end.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pool import RankPool
+
+from benchmarks.measure.models.cell import MODES, PLAIN, Cell, Outcome, Result
+from benchmarks.measure.models.measuring import SEVERITY, Answer, measure, merged, with_plain
+from benchmarks.measure.models.records import Record
+from benchmarks.workloads.architectures import catalogue
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
+
+EQUAL, CLOSE, PLAIN_TOO = Outcome.EQUAL, Outcome.CLOSE, Outcome.PLAIN
+QUICK: dict[str, tuple[Outcome, Outcome, Outcome]] = {
+    "llama": (EQUAL, EQUAL, EQUAL),
+    "bert": (EQUAL, EQUAL, EQUAL),
+    # transformers logs a warning in the middle of the forward, which no whole graph can hold.
+    "gpt2": (EQUAL, EQUAL, PLAIN_TOO),
+    "tied_weights": (EQUAL, EQUAL, EQUAL),
+    "spectral_norm": (EQUAL, EQUAL, EQUAL),
+    "weight_norm_old": (EQUAL, EQUAL, EQUAL),
+    "codebook": (EQUAL, EQUAL, EQUAL),
+    "scatter_network": (EQUAL, EQUAL, EQUAL),
+    "output_nested": (EQUAL, EQUAL, EQUAL),
+    "cache": (CLOSE, CLOSE, CLOSE),
+    "lstm": (EQUAL, EQUAL, PLAIN_TOO),  # Dynamo supports no LSTM
+    "replaced_buffer": (EQUAL, EQUAL, EQUAL),
+}
+"""Outcomes with default settings, eager, hooks and graph mode."""
+
+OTHERS = [one for one in catalogue.all_architectures() if one.name not in QUICK]
+
+
+def measured(rank: int, world_size: int, cell: Cell) -> Answer:
+    """A cell on one rank."""
+    return measure(cell, rank)
+
+
+def _result(ranks: RankPool, cell: Cell) -> Result:
+    result = merged(ranks.run(measured, 2, cell))
+    if result.outcome in (Outcome.EQUAL, Outcome.CLOSE, Outcome.ZEROS) or cell.mode not in PLAIN:
+        return result
+    return with_plain(result, merged(ranks.run(measured, 2, cell.plain())))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", QUICK)
+def test_equals_ddp(ranks: RankPool, name: str, mode: str) -> None:
+    result = _result(ranks, Cell(name, "defaults", mode))
+    assert result.outcome is QUICK[name][MODES.index(mode)], result
+
+
+@cache
+def _record() -> Record:
+    return Record(RECORD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [one.name for one in OTHERS])
+def test_ends_as_recorded(ranks: RankPool, name: str, mode: str) -> None:
+    architecture = catalogue.of_name(name)
+    if missing := architecture.missing():
+        pytest.skip(f"needs {', '.join(missing)}")
+    cell = Cell(name, "defaults", mode)
+    recorded = _record().result(cell)
+    if recorded is None:
+        pytest.skip("not in the record")
+    result = _result(ranks, cell)
+    assert SEVERITY.index(result.outcome) <= SEVERITY.index(recorded.outcome), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+def test_under_inductor(ranks: RankPool, mode: str) -> None:
+    result = _result(ranks, Cell("llama", "inductor", mode))
+    assert result.outcome in (Outcome.EQUAL, Outcome.CLOSE), result
