@@ -72,9 +72,9 @@ def _tied() -> None:
     FSDP(model)
 
 
-def _reshaped_after_wrapping() -> None:
+def _removed_after_wrapping() -> None:
     model = wrap(make_transformer(num_blocks=1))
-    model.embed.weight.data = torch.zeros(3)
+    del model.module.embed.weight
     _step(model)
 
 
@@ -151,7 +151,7 @@ TOGETHER: dict[str, tuple[Mistake, Callable[[], object]]] = {
     "no values": ("no-values-on-the-meta-device", _no_values),
     "nobody wrote them": ("no-values-on-the-meta-device", _nobody_wrote_them),
     "tied": ("tied-to-a-unit-wrapped-before", _tied),
-    "reshaped": ("a-parameter-changed-after-wrapping", _reshaped_after_wrapping),
+    "removed": ("a-parameter-changed-after-wrapping", _removed_after_wrapping),
     "summon": ("a-forward-inside-summon_full_params", _inside_summon),
     "backend": ("another-backend-with-fullgraph", _another_backend),
     "use_orig_params": ("compiled-without-original-parameters", _without_originals),
