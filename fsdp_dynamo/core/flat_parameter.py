@@ -265,10 +265,10 @@ class FlatParameter:
             self.grad_sum.add_reduced(parts)
             return
         dropped = self.module_parameters.frozen
-        looked_at = sorted(set(unused) - dropped)
-        if looked_at:
-            has = has_value([parts[index] for index in looked_at])
-            dropped = dropped.union(i for i, one in zip(looked_at, has, strict=True) if not one)
+        if unused:
+            indices = sorted(unused)
+            has = has_value([parts[index] for index in indices])
+            dropped = dropped.union(i for i, one in zip(indices, has, strict=True) if not one)
         used = list(zip(self.originals, parts, strict=True))
         if dropped:
             used = [pair for index, pair in enumerate(used) if index not in dropped]

@@ -8,6 +8,7 @@ parameters were sharded is whole, and is cut here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -55,10 +56,14 @@ _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
     """Check every optimizer of these parameters before its first step, and after each loading."""
-    if not _flats:
-        register_optimizer_step_pre_hook(_before_step)
+    _register()
     _flats.update(flats)
     _checked.clear()
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
