@@ -119,12 +119,14 @@ class _UnshardedViews(torch.autograd.Function):
         ctx.call = ref(call)
         ctx.unit = ref(call.unit)
         ctx.schedule = ref(schedule)
-        ctx.trainable = call.trainable
+        ctx.num_shards = len(shards)
         return tuple(view for flat in call.trainable for view in flat.make_views())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         unit, schedule = ctx.unit(), ctx.schedule()
         if unit is not None and schedule is not None:
-            schedule.post_backward(ctx.call() or ForwardCall(unit, ctx.trainable), grads)
-        return (None,) * (len(ctx.trainable) + 2)
+            call = ctx.call() or ForwardCall(unit, unit.trainable)
+            schedule.post_backward(call, grads)
+        num_shards: int = ctx.num_shards
+        return (None,) * (num_shards + 2)

@@ -61,7 +61,7 @@ def _assign_parts(
             parts[node] = current
             leaf_parts.add(current)
             current += 1
-        elif node.target is operator.getitem and parts.get(node.args[0]) in leaf_parts:
+        elif node.target is operator.getitem and node.args[0].target is leaf:
             parts[node] = parts[node.args[0]]
         else:
             parts[node] = current

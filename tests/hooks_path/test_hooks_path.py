@@ -500,3 +500,43 @@ def test_python_state_that_layers_share(ranks: RankPool) -> None:
         for expected, got in steps:
             assert got == pytest.approx(expected, rel=1e-5)
             assert len(got) == 4
+
+
+class _InPlace(nn.Module):
+    """Changes what a unit has returned."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "whole":
+            x.mul_(0.5)
+        elif self.kind == "part":
+            x[:, 0] += 1.0
+        else:
+            x[:, 0].mul_(2.0)
+        return self.second(x).sum()
+
+
+def _changed_in_place(rank: int, world_size: int, kind: str) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    plain = _InPlace(kind)
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    compiled = in_mode(model, "hooks")
+    found = []
+    for _ in range(2):
+        losses = [each(torch.ones(2, 8)) for each in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        found.append((losses[0].item(), losses[1].item()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "part", "view"])
+def test_outputs_of_units_changed_in_place(ranks: RankPool, kind: str) -> None:
+    for steps in ranks.run(_changed_in_place, 2, kind):
+        for expected, got in steps:
+            assert got == pytest.approx(expected, rel=1e-6)
