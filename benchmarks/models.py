@@ -23,8 +23,8 @@ if __package__ in (None, ""):  # run as a file
 
 from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input
 from benchmarks.measure.models import tables
-from benchmarks.measure.models.cell import GOOD, MODES, PLAIN, Cell, Outcome, Result, cells_of
-from benchmarks.measure.models.measuring import with_plain
+from benchmarks.measure.models.cell import GOOD, MODES, Cell, Result, cells_of
+from benchmarks.measure.models.measuring import explained
 from benchmarks.measure.models.page import page
 from benchmarks.measure.models.records import Record
 from benchmarks.measure.models.workers import Ranks
@@ -65,11 +65,7 @@ def chosen(text: str | None, known: Sequence[str], option: str) -> list[str]:
 
 def measured(cell: Cell, ranks: Ranks, seconds: float) -> Result:
     """Result of a cell; where a compiled one is not as it should be, of the plain model too."""
-    result = ranks.run(cell, seconds)
-    compared = (Outcome.DIFFERS, Outcome.ERROR, Outcome.TIMEOUT)
-    if result.outcome not in compared or cell.mode not in PLAIN:
-        return result
-    return with_plain(result, ranks.run(cell.plain(), seconds))
+    return explained(cell, ranks.run(cell, seconds), lambda plain: ranks.run(plain, seconds))
 
 
 def run(options: argparse.Namespace, architectures: Sequence[Architecture], record: Record) -> None:

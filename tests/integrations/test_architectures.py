@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from pool import RankPool
 
-from benchmarks.measure.models.cell import MODES, PLAIN, Cell, Outcome, Result
-from benchmarks.measure.models.measuring import SEVERITY, Answer, measure, merged, with_plain
+from benchmarks.measure.models.cell import MODES, Cell, Outcome, Result
+from benchmarks.measure.models.measuring import SEVERITY, Answer, explained, measure, merged
 from benchmarks.measure.models.records import Record
 from benchmarks.workloads.architectures import catalogue
 
@@ -46,10 +46,10 @@ def measured(rank: int, world_size: int, cell: Cell) -> Answer:
 
 
 def _result(ranks: RankPool, cell: Cell) -> Result:
-    result = merged(ranks.run(measured, 2, cell))
-    if result.outcome in (Outcome.EQUAL, Outcome.CLOSE, Outcome.ZEROS) or cell.mode not in PLAIN:
-        return result
-    return with_plain(result, merged(ranks.run(measured, 2, cell.plain())))
+    def run(cell: Cell) -> Result:
+        return merged(ranks.run(measured, 2, cell))
+
+    return explained(cell, run(cell), run)
 
 
 @pytest.mark.parametrize("mode", MODES)

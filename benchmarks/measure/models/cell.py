@@ -10,8 +10,9 @@ from typing import Any
 from benchmarks.workloads.architectures.base import SETTINGS, Architecture
 
 MODES = ("eager", "hooks", "graph")
-PLAIN = {"hooks": "plain", "graph": "plain_whole"}
-"""For each compiled mode, how the plain model is compiled to be compared with it."""
+PLAIN = {"hooks": ("plain", "plain_blocks"), "graph": ("plain_whole",)}
+"""For each compiled mode, how the plain model is compiled to be compared with it: as it is, its
+blocks one by one, or in one graph."""
 
 
 class Outcome(str, Enum):
@@ -63,9 +64,10 @@ class Cell:
         """Whether one graph is asked for."""
         return self.mode in ("graph", "plain_whole")
 
-    def plain(self) -> Cell:
-        """The plain model, compiled alike."""
-        return Cell(self.architecture, self.setting, PLAIN[self.mode])
+    def plain(self) -> list[Cell]:
+        """The plain model, compiled alike; none in eager mode."""
+        modes = PLAIN.get(self.mode, ())
+        return [Cell(self.architecture, self.setting, mode) for mode in modes]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,22 @@ def measure(cell: Cell, rank: int) -> Answer:
     except Exception as error:
         return _answer(Result(Outcome.ERROR, message(error), where=place(error)))
     return _answer(result_of(got, expected, cell.setting))
+
+
+def explained(cell: Cell, ours: Result, measured: Callable[[Cell], Result]) -> Result:
+    """Our result, or ``PLAIN`` where the plain model, compiled alike, does no better.
+
+    Args:
+        cell: the cell of the result.
+        ours: its result.
+        measured: gives the result of a cell of the plain model.
+    """
+    if ours.outcome in (Outcome.DIFFERS, Outcome.ERROR, Outcome.TIMEOUT):
+        for plain in cell.plain():
+            found = with_plain(ours, measured(plain))
+            if found.outcome is Outcome.PLAIN:
+                return found
+    return ours
 
 
 def merged(answers: Sequence[Answer]) -> Result:

@@ -51,7 +51,8 @@ MEANINGS = {
     Outcome.DIFFERS: "a larger difference",
     Outcome.ERROR: "an exception, or a rank died",
     Outcome.TIMEOUT: "no answer in time",
-    Outcome.PLAIN: "not equal or close, and neither is the plain model below DDP, compiled alike",
+    Outcome.PLAIN: "not equal or close, and neither is the plain model below DDP with the same "
+    "backend: as it is or block by block for hooks mode, in one graph for graph mode",
     Outcome.NO_REFERENCE: "DDP in eager mode cannot train the model in this setting",
 }
 

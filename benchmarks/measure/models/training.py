@@ -54,7 +54,11 @@ def reference(architecture: Architecture, cell: Cell, rank: int) -> Trace:
     Buffers are each rank's own, as they are with shards: DDP would broadcast them.
     """
     plain = architecture.model(cell.setting)
-    if cell.backend is not None:
+    if cell.mode == "plain_blocks":
+        classes = architecture.block_classes(plain)
+        for block in [module for module in plain.modules() if type(module) in classes]:
+            block.compile(backend=cell.backend)
+    elif cell.backend is not None:
         plain = torch.compile(plain, backend=cell.backend, fullgraph=cell.is_whole)  # type: ignore[assignment]
     ddp = DistributedDataParallel(plain, find_unused_parameters=True, broadcast_buffers=False)
     return _train(ddp, ddp.module, nullcontext, architecture, cell, rank)
