@@ -118,10 +118,13 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if mode is None:
         return run_leaf(leaf_id, args, kwargs)
     token = _faking.set(True)
+    # A module may keep tensors as plain attributes, which are not made fake.
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with mode:
             output = fake_forward(module, args, kwargs)
     finally:
+        mode.allow_non_fake_inputs = allowed
         _faking.reset(token)
     tensors: list[torch.Tensor] = []
     module._fsdp_output_spec = _flatten(output, tensors)

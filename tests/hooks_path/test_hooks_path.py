@@ -540,3 +540,32 @@ def test_outputs_of_units_changed_in_place(ranks: RankPool, kind: str) -> None:
     for steps in ranks.run(_changed_in_place, 2, kind):
         for expected, got in steps:
             assert got == pytest.approx(expected, rel=1e-6)
+
+
+class _Tabled(nn.Module):
+    """Adds a table that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = torch.linspace(0.0, 1.0, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.table
+
+
+def _plain_attributes(rank: int, world_size: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Tabled(), _Tabled())
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Tabled}))
+    found = []
+    for each in (plain, in_mode(model, "hooks")):
+        loss = each(torch.ones(2, 8)).sum()
+        loss.backward()
+        found.append(loss.item())
+    return found[0], found[1]
+
+
+def test_tensors_that_are_plain_attributes(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_plain_attributes, 2):
+        assert got == pytest.approx(expected, rel=1e-6)

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ("fsdp_dynamo", "graph_passes")
 LENGTH = 300
@@ -21,11 +19,12 @@ _USER_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 def message(error: BaseException) -> str:
     """Type and first line; of Dynamo also its explanation and the line of the model."""
-    if isinstance(error, BackendCompilerFailed):
-        return f"the backend failed: {message(error.inner_exception)}"[:LENGTH]
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException):  # Dynamo's, of a backend that failed
+        return f"the backend failed: {message(inner)}"[:LENGTH]
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    if isinstance(error, Unsupported):
+    if "Explanation:" in str(error):
         text += "".join(f" {line}" for line in lines[1:] if line.startswith("Explanation:"))
     user = _USER_LINE.findall(str(error).partition("from user code:")[2])
     if user:

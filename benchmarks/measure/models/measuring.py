@@ -35,7 +35,7 @@ class Answer:
 def measure(cell: Cell, rank: int) -> Answer:
     """Train in the cell's mode and compare with DDP; never raises what the model raises."""
     architecture = catalogue.of_name(cell.architecture)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     is_plain = cell.mode.startswith("plain")
     try:
         expected = reference(architecture, Cell(cell.architecture, cell.setting, "eager"), rank)

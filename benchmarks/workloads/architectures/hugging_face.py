@@ -81,10 +81,9 @@ def hugging_face(
         transformers.logging.set_verbosity_error()
         model_class: Any = getattr(transformers, class_name)
         config = model_class.config_class(**sizes)
-        if attention is None:
-            model: nn.Module = model_class(config)
-        else:
-            model = model_class._from_config(config, attn_implementation=attention)
+        model = model_class(config)
+        if attention is not None:
+            model.set_attn_implementation(attention)
         return model
 
     return Architecture(
