@@ -199,7 +199,6 @@ REPEATED: tuple[str, ...] = (
     "wrap/test_bad_input.py::test_goes_on_after_a_refused_forward[hooks]",
     "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[data-graph]",
     "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[data-hooks]",
-    "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[frozen-graph]",
     "wrap/test_bad_input.py::test_parameter_changed_behind_the_back[object-hooks]",
     "wrap/test_checkpointing.py::test_against_fsdp2[graph-False-False]",
     "wrap/test_checkpointing.py::test_against_fsdp2[hooks-False-True]",

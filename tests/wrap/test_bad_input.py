@@ -244,11 +244,6 @@ def test_ignoring_the_root_warns(ranks: RankPool) -> None:
         assert shapes != whole
 
 
-def test_no_process_group() -> None:
-    assert not dist.is_initialized()
-    assert "Call torch.distributed.init_process_group" in _message(lambda: FSDP(nn.Linear(2, 2)))
-
-
 def _offload(rank: int, world_size: int) -> bool:
     FSDP(nn.Linear(2, 2), cpu_offload=CPUOffload(offload_params=True))
     return True
