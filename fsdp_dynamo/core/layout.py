@@ -203,11 +203,11 @@ class FlatLayout:
         return ShardLayout(start, end - start, ranges, shapes)
 
     def slots_within(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
-        """Indices of parameters of which all elements are in one of some ranges."""
+        """Indices of parameters that have elements, all of them in one of some ranges."""
         return {
             index
             for index, slot in enumerate(self.slots)
-            if any(begin <= slot.offset and slot.end <= end for begin, end in ranges)
+            if slot.numel and any(begin <= slot.offset and slot.end <= end for begin, end in ranges)
         }
 
     def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
