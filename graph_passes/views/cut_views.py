@@ -44,7 +44,7 @@ def cut_views(graph: fx.Graph) -> None:
 
 def _is_unsharded(split: fx.Node) -> bool:
     """Whether what is split is an unsharded flat parameter."""
-    (source,) = split.all_input_nodes
+    source: fx.Node = split.args[0]  # type: ignore[assignment]
     return is_wait(source) or (source.op == "placeholder" and cuts_views(split))
 
 

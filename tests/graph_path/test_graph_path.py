@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from models import Block, batch, loss_of, make_transformer, nothing_cached, train, wrap
+from modes import in_mode
 from pool import RankPool
+from torch import nn
 from torch._dynamo.utils import counters
 
-from fsdp_dynamo import ShardingStrategy
+from fsdp_dynamo import FSDP, ShardingStrategy
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.graph_path.cache_keys import marks_key
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import UNIT, mark_of
 from graph_passes.pipeline import Pipeline
@@ -117,3 +121,36 @@ def test_units_are_part_of_the_cache_key() -> None:
     """Graphs that differ only in the order of equal blocks must not share generated code."""
     digests = [marks_key(_marked(list(units))) for units in ("ab", "ba", "ab")]
     assert digests[0] == digests[2] != digests[1]
+
+
+class _Rows(nn.Module):
+    """Keeps some rows, splits them by a size that depends on data, and looks at them as others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[x.sum(-1) > 0.0]
+        y = self.head(self.block(rows)).reshape(-1, 2).reshape(-1, 8)
+        return y.sum()
+
+
+def _data_dependent(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    plain = _Rows()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    compiled = in_mode(model, "graph")
+    expected, got = [], []
+    for step in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        expected.append(plain(x).item())
+        loss = compiled(x)
+        loss.backward()
+        got.append(loss.item())
+    return expected, got
+
+
+def test_sizes_that_depend_on_data(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_data_dependent, 2):
+        assert got == pytest.approx(expected, rel=1e-5)
