@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import Transformer, batch, loss_of, make_transformer, wrap
+from models import Transformer, average_gradients, batch, loss_of, make_transformer, wrap
 from modes import INDUCTOR_MODES, MODES, in_mode
 from pool import RankPool
 from torch import nn
@@ -24,13 +23,6 @@ PATTERNS = ["", "blocks.0", "blocks.1.up.weight", "", "blocks", "embed.weight", 
 def _freeze(model: nn.Module, frozen: str) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_(not (frozen and name.startswith(frozen)))
-
-
-def _averaged(model: nn.Module) -> None:
-    """Gradients' means over ranks, for a model of one process each."""
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
 
 
 def _train(
@@ -69,7 +61,7 @@ def _compare(rank: int, world_size: int, mode: str, before: str) -> tuple[Any, A
     plain = make_transformer(num_blocks=2)
     _freeze(plain, before)
     reference = copy.deepcopy(plain)
-    expected = _train(reference, reference, rank, _averaged)
+    expected = _train(reference, reference, rank, average_gradients)
     model = wrap(plain)
     got = _train(model, _called_again(in_mode(model, mode)), rank, lambda _: None)
     return expected, got
@@ -140,7 +132,7 @@ def _adversaries(rank: int, world_size: int, mode: str) -> tuple[list[float], li
     torch.manual_seed(0)
     plain = Transformer(num_blocks=1), _Critic(num_blocks=1)
     reference = copy.deepcopy(plain)
-    expected = _in_turn(*reference, reference, rank, _averaged)
+    expected = _in_turn(*reference, reference, rank, average_gradients)
     policy = ModuleWrapPolicy({type(plain[0].blocks[0])})
     models = tuple(FSDP(m, auto_wrap_policy=policy) for m in plain)
     calls = tuple(in_mode(model, mode) for model in models)

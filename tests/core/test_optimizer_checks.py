@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from loops import error_of
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, FSDPError, ShardingStrategy
-
-
-def _message(action: Any) -> str:
-    try:
-        action()
-    except FSDPError as error:
-        return str(error)
-    return ""
+from fsdp_dynamo import FSDP, ShardingStrategy
 
 
 def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
@@ -48,7 +41,7 @@ def _steps(rank: int, world_size: int, make: Any, strategy: str) -> str:
         return loss
 
     closure()
-    return _message(lambda: optimizer.step(closure))
+    return error_of(lambda: optimizer.step(closure))
 
 
 @pytest.mark.parametrize("make", [_lbfgs, _adafactor, _transformers_adafactor])
@@ -114,7 +107,7 @@ def _loaded_from_rank_0(rank: int, world_size: int) -> str:
     torch.distributed.broadcast_object_list(saved, src=0)
     optimizer.load_state_dict(saved[0])
     loss_of(model, batch(rank, 0)).backward()
-    return _message(optimizer.step)
+    return error_of(optimizer.step)
 
 
 def test_a_plain_state_dict_of_another_rank(ranks: RankPool) -> None:

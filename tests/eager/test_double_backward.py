@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from models import average_gradients
 from pool import RankPool
 from torch import nn
 
@@ -61,15 +61,9 @@ def _train(
     return losses
 
 
-def _averaged(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
-
-
 def _compare(rank: int, world_size: int, strategy: str, between: bool) -> tuple[Any, Any, bool]:
     plain = _critic()
-    expected = _train(copy.deepcopy(plain), rank, between, _averaged)
+    expected = _train(copy.deepcopy(plain), rank, between, average_gradients)
     model = FSDP(
         plain,
         auto_wrap_policy=ModuleWrapPolicy({_Layer}),
@@ -99,7 +93,7 @@ def _of_parameters(rank: int, world_size: int) -> tuple[str, list[float], list[f
     plain = _critic()
     return (
         message,
-        _train(plain, rank, False, _averaged),
+        _train(plain, rank, False, average_gradients),
         _train(model, rank, False, lambda _: None),
     )
 

@@ -104,6 +104,13 @@ def train(
     return losses, norms
 
 
+def average_gradients(model: nn.Module) -> None:
+    """Means over ranks, for a reference that every rank trains by itself."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+
+
 def wrap(model: nn.Module, **kwargs: Any) -> FSDP:
     """One unit a block, and the root."""
     kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))

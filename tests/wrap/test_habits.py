@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import error_of
 from models import Block, batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import RankPool
@@ -19,22 +20,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import functional as F
 
-from fsdp_dynamo import FSDP, FSDPError, fully_shard
+from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-
-
-def _message(action: Any) -> str:
-    try:
-        action()
-    except FSDPError as error:
-        return str(error)
-    return ""
 
 
 def _pickled(rank: int, world_size: int, composable: bool) -> str:
     model = make_transformer(num_blocks=1)
     sharded = fully_shard(model) if composable else FSDP(model)
-    return _message(lambda: torch.save(sharded, io.BytesIO()))
+    return error_of(lambda: torch.save(sharded, io.BytesIO()))
 
 
 @pytest.mark.parametrize("composable", [False, True])
@@ -171,7 +164,7 @@ def _weight(kind: str) -> nn.Parameter:
 def _quantised(rank: int, world_size: int, kind: str, mode: str) -> tuple[str, float]:
     torch.manual_seed(0)
     model = _Adapted(_weight(kind))
-    message = _message(lambda: FSDP(model))
+    message = error_of(lambda: FSDP(model))
     sharded = FSDP(model, ignored_states=[model.base.weight])
     loss = in_mode(sharded, mode)(torch.ones(2, 4)).square().sum()
     loss.backward()
@@ -218,7 +211,7 @@ def _borrowed(rank: int, world_size: int, mode: str) -> tuple[str, float, float]
     plain = _Borrowing()
     expected = plain(torch.ones(2, 4)).item()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    message = _message(lambda: model(torch.ones(2, 4)))
+    message = error_of(lambda: model(torch.ones(2, 4)))
     advised = in_mode(FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer, nn.Linear})), mode)
     return message, expected, advised(torch.ones(2, 4)).item()
 
