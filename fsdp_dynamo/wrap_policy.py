@@ -72,6 +72,10 @@ class ModuleWrapPolicy(WrapPolicy):
                 )
         self.module_classes = classes
 
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """The policy as a ``CallablePolicy``, for what else takes one (checkpoint wrappers)."""
+        return recurse or isinstance(module, self.module_classes)
+
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
         """The modules of the classes.
 
@@ -101,6 +105,10 @@ class CustomPolicy(WrapPolicy):
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """The policy as a ``CallablePolicy``, for what else takes one (checkpoint wrappers)."""
+        return recurse or self._answer(module) is not None
+
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
         """The modules for which the function says so.
 
@@ -112,19 +120,24 @@ class CustomPolicy(WrapPolicy):
         for module in root.modules():
             if module in ignored:
                 continue
-            answer = self.lambda_fn(module)
-            if isinstance(answer, Mapping):
-                found[module] = dict(answer)
-            elif answer is True:
-                found[module] = {}
-            elif answer is not False:
-                raise FSDPTypeError(
-                    expected="True, False or a dict of constructor arguments",
-                    got=repr(answer),
-                    where=f"CustomPolicy on {type(module).__name__}",
-                    fix="Return one of these from the policy function.",
-                )
+            overrides = self._answer(module)
+            if overrides is not None:
+                found[module] = overrides
         return _checked(found, root, "modules for which the policy function is true")
+
+    def _answer(self, module: nn.Module) -> dict[str, Any] | None:
+        """Constructor arguments of the module's own; ``None``: not to be wrapped."""
+        answer = self.lambda_fn(module)
+        if isinstance(answer, Mapping):
+            return dict(answer)
+        if answer is True or answer is False:
+            return {} if answer else None
+        raise FSDPTypeError(
+            expected="True, False or a dict of constructor arguments",
+            got=repr(answer),
+            where=f"CustomPolicy on {type(module).__name__}",
+            fix="Return one of these from the policy function.",
+        )
 
 
 def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -86,7 +87,7 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         own = as_tensor_shard(flat, index, original.param.detach())
         require_same_shard(own, value, f"key '{key}'")
         return value.local.view(original.param.shape)
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
     if shape != unsharded_shape(flat, index):
         raise FSDPValueError(
             expected=f"a tensor of shape {unsharded_shape(flat, index)}",
@@ -94,8 +95,7 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
             where=f"key '{key}'",
             fix="Load a full state dict of the same model.",
         )
+    value = torch.detach(value)  # loads the value of a file that is read as it is needed
     if original.parallel is not None:
         value = original.parallel.local(value)
-    if not flat.is_sharded:
-        return value
-    return part.of(value.detach())
+    return part.of(value) if flat.is_sharded else value

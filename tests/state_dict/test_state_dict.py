@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Block, batch, loss_of, make_transformer, train, wrap
+from models import VOCABULARY, Block, Transformer, batch, loss_of, make_transformer, train, wrap
 from pool import RankFailedError, RankPool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo import FSDP, FSDPValueError, MixedPrecision, UnsupportedError, fully_shard
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
@@ -109,6 +110,32 @@ def _round_trip(rank: int, world_size: int) -> tuple[float, float]:
 def test_round_trip(ranks: RankPool, world_size: int) -> None:
     for plain, trained in ranks.run(_round_trip, world_size):
         assert plain == trained
+
+
+class _InFile:
+    """A value that loaders of others pass: it has a shape, and is read when a function needs it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.shape, self._value = value.shape, value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tree_map_only(cls, lambda one: one._value, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _loaded_as_needed(rank: int, world_size: int) -> list[str]:
+    model = wrap(make_transformer(num_blocks=2))
+    plain = Transformer(num_blocks=2)  # other weights, the same on every rank
+    model.load_state_dict({name: _InFile(value) for name, value in plain.state_dict().items()})
+    whole = model.state_dict()
+    return [
+        name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)
+    ]
+
+
+def test_values_that_are_loaded_as_they_are_needed(ranks: RankPool) -> None:
+    assert ranks.run(_loaded_as_needed, 2) == [[], []]
 
 
 def _wrong_shape(rank: int, world_size: int) -> None:

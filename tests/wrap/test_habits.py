@@ -16,12 +16,25 @@ from pool import RankPool
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
     apply_activation_checkpointing,
 )
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP, fully_shard
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [ModuleWrapPolicy({Block}), CustomPolicy(lambda module: isinstance(module, Block))],
+    ids=["classes", "function"],
+)
+def test_checkpoints_by_a_wrap_policy(policy: Any) -> None:
+    model = make_transformer(num_blocks=2)
+    apply_activation_checkpointing(model, auto_wrap_policy=policy)
+    inside = [m._checkpoint_wrapped_module for m in model.modules() if type(m) is CheckpointWrapper]
+    assert [type(module) for module in inside] == [Block, Block]
 
 
 def _pickled(rank: int, world_size: int, composable: bool) -> str:
