@@ -1,4 +1,4 @@
-"""Public configuration types: enums and frozen dataclasses.
+"""Public configuration types: enums and dataclasses.
 
 The names are those of ``torch.distributed.fsdp``. This file is a leaf: of the package it imports
 only the errors.
@@ -7,7 +7,7 @@ only the errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -81,7 +81,7 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedPrecision:
     """Data types of a unit's parameters, reductions and buffers.
 
@@ -107,7 +107,7 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CPUOffload:
     """Keep sharded parameters and gradients in (pinned) host memory.
 
@@ -136,7 +136,7 @@ class StateDictType(Enum):
     SHARDED_STATE_DICT = auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateDictConfig:
     """Options of all forms.
 
@@ -147,7 +147,7 @@ class StateDictConfig:
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullStateDictConfig(StateDictConfig):
     """Options of a full state dict.
 
@@ -158,7 +158,7 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedStateDictConfig(StateDictConfig):
     """Options of a sharded state dict.
 
@@ -170,12 +170,12 @@ class ShardedStateDictConfig(StateDictConfig):
     shares_memory: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalStateDictConfig(StateDictConfig):
     """Options of a local state dict."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimStateDictConfig(StateDictConfig):
     """Options of an optimizer's state dict in all forms.
 
@@ -183,7 +183,7 @@ class OptimStateDictConfig(StateDictConfig):
     """
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's full state dict.
 
@@ -194,7 +194,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's sharded state dict.
 
@@ -206,12 +206,12 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     shares_memory: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
     """Options of an optimizer's local state dict."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateDictSettings:
     """Form and options of a module's state dicts.
 
@@ -222,8 +222,8 @@ class StateDictSettings:
     """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = FullStateDictConfig()
-    optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
 
     @property
     def copies_model(self) -> bool:
@@ -259,9 +259,11 @@ def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
 
 
 def coerce_mixed_precision(value: object) -> MixedPrecision | None:
-    """``value`` as our ``MixedPrecision``; accepts upstream's dataclass of that name."""
-    if value is None or isinstance(value, MixedPrecision):
-        return value
+    """A copy of ``value``; accepts upstream's dataclass of that name."""
+    if value is None:
+        return None
+    if isinstance(value, MixedPrecision):
+        return replace(value)
     if type(value).__name__ == "MixedPrecision":
         return MixedPrecision(**vars(value))
     raise FSDPTypeError(
@@ -299,7 +301,7 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
     if config is None:
         return kind()
     if isinstance(config, kind):
-        return config
+        return replace(config)
     if type(config).__name__ == kind.__name__:
         known = {f.name for f in fields(kind)}
         return kind(**{name: value for name, value in vars(config).items() if name in known})

@@ -56,9 +56,12 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         FSDPStateError: units in ``module`` have different settings, or it has none.
     """
-    found = {unit.state_dict_settings for unit in units_in(module)}
+    found: list[StateDictSettings] = []
+    for unit in units_in(module):
+        if unit.state_dict_settings not in found:
+            found.append(unit.state_dict_settings)
     if len(found) == 1:
-        return found.pop()
+        return found[0]
     raise FSDPStateError(
         expected="units that all have the same settings",
         got=f"{len(found)} different ones" if found else "no unit",

@@ -16,7 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils._pytree import tree_map_only
 
-from fsdp_dynamo import FSDP, FSDPValueError, MixedPrecision, UnsupportedError, fully_shard
+from fsdp_dynamo import (
+    FSDP,
+    FSDPValueError,
+    FullStateDictConfig,
+    MixedPrecision,
+    StateDictType,
+    UnsupportedError,
+    fully_shard,
+)
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
@@ -110,6 +118,22 @@ def _round_trip(rank: int, world_size: int) -> tuple[float, float]:
 def test_round_trip(ranks: RankPool, world_size: int) -> None:
     for plain, trained in ranks.run(_round_trip, world_size):
         assert plain == trained
+
+
+def _options_set_later(rank: int, world_size: int) -> tuple[list[str], bool, list[str]]:
+    model = wrap(make_transformer(num_blocks=1))
+    config, mine = FullStateDictConfig(), FullStateDictConfig(rank0_only=True)
+    config.rank0_only = True  # upstream's classes can be written to, and integrations do so
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        config.rank0_only = False
+        names = list(model.state_dict())
+        same = FSDP.get_state_dict_type(model).state_dict_config == mine
+    return names, same, list(model.state_dict())
+
+
+def test_options_are_those_of_the_call(ranks: RankPool) -> None:
+    (first, same, every), (second, *_) = ranks.run(_options_set_later, 2)
+    assert (first, second, same) == (every, [], True)
 
 
 class _InFile:
