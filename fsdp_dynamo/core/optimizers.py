@@ -1,8 +1,9 @@
 """What an optimizer of sharded parameters is checked for before its first step.
 
 Element by element, an update of this rank's parts is that of the whole parameters. Optimizers that
-take norms or dot products of parameters do something else on parts. State that was made before the
-parameters were sharded is whole, and is cut here.
+take norms or dot products of parameters do something else on parts, and a gradient scaler may see
+this rank's parts only. State that was made before the parameters were sharded is whole, and is cut
+here; state of another rank's parts is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.gradient_scalers import refuse_plain_scaler
+from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
 
@@ -52,6 +55,8 @@ _NAMES = frozenset(
 _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 """By optimizer, the state that was checked; a loaded one is another object."""
+_saying_origin: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose state dicts say whose parts they hold."""
 
 
 def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
@@ -67,16 +72,33 @@ def _register() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _checked.get(optimizer) is optimizer.state:
-        return
-    for param, flat, index in _sharded_parameters(optimizer):
+    if _checked.get(optimizer) is not optimizer.state:
+        _check(optimizer)
+
+
+@torch.compiler.disable(reason="an optimizer is checked once, eagerly")  # type: ignore[untyped-decorator]
+def _check(optimizer: Optimizer) -> None:
+    managed = list(_managed_parameters(optimizer))
+    sharded = _sharded_places(optimizer)
+    if sharded:
+        first = _name(*next(iter(sharded.values())))
+        check_origins(optimizer, sharded, first)
+        refuse_plain_scaler(optimizer, first)
+        if optimizer not in _saying_origin:
+            optimizer.register_state_dict_post_hook(_after_state_dict)
+            _saying_origin.add(optimizer)
+    for param, flat, index in managed:
         _refuse_across_elements(optimizer, flat, index)
         if param in optimizer.state:
             _fit(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
 
 
-def _sharded_parameters(
+def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    write_origins(optimizer, state_dict, _sharded_places(optimizer))
+
+
+def _managed_parameters(
     optimizer: Optimizer,
 ) -> Iterator[tuple[torch.Tensor, FlatParameter, int]]:
     places = {
@@ -88,6 +110,15 @@ def _sharded_parameters(
         for param in group["params"]:
             if id(param) in places:
                 yield param, *places[id(param)]
+
+
+def _sharded_places(optimizer: Optimizer) -> dict[int, Place]:
+    """By the ``id`` of each of its parameters of which ranks have different parts, the place."""
+    return {
+        id(param): (flat, index)
+        for param, flat, index in _managed_parameters(optimizer)
+        if flat.is_sharded and flat.layout.world_size > 1
+    }
 
 
 def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: int) -> None:
@@ -127,9 +158,7 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
                 f"parameter, {tuple(whole)}",
                 got=f"'{key}' of shape {tuple(value.shape)}: another rank's, perhaps",
                 where=_name(flat, index),
-                fix="optimizer.state_dict() is of one rank's parts: save what "
-                "FSDP.optim_state_dict(model, optimizer) gives, and load it through "
-                "FSDP.optim_state_dict_to_load().",
+                fix=ADVICE,
             )
 
 

@@ -25,6 +25,7 @@ from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.config import StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
+from fsdp_dynamo.core.state_origin import without_origin
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -135,7 +136,7 @@ def save(
     states = {place: given["state"].get(number, {}) for _, number, place in places}
     copies = settings.copies_optim
     to_cpu = settings.optim_state_dict_config.offload_to_cpu
-    groups = [{**group, "params": []} for group in given["param_groups"]]
+    groups = [{**without_origin(group), "params": []} for group in given["param_groups"]]
     if copies:  # including learning rates, which may be tensors
         groups = [copied(group) for group in groups]
     for group_number, _, place in places:
@@ -381,7 +382,9 @@ def _groups(
         own = [(number, place.fqn) for g, number, place in places if g == group_number]
         sources = {holder.get(fqn) for _, fqn in own}
         settings = [
-            {k: v for k, v in saved[i].items() if k != "params"} for i in sources if i is not None
+            {k: v for k, v in without_origin(saved[i]).items() if k != "params"}
+            for i in sources
+            if i is not None
         ]
         if None in sources or any(one != settings[0] for one in settings):
             names = [fqn for _, fqn in own]

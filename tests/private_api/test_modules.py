@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -597,3 +598,39 @@ def test_wrapper_subclasses_are_told_from_plain_tensors() -> None:
     plain = torch.ones(2)
     assert is_traceable_wrapper_subclass(nn.Parameter(TwoTensor(plain, plain)))
     assert not is_traceable_wrapper_subclass(nn.Parameter(plain))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "GradScaler._unscale_grads_",
+    "GradScaler._maybe_opt_step",
+    need="whether a subclass of torch.amp.GradScaler may share overflows among ranks; torch's own "
+    "does not, and is found in the frames above a step of the optimizer",
+    instead="ShardedGradScaler by its class, and every other scaler refused",
+)
+def test_a_scaler_is_found_above_a_step() -> None:
+    class Own(torch.amp.GradScaler):
+        def _unscale_grads_(self, *arguments: Any) -> Any:
+            return super()._unscale_grads_(*arguments)
+
+    found: list[Any] = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+                frame = frame.f_back
+            found.append(None if frame is None else frame.f_locals["self"])
+
+    scaler = Own("cpu", init_scale=2.0)
+    param = nn.Parameter(torch.ones(2))
+    optimizer = Looking([param], lr=1.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert found == [scaler]
+    assert param.grad is not None
+    assert param.grad.tolist() == [1.0, 1.0]
+    assert Own._maybe_opt_step is torch.amp.GradScaler._maybe_opt_step
+    assert Own._unscale_grads_ is not torch.amp.GradScaler._unscale_grads_

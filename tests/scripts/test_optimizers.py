@@ -260,21 +260,17 @@ def _scaled(model: nn.Module, rank: int, scaler: torch.amp.GradScaler) -> list[t
 
 def _with_scalers(rank: int, world_size: int, mode: str) -> list[Any]:
     how = {"init_scale": 256.0, "growth_interval": 2}
-    seen = [
-        _scaled(
-            DistributedDataParallel(make_classifier()), rank, torch.amp.GradScaler("cpu", **how)
-        )
+    plain, sharded = torch.amp.GradScaler("cpu", **how), ShardedGradScaler("cpu", **how)
+    return [
+        _scaled(DistributedDataParallel(make_classifier()), rank, plain),
+        _scaled(in_mode(shard(make_classifier()), mode), rank, sharded),
     ]
-    for scaler in (torch.amp.GradScaler("cpu", **how), ShardedGradScaler("cpu", **how)):
-        seen.append(_scaled(in_mode(shard(make_classifier()), mode), rank, scaler))
-    return seen
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_scalers_without_an_overflow(ranks: RankPool, mode: str) -> None:
-    """Torch's own and the sharded one; where one rank overflows: test_troubleshooting.py."""
-    for expected, *found in ranks.run(_with_scalers, 2, mode):
-        for got in found:
-            assert [scale for *_, scale in got] == [256.0, 512.0, 512.0, 1024.0]
-            for line, expected_line in zip(got, expected, strict=True):
-                assert line == pytest.approx(expected_line, rel=1e-3)
+    """Torch's own under DDP, the sharded one here; with an overflow: test_optimizer_checks.py."""
+    for expected, got in ranks.run(_with_scalers, 2, mode):
+        assert [scale for *_, scale in got] == [256.0, 512.0, 512.0, 1024.0]
+        for line, expected_line in zip(got, expected, strict=True):
+            assert line == pytest.approx(expected_line, rel=1e-3)
