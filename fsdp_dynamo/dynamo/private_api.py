@@ -16,7 +16,6 @@ state dict has plain names, so it must also load them; there is no hook on a cla
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -29,7 +28,7 @@ from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost
 from torch._dynamo.exc import PackageError
 from torch._guards import TracingContext
 
-from fsdp_dynamo.errors import FSDPStateError, error_message
+from fsdp_dynamo.errors import FSDPStateError
 
 GRAPH_MODE = "graph"
 LEAF_MODE = "leaf"
@@ -269,27 +268,10 @@ def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., 
     return call
 
 
-_has_warned = False
-
-
-def warn_if_the_graph_breaks(gm: torch.fx.GraphModule) -> None:
-    """Warn, once, that a graph break ends a graph that is to be compiled."""
-    global _has_warned
+def ends_with_a_break(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph break ends a graph that is to be compiled."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if _has_warned or reason is None or not reason.graph_break:
-        return
-    _has_warned = True
-    warnings.warn(
-        error_message(
-            expected="one graph of the whole model",
-            got="a graph break",
-            where="torch.compile",
-            fix="Results are the same, but a unit in which a graph ends stays unsharded until its "
-            "backward. TORCH_LOGS=graph_breaks and explain(model) say where and why; with "
-            "fullgraph=True it is an error.",
-        ),
-        stacklevel=2,
-    )
+    return reason is not None and bool(reason.graph_break)
 
 
 def cannot_capture(what: str, fix: str) -> NoReturn:

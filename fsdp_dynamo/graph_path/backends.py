@@ -23,10 +23,10 @@ from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,
     declare_mode,
     one_schema_a_region,
-    warn_if_the_graph_breaks,
 )
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import generated_code, operators
+from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_path.cache_keys import marks_key
 from fsdp_dynamo.graph_path.gradient_routing import route_gradients
 from fsdp_dynamo.graph_path.inductor import MAX_AUTOTUNE, inductor_settings, mode_settings

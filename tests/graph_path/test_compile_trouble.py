@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import warnings
 from typing import Any
@@ -23,7 +24,7 @@ from fsdp_dynamo import (
     record_events,
     warmup,
 )
-from fsdp_dynamo.dynamo import private_api
+from fsdp_dynamo.graph_path import broken_units
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 COMPILED = ("hooks", "graph")
@@ -74,16 +75,16 @@ class _BreakingBlock(Block):
 
 
 class _Breaking(Transformer):
-    """Its second block breaks the graph."""
+    """Its last blocks break the graph."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
-        self.blocks[1] = _BreakingBlock(16)
+    def __init__(self, num_breaks: int = 1) -> None:
+        super().__init__(num_blocks=1)
+        self.blocks.extend(_BreakingBlock(16) for _ in range(num_breaks))
 
 
-def _breaking() -> FSDP:
+def _breaking(num_breaks: int = 1) -> FSDP:
     torch.manual_seed(7)
-    return FSDP(_Breaking(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    return FSDP(_Breaking(num_breaks), auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 def _break_in_a_whole_graph(rank: int, world_size: int) -> str:
@@ -100,18 +101,21 @@ def test_an_error_shows_the_users_line(ranks: RankPool) -> None:
         assert "torch._dynamo.graph_break()  # the user's line" in message
 
 
-def _break_and_go_on(rank: int, world_size: int) -> tuple[Any, Any, dict[str, int], list[str]]:
-    expected, _ = train(_breaking(), rank, steps=2)
-    model = torch.compile(_breaking(), backend="fsdp_dynamo_aot_eager")
-    private_api._has_warned = False  # by an earlier job of this process
+def _break_and_go_on(rank: int, world_size: int) -> tuple[Any, Any, dict[str, int], Any, Any]:
+    expected, _ = train(_breaking(2), rank, steps=2)
+    model = _breaking(2)
+    compiled = torch.compile(model, backend="fsdp_dynamo_aot_eager")
+    broken_units._warned.clear()  # by an earlier job of this process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got, _ = train(model, rank, steps=2)
-    said = [str(w.message) for w in caught if "graph" in str(w.message)]
+        got, _ = train(compiled, rank, steps=2)
+    said = " ".join(str(w.message) for w in caught if "expected one graph" in str(w.message))
     with record_events() as log:
-        loss_of(model, batch(rank, 0)).backward()
+        loss_of(compiled, batch(rank, 0)).backward()
     reduced = [event.unit for event in log if event.kind == "reduce_scatter"]
-    return expected, got, {unit: reduced.count(unit) for unit in reduced}, said
+    stay = re.findall(r"'([\w.]+)' \((\d+) bytes\)", said)
+    sizes = [(u.fqn, str(sum(f.unsharded_bytes for f in u.flats))) for u in model._fsdp_root.units]
+    return expected, got, {unit: reduced.count(unit) for unit in reduced}, sorted(stay), sizes
 
 
 class _BreakingInTheLoop(Transformer):
@@ -128,7 +132,7 @@ def _break_in_the_loop(rank: int, world_size: int) -> tuple[Any, Any, list[str]]
         torch.manual_seed(7)
         return FSDP(_BreakingInTheLoop(), auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-    private_api._has_warned = False  # by an earlier job of this process
+    broken_units._warned.clear()  # by an earlier job of this process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got, _ = train(torch.compile(make(), backend="fsdp_dynamo_aot_eager"), rank, steps=3)
@@ -144,12 +148,12 @@ def test_a_root_that_breaks_in_its_loop(ranks: RankPool) -> None:
         assert said[0].startswith("torch.compile: expected one graph")
 
 
-def test_a_unit_that_breaks_goes_on(ranks: RankPool) -> None:
-    for expected, got, reductions, said in ranks.run(_break_and_go_on, 2):
-        assert len(said) == 1
-        assert "expected one graph of the whole model" in said[0]
+def test_units_that_break_go_on(ranks: RankPool) -> None:
+    """They stay unsharded, and a warning names each once."""
+    for expected, got, reductions, stay, sizes in ranks.run(_break_and_go_on, 2):
+        assert stay == sizes[2:]  # of the root, blocks.0, blocks.1 and blocks.2
         assert got == pytest.approx(expected, rel=1e-5)
-        assert reductions == {"": 1, "blocks.0": 1, "blocks.1": 1}
+        assert reductions == {"": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
 
 
 # -- recompilations --------------------------------------------------------------------------------

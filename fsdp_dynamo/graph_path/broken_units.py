@@ -1,0 +1,69 @@
+"""Units in which a graph ends: their unsharded parameters go from one graph to the next.
+
+Dynamo ends a graph where it cannot go on. Where that is inside of a unit, the next graph takes the
+unsharded flat parameter or its views for inputs and saves them for its backward, and no pass can
+reshard the unit in between (decision 14).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fsdp_dynamo.dynamo.private_api import ends_with_a_break
+from fsdp_dynamo.errors import error_message
+from graph_passes.graph_utils import hint
+from graph_passes.markers import cuts_views, is_body, unit_of
+
+_warned: set[tuple[str, int]] = set()
+"""Units that were named, and their bytes; ``("", 0)`` for a graph break outside of them."""
+
+
+def warn_if_the_graph_breaks(gm: fx.GraphModule) -> None:
+    """Warn, once for each unit, that a graph break ends a graph that is to be compiled."""
+    if not ends_with_a_break(gm):
+        return
+    units = set(units_that_stay(gm).items()) or {("", 0)}
+    if units <= _warned:
+        return
+    _warned.update(units)
+    named = ", ".join(f"'{fqn}' ({num_bytes} bytes)" for fqn, num_bytes in sorted(units) if fqn)
+    stays = f", but units in which a graph ends stay unsharded until their backward: {named}"
+    warnings.warn(
+        error_message(
+            expected="one graph of the whole model",
+            got="a graph break",
+            where="torch.compile",
+            fix=f"Results are the same{stays if named else ''}. TORCH_LOGS=graph_breaks and "
+            "explain(model) say where and why; with fullgraph=True it is an error.",
+        ),
+        stacklevel=2,
+    )
+
+
+def units_that_stay(gm: fx.GraphModule) -> dict[str, int]:
+    """Bytes of what leaves a graph unsharded, by the unit's FQN.
+
+    The root is left out: it stays unsharded until its backward in any case.
+    """
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    found: dict[str, int] = {}
+    for source in set(_unsharded(output)):
+        tensor = source.meta.get("example_value")
+        fqn = unit_of(source)
+        if fqn and isinstance(tensor, torch.Tensor):
+            found[fqn] = found.get(fqn, 0) + hint(tensor.numel()) * tensor.element_size()
+    return found
+
+
+def _unsharded(output: fx.Node) -> Iterator[fx.Node]:
+    """Unsharded flat parameters that are outputs of a graph, or of which views are."""
+    for node in output.all_input_nodes:
+        is_view = cuts_views(node)
+        while cuts_views(node):
+            node = node.all_input_nodes[0]
+        if is_view or (unit_of(node) is not None and not is_body(node)):
+            yield node
