@@ -6,8 +6,6 @@ check_torch()  # before any import that an older torch would fail in a way of it
 check_distributed()
 
 # ruff: noqa: E402
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
 import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
 import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
@@ -28,6 +26,7 @@ from fsdp_dynamo.config import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    TrainingState,
 )
 from fsdp_dynamo.core.parameter_shards import ParameterShard
 from fsdp_dynamo.errors import (
@@ -44,10 +43,20 @@ from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
+from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
 from fsdp_dynamo.state_dict.optim_variants import OptimStateKeyType
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, UnshardHandle, fully_shard, replicate
 from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
+from fsdp_dynamo.wrap_policy import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    WrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 FSDP = FullyShardedDataParallel
 
@@ -56,6 +65,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CheckpointError",
+    "CustomPolicy",
     "DivergenceError",
     "Event",
     "EventLog",
@@ -72,6 +82,7 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ParameterShard",
@@ -84,18 +95,24 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TrainingState",
     "UnshardHandle",
     "UnsupportedError",
+    "WrapPolicy",
     "__version__",
+    "always_wrap_policy",
     "checkpoint",
     "explain",
     "fully_shard",
     "inspect_graphs",
+    "lambda_auto_wrap_policy",
     "limit_recompiles",
     "record_events",
     "record_flight",
     "record_plans",
     "replicate",
     "set_agreement_timeout",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "warmup",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TrainingState",
 ]
 
 
@@ -79,6 +80,19 @@ class BackwardPrefetch(Enum):
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
+
+
+class TrainingState(Enum):
+    """What a wrapper is doing, by its attribute ``training_state``.
+
+    - ``IDLE``: nothing, or it waits for its backward.
+    - ``FORWARD_BACKWARD``: its forward or its backward runs.
+    - ``SUMMON_FULL_PARAMS``: its parameters are whole on the user's request.
+    """
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
 
 
 @dataclass

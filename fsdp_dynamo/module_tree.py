@@ -25,7 +25,11 @@ UNIT = "_fsdp_own_unit"
 
 COMPILED = "_orig_mod"
 """What ``torch.compile(model)`` calls the model."""
-WRAPPER_NAMES = frozenset({WRAPPED, "_checkpoint_wrapped_module", COMPILED})
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""What torch's checkpoint wrapper calls the module in it."""
+
+WRAPPER_NAMES = frozenset({WRAPPED, CHECKPOINTED, COMPILED})
 
 
 def is_unit(module: object) -> bool:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.module_tree import CHECKPOINTED, COMPILED
 
 Targets = dict[nn.Module, dict[str, Any]]
 """Modules to wrap, each with the constructor arguments that differ from the root's."""
 
 CallablePolicy = Callable[..., bool]
 """Called with ``module``, ``recurse`` and ``nonwrapped_numel``, by name. With ``recurse=True`` it
-says whether to look into the module (``nonwrapped_numel``: all elements of its parameters), then,
-innermost modules first, with ``recurse=False`` whether to wrap it (those in no unit below it)."""
+says whether to look into the module and to ask about it again (``nonwrapped_numel``: all elements
+of its parameters), then, innermost modules first, with ``recurse=False`` whether to wrap it (those
+in no unit below it)."""
 
 
 class WrapPolicy(ABC):
@@ -72,9 +74,18 @@ class ModuleWrapPolicy(WrapPolicy):
                 )
         self.module_classes = classes
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The policy as a ``CallablePolicy``, for what else takes one (checkpoint wrappers)."""
+    def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
+        """The policy as a ``CallablePolicy``.
+
+        Args:
+            module: see ``CallablePolicy``.
+            recurse: see ``CallablePolicy``.
+        """
         return recurse or isinstance(module, self.module_classes)
+
+    def __repr__(self) -> str:
+        names = ", ".join(cls.__name__ for cls in self.module_classes)
+        return f"{type(self).__name__}({{{names}}})"
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
         """The modules of the classes.
@@ -99,22 +110,26 @@ class CustomPolicy(WrapPolicy):
     Args:
         lambda_fn: called with each module; returns ``True``, ``False``, or, to wrap it, a dict of
             constructor arguments of its own: ``sharding_strategy``, ``mixed_precision``,
-            ``backward_prefetch``, ``forward_prefetch``.
+            ``backward_prefetch``, ``forward_prefetch``. An empty dict is as ``False``.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The policy as a ``CallablePolicy``, for what else takes one (checkpoint wrappers)."""
+    def __call__(self, module: nn.Module, recurse: bool, *_: Any, **__: Any) -> bool:
+        """The policy as a ``CallablePolicy``.
+
+        Args:
+            module: see ``CallablePolicy``.
+            recurse: see ``CallablePolicy``.
+        """
         return recurse or self._answer(module) is not None
 
     def targets(self, root: nn.Module, ignored: set[nn.Module]) -> Targets:
         """The modules for which the function says so.
 
         Raises:
-            FSDPTypeError: it returned something else.
-            FSDPValueError: there is none.
+            FSDPValueError: it returned something else, or there is none.
         """
         found: Targets = {}
         for module in root.modules():
@@ -128,11 +143,11 @@ class CustomPolicy(WrapPolicy):
     def _answer(self, module: nn.Module) -> dict[str, Any] | None:
         """Constructor arguments of the module's own; ``None``: not to be wrapped."""
         answer = self.lambda_fn(module)
-        if isinstance(answer, Mapping):
-            return dict(answer)
-        if answer is True or answer is False:
-            return {} if answer else None
-        raise FSDPTypeError(
+        if isinstance(answer, (bool, Mapping)):
+            if not answer:
+                return None
+            return {} if answer is True else dict(answer)
+        raise FSDPValueError(
             expected="True, False or a dict of constructor arguments",
             got=repr(answer),
             where=f"CustomPolicy on {type(module).__name__}",
@@ -153,14 +168,8 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
     return found
 
 
-def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Wrap every module.
-
-    Args:
-        module: see ``CallablePolicy``.
-        recurse: see ``CallablePolicy``.
-        nonwrapped_numel: see ``CallablePolicy``.
-    """
+def always_wrap_policy(*_: Any, **__: Any) -> bool:
+    """Wrap every module, whatever the arguments."""
     return True
 
 
@@ -203,8 +212,8 @@ def size_based_auto_wrap_policy(
     recurse: bool,
     nonwrapped_numel: int,
     min_num_params: int = 100_000_000,
-    force_leaf_modules: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
-    exclude_wrap_modules: Iterable[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
     """Wrap modules whose not yet wrapped parameters have at least so many elements.
 
@@ -213,19 +222,50 @@ def size_based_auto_wrap_policy(
         recurse: see ``CallablePolicy``.
         nonwrapped_numel: see ``CallablePolicy``.
         min_num_params: elements.
-        force_leaf_modules: modules of these classes are never looked into.
-        exclude_wrap_modules: modules of these classes are never wrapped.
+        force_leaf_modules: modules of these classes are neither looked into nor wrapped; ``None``:
+            those of the function's attribute ``FORCE_LEAF_MODULES``, ``nn.MultiheadAttention``.
+        exclude_wrap_modules: modules of these classes are never wrapped; ``None``: those of
+            ``EXCLUDE_WRAP_MODULES``, ``nn.ModuleList`` and ``nn.ModuleDict``.
     """
-    big = nonwrapped_numel >= min_num_params
-    if recurse:
-        return big and not isinstance(module, tuple(force_leaf_modules))
-    return big and not isinstance(module, tuple(exclude_wrap_modules))
+    policy: Any = size_based_auto_wrap_policy
+    refused = policy.FORCE_LEAF_MODULES if recurse else policy.EXCLUDE_WRAP_MODULES
+    given = force_leaf_modules if recurse else exclude_wrap_modules
+    classes = tuple(refused if given is None else given)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, classes)
 
 
-def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targets:
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[CallablePolicy],
+) -> bool:
+    """Wrap where any of some policies does; give them by ``functools.partial``."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+def run_policy(
+    policy: object,
+    root: nn.Module,
+    ignored: set[nn.Module],
+    ignored_params: Collection[nn.Parameter] = (),
+) -> Targets:
     """Targets below ``root`` (the root itself left out), for any form of policy.
 
     Modules inside a checkpoint wrapper or a compiled module are replaced by that shell.
+
+    Args:
+        policy: argument ``auto_wrap_policy``.
+        root: the module being wrapped.
+        ignored: modules that must not be wrapped.
+        ignored_params: parameters that a callable's ``nonwrapped_numel`` leaves out.
     """
     if isinstance(policy, type):
         raise _wrong_policy(policy, f"ModuleWrapPolicy({{{policy.__name__}}})")
@@ -235,7 +275,7 @@ def run_policy(policy: object, root: nn.Module, ignored: set[nn.Module]) -> Targ
         found = _checked(dict(policy._run_policy(root, ignored, {})), root, "modules to wrap")
     elif callable(policy):
         found = {}
-        _run_callable(policy, root, ignored, found, set())
+        _run_callable(policy, root, ignored, ignored_params, found, set())
         if not found:
             warnings.warn(
                 "auto_wrap_policy chose no module: the whole model is one unit", stacklevel=2
@@ -269,7 +309,7 @@ def _shells(root: nn.Module) -> dict[nn.Module, nn.Module]:
     """
     shells: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
-        for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+        for name in (CHECKPOINTED, COMPILED):
             inner = module._modules.get(name)
             if inner is not None:
                 shells[inner] = module
@@ -280,25 +320,26 @@ def _run_callable(
     policy: CallablePolicy,
     module: nn.Module,
     ignored: set[nn.Module],
+    ignored_params: Collection[nn.Parameter],
     found: Targets,
     seen: set[nn.Module],
+    is_root: bool = True,
 ) -> int:
-    """Bottom-up; returns how many elements below ``module`` are in units by now."""
-    own_numel = sum(p.numel() for p in module.parameters())
-    if not policy(module=module, recurse=True, nonwrapped_numel=own_numel):
+    """Bottom-up; returns how many elements of ``module`` are in units by now."""
+    numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped_numel = 0
     for child in module.children():
-        if child in ignored or child in seen:
-            continue
-        seen.add(child)
-        below = _run_callable(policy, child, ignored, found, seen)
-        child_numel = sum(p.numel() for p in child.parameters())
-        if policy(module=child, recurse=False, nonwrapped_numel=child_numel - below):
-            found[child] = {}
-            below = child_numel
-        wrapped_numel += below
-    return wrapped_numel
+        if child not in ignored and child not in seen:
+            seen.add(child)
+            wrapped_numel += _run_callable(
+                policy, child, ignored, ignored_params, found, seen, is_root=False
+            )
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel):
+        return wrapped_numel
+    found[module] = {}
+    return numel
 
 
 __all__ = [

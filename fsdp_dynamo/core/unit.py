@@ -17,6 +17,7 @@ from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
@@ -30,14 +31,21 @@ from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """Arguments of a wrapper call; the same object serves all units of an auto-wrap."""
+    """Arguments of a wrapper call; the same object serves all units of an auto-wrap.
+
+    Attributes:
+        offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
+        limit_all_gathers: as given; nothing depends on it.
+    """
 
     groups: Groups
     strategy: ShardingStrategy
     precision: MixedPrecision | None
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool | None
-    offload: bool = False
+    offload: bool
+    cpu_offload: CPUOffload
+    limit_all_gathers: bool
 
 
 class Unit:

@@ -1,4 +1,30 @@
 """From a module and the user's arguments to units: the wrapper and ``fully_shard``.
 
+Its names are those of ``torch.distributed.fsdp.wrap``: policies, ``wrap`` and ``enable_wrap``.
+
 Imports: all folders above except ``observe``.
 """
+
+from fsdp_dynamo.wrap.annotations import enable_wrap, wrap
+from fsdp_dynamo.wrap_policy import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    WrapPolicy,
+    _or_policy,  # noqa: F401  # other people's scripts import it
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     coerce_enum,
@@ -39,13 +40,8 @@ def check_module(module: object) -> None:
             fix="Wrap or shard each module once; do so with its parent to make one more unit.",
             see="wrapped-twice",
         )
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-        raise FSDPTypeError(
-            expected="a module with a forward",
-            got=type(module).__name__,
-            where="argument 'module'",
-            fix="Wrap or shard the modules in it, one by one.",
-        )
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        raise without_forward(module)
     if not isinstance(module, nn.Module):
         raise FSDPTypeError(
             expected="a torch.nn.Module",
@@ -53,6 +49,54 @@ def check_module(module: object) -> None:
             where="argument 'module'",
             fix="Pass the model itself.",
         )
+
+
+def without_forward(module: object) -> FSDPTypeError:
+    """The error for a container, which is never called."""
+    return FSDPTypeError(
+        expected="a module with a forward",
+        got=type(module).__name__,
+        where="argument 'module'",
+        fix="Wrap or shard the modules in it, one by one.",
+    )
+
+
+def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
+    """Warn of units without a forward that have parameters: nothing would unshard these."""
+    for module, parameters in owned.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(parameters):
+            warnings.warn(
+                f"a {type(module).__name__} of {len(module)} modules is a unit, but has no forward "
+                "that would unshard its parameters: let the modules in it be units",
+                stacklevel=4,
+            )
+
+
+def check_init_fn(param_init_fn: object) -> None:
+    """Raise for an initialisation that cannot be called."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise FSDPValueError(
+            expected="a function of a module, or None",
+            got=repr(param_init_fn),
+            where="argument 'param_init_fn'",
+            fix="Pass a function that writes a module's own parameters and buffers.",
+        )
+
+
+def device_of(device_id: object) -> torch.device | None:
+    """The device that ``device_id`` names: an accelerator's number, a device, or its name."""
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        return torch.device("cuda", device_id)
+    if isinstance(device_id, str):
+        return torch.device(device_id)
+    if device_id is None or isinstance(device_id, torch.device):
+        return device_id
+    raise FSDPTypeError(
+        expected="a number, a torch.device or its name",
+        got=repr(device_id),
+        where="argument 'device_id'",
+        fix="Pass torch.device('cuda', index).",
+    )
 
 
 def strategy_of(strategy: object | None) -> ShardingStrategy:
@@ -137,10 +181,10 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
     return effective_strategy(strategy, config.groups)
 
 
-def offloads(cpu_offload: object | None, device: torch.device) -> bool:
-    """Whether shards and gradients are kept in host memory while another device computes."""
+def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
+    """``cpu_offload`` as our ``CPUOffload``; accepts upstream's dataclass of that name."""
     if cpu_offload is None:
-        return False
+        return CPUOffload()
     wanted = getattr(cpu_offload, "offload_params", None)
     if not isinstance(wanted, bool):
         raise FSDPTypeError(
@@ -149,11 +193,18 @@ def offloads(cpu_offload: object | None, device: torch.device) -> bool:
             where="argument 'cpu_offload'",
             fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
         )
-    return wanted and device.type != "cpu"
+    return CPUOffload(offload_params=wanted)
+
+
+def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
+    """``backward_prefetch`` as our enum; accepts upstream's."""
+    if backward_prefetch is None:
+        return None
+    return coerce_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
 
 
 def warn_of_cpu_start(
-    module: nn.Module, group: dist.ProcessGroup, device_id: int | torch.device | None
+    module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> None:
     """Warn where a module is on the CPU, the group is not, and nothing says to move it."""
     first = next(module.parameters(), None)
@@ -172,9 +223,7 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
     known: dict[str, Callable[[Any], dict[str, Any]]] = {
         "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
         "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
-        "backward_prefetch": lambda v: {
-            "backward_prefetch": v and coerce_enum(BackwardPrefetch, v, "backward_prefetch")
-        },
+        "backward_prefetch": lambda v: {"backward_prefetch": prefetch_of(v)},
         "forward_prefetch": lambda v: {"forward_prefetch": v},
     }
     values = dict(vars(config))

@@ -19,7 +19,7 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed,
 from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import WRAPPER_NAMES, is_unit, join_fqn, plain_fqn, raw_named_modules
 from fsdp_dynamo.wrap.initial_values import InitialValues
 
@@ -59,7 +59,7 @@ def collect_ignored(
         if isinstance(item, nn.Parameter):
             result.parameters.add(item)
         elif is_unit(item) or not isinstance(item, nn.Module):
-            raise FSDPTypeError(
+            raise FSDPValueError(
                 expected="modules that are no units (or parameters in ignored_states)",
                 got=repr(type(item)),
                 where="argument 'ignored_modules' or 'ignored_states'",

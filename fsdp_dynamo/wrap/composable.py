@@ -17,7 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.wrap.arguments import check_module, fully_shard_precision, fully_shard_strategy
+from fsdp_dynamo.wrap.arguments import (
+    check_module,
+    fully_shard_precision,
+    fully_shard_strategy,
+    without_forward,
+)
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
@@ -110,7 +115,7 @@ def fully_shard(
     ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
-    device_id: int | torch.device | None = None,
+    device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
@@ -155,6 +160,8 @@ def fully_shard(
     if isinstance(module, torch._dynamo.OptimizedModule):
         target = module._orig_mod
     check_module(target)
+    if isinstance(target, (nn.ModuleList, nn.ModuleDict)):
+        raise without_forward(target)
     made = construct(
         target,
         Arguments(

@@ -16,7 +16,7 @@ from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
-from fsdp_dynamo.config import BackwardPrefetch, coerce_enum, coerce_mixed_precision
+from fsdp_dynamo.config import coerce_mixed_precision
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
@@ -43,11 +43,12 @@ class Arguments:
     ignored_modules: Iterable[object] | None
     ignored_states: Iterable[object] | None
     param_init_fn: Callable[[nn.Module], None] | None
-    device_id: int | torch.device | None
+    device_id: int | str | torch.device | None
     sync_module_states: bool
     forward_prefetch: bool | None
     device_mesh: DeviceMesh | None
     reduction_group: dist.ProcessGroup | None
+    limit_all_gathers: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,24 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         given.reduction_group,
         is_hybrid=strategy.is_hybrid,
     )
-    device = device_for(module, groups.shard, given.device_id)
-    offload = arguments.offloads(given.cpu_offload, device)
-    warn_of_cpu_start(module, groups.shard, given.device_id)
+    arguments.check_init_fn(given.param_init_fn)
+    device_id = arguments.device_of(given.device_id)
+    device = device_for(module, groups.shard, device_id)
+    cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
+    warn_of_cpu_start(module, groups.shard, device_id)
     begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))
     register_exit_callback(announce_failure)
     record_flight_by_default()
-    prefetch = given.backward_prefetch
     config = UnitConfig(
         groups=groups,
         strategy=effective_strategy(strategy, groups),
         precision=coerce_mixed_precision(given.mixed_precision),
-        backward_prefetch=None
-        if prefetch is None
-        else coerce_enum(BackwardPrefetch, prefetch, "backward_prefetch"),
+        backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
         forward_prefetch=given.forward_prefetch,
-        offload=offload,
+        offload=cpu_offload.offload_params and device.type != "cpu",
+        cpu_offload=cpu_offload,
+        limit_all_gathers=given.limit_all_gathers,
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
@@ -117,7 +119,7 @@ def _plan(
     ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
     targets: dict[nn.Module, dict[str, Any]] = {}
     if given.auto_wrap_policy is not None:
-        found = run_policy(given.auto_wrap_policy, module, ignored.modules)
+        found = run_policy(given.auto_wrap_policy, module, ignored.modules, ignored.parameters)
         free = {m for _, m in build.managed_modules(module, ignored)}
         targets = {m: kw for m, kw in found.items() if m in free}  # none in a unit that is there
     configs = {m: override(config, overrides) for m, overrides in targets.items()}
@@ -134,4 +136,5 @@ def _plan(
         return configs.get(owner, config)
 
     planned = build.plan_units(module, list(targets), ignored, config_of, values)
+    arguments.warn_of_containers(planned.owned)
     return planned, ignored, config_of, values

@@ -106,12 +106,10 @@ def _serves_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def device_for(
-    module: nn.Module, group: dist.ProcessGroup, device_id: int | torch.device | None
+    module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> torch.device:
     """Device of deferred values: as requested, else that of the module's other tensors, else one
     that the group's collectives support."""
-    if isinstance(device_id, int):
-        return torch.device("cuda", device_id)
     if device_id is not None:
         return device_id
     for tensor in (*module.parameters(), *module.buffers()):

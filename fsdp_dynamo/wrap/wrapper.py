@@ -15,12 +15,12 @@ from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, Sha
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import check_module
+from fsdp_dynamo.wrap.attributes import WrapperAttributes
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
-from fsdp_dynamo.wrap.unit_module import UnitModule
 from fsdp_dynamo.wrap.user_methods import summon_full_params
 
 
-class FullyShardedDataParallel(UnitModule):
+class FullyShardedDataParallel(WrapperAttributes):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
     ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
@@ -76,7 +76,7 @@ class FullyShardedDataParallel(UnitModule):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool | None = None,
         limit_all_gathers: bool = True,
@@ -107,6 +107,7 @@ class FullyShardedDataParallel(UnitModule):
                 forward_prefetch=forward_prefetch,
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
+                limit_all_gathers=limit_all_gathers,
             ),
         )
         _wrap_children(module, made, use_orig_params)
@@ -124,7 +125,7 @@ class FullyShardedDataParallel(UnitModule):
 
     _fsdp_entry = "forward"
 
-    forward = UnitModule._fsdp_run
+    forward = WrapperAttributes._fsdp_run
 
     def _fsdp_inner(self) -> nn.Module:
         return self._modules["_fsdp_wrapped_module"]  # type: ignore[return-value]
@@ -134,10 +135,10 @@ class FullyShardedDataParallel(UnitModule):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """The wrapped module; of a checkpoint wrapper, the module inside."""
         inner = self._modules[module_tree.WRAPPED]
         assert inner is not None
-        return inner
+        return inner._modules.get(module_tree.CHECKPOINTED) or inner
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped module are reachable through the wrapper."""
@@ -154,7 +155,9 @@ class FullyShardedDataParallel(UnitModule):
         """Attributes that the wrapped module has, and a wrapper has not, are set there."""
         inner = self.__dict__.get("_modules", {}).get(module_tree.WRAPPED)
         is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if inner is None or is_own or not hasattr(inner, name):
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)  # nn.Module's would register a parameter
+        elif inner is None or is_own or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)

@@ -153,6 +153,14 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: FSDP(nn.Linear(2, 2, device="meta"), param_init_fn=lambda m: None),
         "to be initialised, got no values for 'weight', 'bias'",
     ),
+    "param_init_fn that is no function": (
+        lambda: FSDP(nn.Linear(2, 2), param_init_fn=3),  # type: ignore[arg-type]
+        "argument 'param_init_fn': expected a function of a module",
+    ),
+    "device_id": (
+        lambda: FSDP(nn.Linear(2, 2), device_id=CPUOffload()),  # type: ignore[arg-type]
+        "argument 'device_id': expected a number, a torch.device or its name",
+    ),
     "ignored unit": (
         lambda: FSDP(nn.Linear(2, 2), ignored_modules=[FSDP(nn.Linear(2, 2))]),
         "expected modules that are no units",

@@ -272,7 +272,7 @@ def _refused_by_one(rank: int, world_size: int, fault: str, hybrid: bool) -> tup
 @pytest.mark.parametrize(
     ("fault", "odd", "kind", "message"),
     [
-        ("argument", -1, "FSDPTypeError", "modules that are no units"),
+        ("argument", -1, "FSDPValueError", "modules that are no units"),
         ("unwritten", 0, "FSDPValueError", "no values for '0.weight'"),
     ],
 )

@@ -1,0 +1,163 @@
+"""A wrapper's attributes by upstream's names: its settings, its ranks, its tensors, its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    TrainingState,
+)
+from fsdp_dynamo.core.training_state import UnitState
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
+from fsdp_dynamo.wrap.arguments import prefetch_of
+from fsdp_dynamo.wrap.unit_module import UnitModule
+
+
+def _fixed(get: Callable[[Any], Any]) -> property:
+    """An attribute that only a new wrapper can have another value of."""
+
+    def refuse(self: WrapperAttributes, value: object) -> NoReturn:
+        raise FSDPStateError(
+            expected=f"'{get.__name__}' to stay as it is once the model is wrapped",
+            got=repr(value),
+            where=unit_name(self._fsdp_own_unit.fqn),
+            fix="Wrap a new model with other arguments.",
+        )
+
+    return property(get, refuse)
+
+
+class WrapperAttributes(UnitModule):
+    """Attributes of every wrapper, the nested ones too.
+
+    Source: the names are those of ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    """
+
+    # -- settings --------------------------------------------------------------------------------
+
+    @_fixed
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in force: ``NO_SHARD`` in a group of one rank."""
+        return self._fsdp_own_unit.config.strategy
+
+    @_fixed
+    def cpu_offload(self) -> CPUOffload:
+        """As given; ``CPUOffload()`` if not given."""
+        return self._fsdp_own_unit.config.cpu_offload
+
+    @_fixed
+    def mixed_precision(self) -> MixedPrecision:
+        """As given, or as a policy gave it to this unit; ``MixedPrecision()`` if not given."""
+        return self._fsdp_own_unit.config.precision or MixedPrecision()
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """See ``BackwardPrefetch``; may be set between steps.
+
+        Raises:
+            FSDPTypeError: set to something else.
+        """
+        return self._fsdp_own_unit.config.backward_prefetch
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, wanted: BackwardPrefetch | None) -> None:
+        self._fsdp_change(backward_prefetch=prefetch_of(wanted))
+
+    @property
+    def forward_prefetch(self) -> bool | None:
+        """See the argument; may be set between steps."""
+        return self._fsdp_own_unit.config.forward_prefetch
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, wanted: bool | None) -> None:
+        self._fsdp_change(forward_prefetch=wanted)
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """As given or set; at most one unit is gathered ahead in any case."""
+        return self._fsdp_own_unit.config.limit_all_gathers
+
+    @limit_all_gathers.setter
+    def limit_all_gathers(self, wanted: bool) -> None:
+        self._fsdp_change(limit_all_gathers=wanted)
+
+    def _fsdp_change(self, **settings: Any) -> None:
+        unit = self._fsdp_own_unit
+        unit.config = replace(unit.config, **settings)
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    @_fixed
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that shard this unit; with a hybrid strategy, those of one replica."""
+        return self._fsdp_own_unit.config.groups.shard
+
+    @_fixed
+    def rank(self) -> int:
+        """This rank's number in ``process_group``."""
+        return self._fsdp_own_unit.config.groups.shard.rank()
+
+    @_fixed
+    def world_size(self) -> int:
+        """Number of ranks in ``process_group``."""
+        return self._fsdp_own_unit.config.groups.shard.size()
+
+    @_fixed
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run; shards may be elsewhere (``cpu_offload``)."""
+        units = (self._fsdp_own_unit, *self._fsdp_own_root.units)
+        devices = (flat.device for unit in units for flat in unit.flats)
+        return next(devices, torch.device("cpu"))
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    @_fixed
+    def params(self) -> list[torch.Tensor]:
+        """This rank's shard of each flat parameter of the unit, ``(padded_numel / N,)``.
+
+        There is one for each dtype, each kind of ``requires_grad`` and each precision. None of them
+        is an ``nn.Parameter`` or in ``parameters()``.
+        """
+        return [flat.sharded for flat in self._fsdp_unit.flats]
+
+    @_fixed
+    def flat_param(self) -> torch.Tensor | None:
+        """The only one of ``params``; ``None`` for a unit without parameters.
+
+        Raises:
+            UnsupportedError: there are several.
+        """
+        shards = self.params
+        if len(shards) > 1:
+            raise UnsupportedError(
+                expected="parameters of one dtype, all trained or all frozen",
+                got=f"{len(shards)} flat parameters",
+                where=unit_name(self._fsdp_own_unit.fqn),
+                fix="Use params, the list of them.",
+            )
+        return shards[0] if shards else None
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper."""
+        return self._fsdp_is_outermost()
+
+    @_fixed
+    def training_state(self) -> TrainingState:
+        """What this unit is doing now."""
+        unit = self._fsdp_own_unit
+        if unit.machine.state is UnitState.SUMMON_FULL_PARAMS or unit.is_summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if unit.machine.state is UnitState.IDLE:
+            return TrainingState.IDLE
+        return TrainingState.FORWARD_BACKWARD

@@ -1,0 +1,292 @@
+"""Import paths, policies and attributes by upstream's names, beside upstream on CPU ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as upstream
+import torch.distributed.fsdp.wrap as upstream_wrap
+from pool import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_dynamo
+import fsdp_dynamo.wrap
+from fsdp_dynamo import FSDP, FSDPStateError, FSDPTypeError, TrainingState, UnsupportedError
+from fsdp_dynamo.module_tree import plain_fqn
+
+Library = Any
+BOTH: tuple[tuple[Library, Library], ...] = (
+    (upstream, upstream_wrap),
+    (fsdp_dynamo, fsdp_dynamo.wrap),
+)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["wrap", "api", "fully_sharded_data_parallel"])
+def test_import_paths(name: str) -> None:
+    """Configuration types are importable from where the wrapper is, as upstream's are."""
+    theirs = import_module(f"torch.distributed.fsdp.{name}")
+    ours = import_module(f"fsdp_dynamo.{name}")
+    assert set(theirs.__all__) - set(ours.__all__) == set()
+    configs = import_module("torch.distributed.fsdp.api").__all__ if name != "wrap" else ()
+    assert [n for n in configs if getattr(ours, n) is not getattr(fsdp_dynamo, n)] == []
+
+
+def test_policies_and_scaler_at_the_top() -> None:
+    from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
+
+    assert ShardedGradScaler is fsdp_dynamo.ShardedGradScaler
+    for name in set(upstream_wrap.__all__) - {"wrap", "enable_wrap"}:
+        assert getattr(fsdp_dynamo, name) is getattr(fsdp_dynamo.wrap, name)
+
+
+class _Net(nn.Module):
+    """Containers, a leaf of size-based policies, and sizes on both sides of a bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.list = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
+        self.list.append(nn.Linear(8, 8))
+        self.dict = nn.ModuleDict({"x": nn.Linear(8, 8)})
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for module in self.list:
+            x = module(x)
+        x = self.dict["x"](x)
+        out: torch.Tensor = self.head(self.attention(x, x, x)[0])
+        return out
+
+
+def _by_size(library: Library, **arguments: Any) -> Any:
+    return functools.partial(library.size_based_auto_wrap_policy, **arguments)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+POLICIES: dict[str, Callable[[Library], Any]] = {
+    "always": lambda w: w.always_wrap_policy,
+    "size": lambda w: _by_size(w, min_num_params=100),
+    "size, other classes": lambda w: _by_size(
+        w, min_num_params=100, force_leaf_modules={nn.Sequential}, exclude_wrap_modules=set()
+    ),
+    "size, remainder": lambda w: _by_size(w, min_num_params=200),
+    "function": lambda w: functools.partial(w.lambda_auto_wrap_policy, lambda_fn=_is_linear),
+    "transformer": lambda w: functools.partial(
+        w.transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}
+    ),
+    "either": lambda w: functools.partial(
+        w._or_policy,
+        policies=[
+            w.ModuleWrapPolicy({nn.Sequential}),
+            functools.partial(w.lambda_auto_wrap_policy, lambda_fn=_is_linear),
+        ],
+    ),
+    "classes": lambda w: w.ModuleWrapPolicy([nn.Linear]),
+    "custom, empty dict": lambda w: w.CustomPolicy(
+        lambda m: {} if isinstance(m, nn.Sequential) else _is_linear(m)
+    ),
+    "custom, containers": lambda w: w.CustomPolicy(
+        lambda m: isinstance(m, (nn.ModuleDict, nn.ModuleList, nn.Linear))
+    ),
+    "custom, nonsense": lambda w: w.CustomPolicy(lambda m: 3),
+}
+
+
+def _units(library: Library, policy: Any, ignores: bool) -> list[str] | str:
+    """Names of the units, after a step; or the kind of error."""
+    net = _Net()
+    arguments = {"ignored_modules": [net.attention]} if ignores else {}
+    try:
+        model = library.FullyShardedDataParallel(
+            net, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True, **arguments
+        )
+        model(torch.ones(2, 8)).sum().backward()
+    except ValueError:
+        return "ValueError"
+    except RuntimeError:
+        return "RuntimeError"
+    named = nn.Module.named_modules(model)
+    found = [n for n, m in named if isinstance(m, library.FullyShardedDataParallel)]
+    return sorted(plain_fqn(name) for name in found)
+
+
+def _policies(rank: int, world_size: int) -> list[tuple[str, bool, Any, Any]]:
+    warnings.simplefilter("ignore")
+    return [
+        (name, ignores, *(_units(one, make(wrap), ignores) for one, wrap in BOTH))
+        for name, make in POLICIES.items()
+        for ignores in ((False, True) if "size" in name else (True,))
+    ]
+
+
+def test_policies_choose_as_upstreams_do(ranks: RankPool) -> None:
+    for answers in ranks.run(_policies, 2):
+        assert len(answers) >= len(POLICIES)
+        for name, ignores, theirs, ours in answers:
+            assert theirs == ours, (name, ignores)
+
+
+SETTINGS: dict[str, Callable[[Library], dict[str, Any]]] = {
+    "default": lambda _: {},
+    "NO_SHARD": lambda u: {"sharding_strategy": u.ShardingStrategy.NO_SHARD},
+    "SHARD_GRAD_OP": lambda u: {
+        "sharding_strategy": u.ShardingStrategy.SHARD_GRAD_OP,
+        "backward_prefetch": None,
+        "forward_prefetch": True,
+        "limit_all_gathers": False,
+    },
+    "precision": lambda u: {
+        "mixed_precision": u.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    },
+    "hybrid": lambda u: {
+        "sharding_strategy": u.ShardingStrategy.HYBRID_SHARD,
+        "device_mesh": init_device_mesh("cpu", (dist.get_world_size() // 2, 2)),
+    },
+    "alone": lambda _: {
+        "process_group": dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    },
+}
+ATTRIBUTES = (
+    "sharding_strategy",
+    "cpu_offload",
+    "mixed_precision",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "rank",
+    "world_size",
+    "compute_device",
+    "training_state",
+)
+
+
+def _comparable(value: object) -> object:
+    return getattr(value, "name", None) or getattr(value, "__dict__", None) or str(value)
+
+
+def _attributes(library: Library, setting: str) -> list[Any]:
+    """Attributes of all units, and their states through a step and a summon."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    cls = library.FullyShardedDataParallel
+    policy = library.wrap.ModuleWrapPolicy({nn.Linear, nn.Sequential})
+    arguments = {"forward_prefetch": False, **SETTINGS[setting](library)}
+    model = cls(net, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True, **arguments)
+    units = cls.fsdp_modules(model)
+    seen: list[Any] = [
+        [_comparable(getattr(unit, name)) for name in ATTRIBUTES]
+        + [dist.get_process_group_ranks(unit.process_group), unit.check_is_root()]
+        + [[param.dim() for param in unit.params]]
+        for unit in units
+    ]
+
+    def states(*_: object) -> None:
+        seen.append([unit.training_state.name for unit in units])
+
+    model.module[1].module[0].module.register_forward_hook(states)
+    out = model(torch.ones(2, 4))
+    states()
+    out.register_hook(states)
+    out.sum().backward()
+    states()
+    for part, recurse in ((model, True), (units[2], False)):
+        with cls.summon_full_params(part, recurse=recurse):
+            states()
+    return seen
+
+
+def _all_attributes(rank: int, world_size: int) -> list[tuple[str, Any, Any]]:
+    warnings.simplefilter("ignore")
+    return [(name, *(_attributes(one, name) for one, _ in BOTH)) for name in SETTINGS]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_attributes_are_upstreams(ranks: RankPool, world_size: int) -> None:
+    for answers in ranks.run(_all_attributes, world_size):
+        for name, theirs, ours in answers:
+            assert theirs == ours, name
+
+
+def _setting(rank: int, world_size: int) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).half())
+    model = FSDP(net, forward_prefetch=True, device_id="cpu")
+    nested = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))))[0]
+    for wrapper in (model, nested):
+        wrapper.backward_prefetch = upstream.BackwardPrefetch.BACKWARD_POST
+        assert wrapper.backward_prefetch is fsdp_dynamo.BackwardPrefetch.BACKWARD_POST
+        with pytest.raises(FSDPTypeError, match="backward_prefetch"):
+            wrapper.backward_prefetch = "pre"
+        wrapper.forward_prefetch = wrapper.limit_all_gathers = False
+        assert not wrapper.forward_prefetch
+        for name in {*ATTRIBUTES, "process_group", "params", "flat_param"}:
+            if "prefetch" not in name and name != "limit_all_gathers":
+                with pytest.raises(FSDPStateError, match=name):
+                    setattr(wrapper, name, nn.Parameter(torch.ones(1)))
+    assert nested.training_state is TrainingState.IDLE
+    assert nested.flat_param is nested.params[0]
+    assert FSDP(nn.ReLU()).flat_param is None
+    with pytest.raises(UnsupportedError, match="2 flat parameters"):
+        _ = model.flat_param
+
+
+def test_setting_attributes(ranks: RankPool) -> None:
+    ranks.run(_setting, 2)
+
+
+def _annotated(rank: int, world_size: int) -> list[Any]:
+    answers: list[Any] = []
+    for library, wrap in BOTH:
+        cls = library.FullyShardedDataParallel
+        group = dist.new_group()
+        settings = {"process_group": group, "device_id": CPU, "use_orig_params": True}
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with wrap.enable_wrap(wrapper_cls=cls, **settings):
+                inner = wrap.wrap(nn.Linear(4, 4), sharding_strategy=_no_shard(library))
+                blocks = wrap.wrap(nn.ModuleList([inner, wrap.wrap(nn.Linear(4, 4))]))
+                with pytest.raises(NotImplementedError):
+                    wrap.enable_wrap(wrapper_cls=cls).__enter__()
+        plain = wrap.wrap(nn.Linear(4, 4))
+        out = torch.ones(1, 4)
+        for block in blocks:
+            out = block(out)
+        strategies = [block.sharding_strategy.name for block in blocks]
+        answers.append([type(blocks) is cls, type(plain), strategies, out.tolist()])
+    return answers
+
+
+def _no_shard(library: Library) -> Any:
+    return library.ShardingStrategy.NO_SHARD
+
+
+def test_modules_wrapped_where_they_are_built(ranks: RankPool) -> None:
+    for theirs, ours in ranks.run(_annotated, 2):
+        assert theirs == ours
+
+
+def _container(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+        FSDP(nn.ModuleDict({"x": FSDP(nn.Linear(2, 2))}))
+    return [str(one.message) for one in caught]
+
+
+def test_a_container_with_parameters_warns(ranks: RankPool) -> None:
+    for messages in ranks.run(_container, 2):
+        assert ["ModuleList of 1 modules is a unit" in text for text in messages] == [True]
