@@ -99,13 +99,14 @@ def prepare_inputs(
     return map_tensors(convert, args), map_tensors(convert, kwargs)
 
 
-def keep_module_precision(module: nn.Module, own: torch.dtype, low: torch.dtype) -> None:
+def keep_module_precision(module: nn.Module, own: torch.dtype, low: torch.dtype | None) -> None:
     """Let one module of a mixed-precision unit compute in its own data type.
 
-    Its floating-point inputs are cast to ``own``, its outputs back to ``low``.
+    Its floating-point inputs are cast to ``own``, its outputs back to ``low`` (``None``: are not).
     """
     module.register_forward_pre_hook(_Caster(own).inputs, with_kwargs=True, prepend=True)
-    module.register_forward_hook(_Caster(low).output)
+    if low is not None:
+        module.register_forward_hook(_Caster(low).output)
 
 
 class _Caster:

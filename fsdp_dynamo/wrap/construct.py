@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,11 @@ from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
     effective_strategy,
-    override,
     strategy_of,
     warn_of_cpu_start,
 )
 from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
-from fsdp_dynamo.wrap_policy import run_policy
+from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,26 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
-        planned, ignored, config_of, values = _plan(module, given, config, sources, device)
-    units = build.build_units(planned, config_of, values)
+        plan = _plan(module, given, config, sources, device)
+    units = build.build_units(plan.planned, plan.config_of, plan.values)
+    keep_full_precision(module, plan.chosen, config)
     watch_optimizers(flat for unit in units.values() for flat in unit.flats)
-    return Constructed(units, ignored)
+    return Constructed(units, plan.ignored)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What can be built, what is ignored, which modules are units, where values come from."""
+
+    planned: build.Planned
+    ignored: build.Ignored
+    chosen: Chosen
+    config: UnitConfig
+    values: InitialValues
+
+    def config_of(self, owner: nn.Module) -> UnitConfig:
+        """The configuration of a unit."""
+        return self.chosen.configs.get(owner, self.config)
 
 
 def _plan(
@@ -114,15 +128,9 @@ def _plan(
     config: UnitConfig,
     sources: Groups | None,
     device: torch.device,
-) -> tuple[build.Planned, build.Ignored, Callable[[nn.Module], UnitConfig], InitialValues]:
-    """What can be built, what is ignored, each unit's configuration, where values come from."""
+) -> _Plan:
     ignored = build.collect_ignored(module, given.ignored_modules, given.ignored_states)
-    targets: dict[nn.Module, dict[str, Any]] = {}
-    if given.auto_wrap_policy is not None:
-        found = run_policy(given.auto_wrap_policy, module, ignored.modules, ignored.parameters)
-        free = {m for _, m in build.managed_modules(module, ignored)}
-        targets = {m: kw for m, kw in found.items() if m in free}  # none in a unit that is there
-    configs = {m: override(config, overrides) for m, overrides in targets.items()}
+    chosen = choose_units(module, given.auto_wrap_policy, ignored, config)
     if given.device_id is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     values = InitialValues(
@@ -131,10 +139,9 @@ def _plan(
         device,
         sources,
     )
-
-    def config_of(owner: nn.Module) -> UnitConfig:
-        return configs.get(owner, config)
-
-    planned = build.plan_units(module, list(targets), ignored, config_of, values)
+    configs = chosen.configs
+    planned = build.plan_units(
+        module, list(configs), ignored, lambda owner: configs.get(owner, config), values
+    )
     arguments.warn_of_containers(planned.owned)
-    return planned, ignored, config_of, values
+    return _Plan(planned, ignored, chosen, config, values)

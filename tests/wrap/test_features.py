@@ -65,25 +65,32 @@ def _mixed(rank: int, world_size: int, mode: str) -> tuple[Any, Any, Any]:
     }
     with FSDP.summon_full_params(wrapped, with_grads=True, writeback=False):
         grads = {fqn: param.grad.clone() for fqn, param in wrapped.named_parameters()}
-    gathered = {e.num_bytes for e in log if e.kind == "all_gather" and e.unit == "blocks.0"}
-    reduced = {e.num_bytes for e in log if e.kind == "reduce_scatter" and e.unit == "blocks.0"}
-    flats = next(u for u in wrapped._fsdp_root.units if u.fqn == "blocks.0").flats
-    numels = [flat.layout.padded_numel for flat in flats]
-    return grads, _low_precision_mean(world_size), (dtypes, out.dtype, gathered, reduced, numels)
+    in_block = [event for event in log if event.unit.startswith("blocks.0")]
+    sent = {
+        kind: {(event.unit, event.num_bytes) for event in in_block if event.kind == kind}
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    units = {u.fqn: u.flats for u in wrapped._fsdp_root.units if u.fqn.startswith("blocks.0")}
+    numels = {fqn: flat.layout.padded_numel for fqn, (flat,) in units.items()}
+    return grads, _low_precision_mean(world_size), (dtypes, out.dtype, sent, numels)
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_mixed_precision(ranks: RankPool, mode: str) -> None:
-    """bf16 on the wire of the gathers, fp32 on that of the reductions; norms stay in fp32."""
-    for grads, means, (dtypes, out, gathered, reduced, numels) in ranks.run(_mixed, 2, mode):
+    """bf16 on the wire of the gathers, fp32 on that of the reductions; norms, which are units of
+    their own, stay in fp32."""
+    for grads, means, (dtypes, out, sent, numels) in ranks.run(_mixed, 2, mode):
         assert grads.keys() == means.keys()
         for fqn, mean in means.items():
             torch.testing.assert_close(grads[fqn], mean, rtol=1e-5, atol=1e-7)
         assert dtypes == {torch.float32}
         assert out == torch.bfloat16
-        norms, rest = numels  # in order of first appearance
-        assert gathered == {norms * 4, rest * 2}
-        assert reduced == {norms * 4, rest * 4}
+        assert numels.keys() == {"blocks.0", "blocks.0.norm1", "blocks.0.norm2"}
+        gathered = {(fqn, n * (4 if "norm" in fqn else 2)) for fqn, n in numels.items()}
+        assert sent == {
+            "all_gather": gathered,
+            "reduce_scatter": {(fqn, n * 4) for fqn, n in numels.items()},
+        }
 
 
 def _low_precision_grads(rank: int, world_size: int) -> tuple[set[torch.dtype], float, float]:
