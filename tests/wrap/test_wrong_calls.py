@@ -167,23 +167,3 @@ def _class_as_policy(rank: int, world_size: int) -> str:
     with pytest.raises(FSDPTypeError) as error:
         FSDP(make_transformer(num_blocks=1), auto_wrap_policy=Block)
     return str(error.value)
-
-
-def _by_hand_and_by_policy(rank: int, world_size: int, by_hand: int, inner: bool) -> list[str]:
-    """Units after some blocks were wrapped by hand, and then the model with a policy for all."""
-    plain = make_transformer(num_blocks=2)
-    expected = loss_of(wrap(make_transformer(num_blocks=2)), batch(rank, 0))
-    policy = ModuleWrapPolicy({nn.Linear}) if inner else None
-    for index in range(by_hand):
-        plain.blocks[index] = FSDP(plain.blocks[index], auto_wrap_policy=policy)
-    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert torch.equal(loss_of(model, batch(rank, 0)), expected)
-    return [unit.fqn for unit in model._fsdp_root.units]
-
-
-@pytest.mark.parametrize("by_hand", [1, 2])
-def test_a_policy_leaves_out_what_is_in_a_unit(ranks: RankPool, by_hand: int) -> None:
-    for units in ranks.run(_by_hand_and_by_policy, 2, by_hand, False):
-        assert units == ["", "blocks.0", "blocks.1"]
-    for units in ranks.run(_by_hand_and_by_policy, 2, by_hand, True):
-        assert {"", "blocks.0", "blocks.1", "blocks.0.up"} <= set(units)
