@@ -16,6 +16,7 @@ from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import coerce_mixed_precision
+from fsdp_dynamo.core.norms_of_parts import refuse_norms_of_parts
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.wrap import arguments, build
@@ -103,7 +104,9 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         plan = _plan(module, given, config, sources, device)
     units = build.build_units(plan.planned, plan.config_of, plan.values)
     keep_full_precision(module, plan.chosen, config)
-    watch_optimizers(flat for unit in units.values() for flat in unit.flats)
+    flats = [flat for unit in units.values() for flat in unit.flats]
+    watch_optimizers(flats)
+    refuse_norms_of_parts(flats)
     return Constructed(units, plan.ignored)
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 import torch.distributed as dist
+from loops import error_of
 from models import Block, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDP, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
 BOUND = 0.1
+CLIP = nn.utils.clip_grad_norm_  # bound before any model is wrapped, as "from ... import" does
 Norms = tuple[float, float, float]
 
 
@@ -140,3 +146,49 @@ def test_a_unit_that_differs_between_ranks_of_the_root(ranks: RankPool) -> None:
     for message in ranks.run(_copies_that_differ, 2):
         assert "clip_grad_norm_(), unit 'blocks.0'" in message
         assert "expected one norm on all ranks of the root" in message
+
+
+def _by_torch(rank: int, world_size: int) -> tuple[dict[str, str], tuple[float, float]]:
+    """Messages of torch's functions; and the norm that DDP gives under ``no_sync()``, and ours."""
+    nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], BOUND)
+    wrapped = wrap(make_transformer(num_blocks=1))
+    ddp = DistributedDataParallel(make_transformer(num_blocks=1))
+    norms = []
+    for model in (ddp, wrapped):
+        with model.no_sync():
+            loss_of(model, batch(rank, 0)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), BOUND)))
+        model.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+    own = list(wrapped.parameters())
+    grads = [p.grad for p in own if p.grad is not None]
+    found = {
+        "clip": error_of(lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), BOUND)),
+        "clip one": error_of(lambda: nn.utils.clip_grad_norm_(own[-1], BOUND)),
+        "imported before": error_of(lambda: CLIP(own, BOUND)),
+        "gradients": error_of(lambda: nn.utils.get_total_norm(grads)),
+        "parameters": error_of(lambda: nn.utils.get_total_norm(own)),
+        "a copy's": error_of(lambda: nn.utils.get_total_norm(copy.deepcopy(wrapped).parameters())),
+    }
+    whole = make_transformer(num_blocks=1)
+    held = wrap(whole, sharding_strategy=ShardingStrategy.NO_SHARD)
+    loss_of(held, batch(rank, 0)).backward()
+    passing = [
+        error_of(lambda: nn.utils.clip_grad_norm_(held.parameters(), BOUND)),
+        error_of(lambda: nn.utils.clip_grad_norm_(ddp.parameters(), BOUND)),
+    ]
+    with FSDP.summon_full_params(wrapped, with_grads=True):
+        passing.append(error_of(lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)))
+        theirs, ours = ([p.grad for p in m.parameters()] for m in (ddp.module, wrapped))
+        if not all(g is not None and g.shape == h.shape for g, h in zip(ours, theirs, strict=True)):
+            passing.append("gradients that are not whole")
+    assert passing == ["", "", ""]
+    return found, (norms[0], norms[1])
+
+
+def test_torchs_norms_of_parts_are_refused(ranks: RankPool) -> None:
+    for found, (expected, got) in ranks.run(_by_torch, 2):
+        for message in found.values():
+            assert "parameter '" in message
+            assert "Call model.clip_grad_norm_(max_norm)" in message
+        assert got == pytest.approx(expected, rel=1e-6)

@@ -634,3 +634,28 @@ def test_a_scaler_is_found_above_a_step() -> None:
     assert param.grad.tolist() == [1.0, 1.0]
     assert Own._maybe_opt_step is torch.amp.GradScaler._maybe_opt_step
     assert Own._unscale_grads_ is not torch.amp.GradScaler._unscale_grads_
+
+
+@pytest.mark.private(
+    "torch.nn.utils.clip_grad._get_total_norm",
+    need="replaced, so that torch's norms over several tensors raise where one is a part of a "
+    "sharded parameter: each rank would clip by the norm of its own parts",
+    instead="clip_grad_norm_ and get_total_norm of torch.nn.utils replaced themselves, which "
+    "misses what was imported before",
+)
+def test_norms_come_from_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.utils import clip_grad, clip_grad_norm_
+
+    seen: list[list[torch.Tensor]] = []
+    original = clip_grad._get_total_norm
+    assert torch.nn.utils.get_total_norm is original
+
+    def ours(tensors: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        seen.append(list(tensors))
+        return original(tensors, *arguments, **named)
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", ours)
+    param = nn.Parameter(torch.ones(2))
+    param.sum().backward()
+    assert clip_grad_norm_([param], 1.0).item() == pytest.approx(2**0.5)
+    assert seen[0][0] is param.grad

@@ -1,0 +1,78 @@
+"""Norms that torch would take of this rank's parts only are refused.
+
+``torch.nn.utils.clip_grad_norm_`` reads nothing but ``.grad`` and calls operators on what it finds,
+and all of that is plain tensors. So the function that takes the norm is replaced when the first
+parameter is sharded (decision 16). It takes any norm of other tensors as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.nn.utils import clip_grad
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.errors import UnsupportedError
+from fsdp_dynamo.module_tree import join_fqn
+
+_sharded: WeakSet[FlatParameter] = WeakSet()
+
+
+def refuse_norms_of_parts(flats: Iterable[FlatParameter]) -> None:
+    """Let torch's norms over several tensors raise where one is a part of these parameters."""
+    found = [flat for flat in flats if flat.is_sharded and flat.layout.world_size > 1]
+    if found:
+        _replace()
+        _sharded.update(found)
+
+
+@functools.cache
+def _replace() -> None:
+    original = clip_grad._get_total_norm
+
+    @functools.wraps(original)
+    def total_norm(tensors: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(tensors, *arguments, **named)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        _refuse_parts(given)
+        return original(given, *arguments, **named)
+
+    clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
+
+
+def _refuse_parts(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse the norm of tensors that are parts, or gradients of parts.
+
+    Raises:
+        UnsupportedError: one is.
+    """
+    given = {id(tensor) for tensor in tensors}
+    for part, fqn in _parts():
+        if id(part) in given:
+            raise UnsupportedError(
+                expected="whole gradients, or none of sharded parameters",
+                got="this rank's part: each rank would take the norm of its own parts, and clip by "
+                "another factor",
+                where=f"torch.nn.utils.clip_grad_norm_ or get_total_norm, parameter '{fqn}'",
+                fix="Call model.clip_grad_norm_(max_norm), which returns the norm over all ranks; "
+                "model.clip_grad_norm_(float('inf')) takes it and clips nothing.",
+            )
+
+
+def _parts() -> Iterator[tuple[torch.Tensor, str]]:
+    """Parameters and gradients that are parts now, with their FQNs."""
+    for flat in _sharded:
+        if flat.module_parameters.is_summoned:
+            continue
+        for original in flat.originals:
+            fqn = join_fqn(flat.unit_fqn, original.fqn)
+            yield original.param, fqn
+            grad = original.param.grad
+            if grad is not None and flat.grad_sum.total is None:  # a sum is shown whole
+                yield grad, fqn
