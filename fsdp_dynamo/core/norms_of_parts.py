@@ -8,30 +8,19 @@ parameter is sharded (decision 16). It takes any norm of other tensors as before
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.nn.utils import clip_grad
 
-from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.parts import parts_now
 from fsdp_dynamo.errors import UnsupportedError
-from fsdp_dynamo.module_tree import join_fqn
-
-_sharded: WeakSet[FlatParameter] = WeakSet()
-
-
-def refuse_norms_of_parts(flats: Iterable[FlatParameter]) -> None:
-    """Let torch's norms over several tensors raise where one is a part of these parameters."""
-    found = [flat for flat in flats if flat.is_sharded and flat.layout.world_size > 1]
-    if found:
-        _replace()
-        _sharded.update(found)
 
 
 @functools.cache
-def _replace() -> None:
+def refuse_norms_of_parts() -> None:
+    """Let torch's norms over several tensors raise where one is a part (``core/parts.py``)."""
     original = clip_grad._get_total_norm
 
     @functools.wraps(original)
@@ -53,7 +42,7 @@ def _refuse_parts(tensors: Iterable[torch.Tensor]) -> None:
         UnsupportedError: one is.
     """
     given = {id(tensor) for tensor in tensors}
-    for part, fqn in _parts():
+    for part, fqn in parts_now():
         if id(part) in given:
             raise UnsupportedError(
                 expected="whole gradients, or none of sharded parameters",
@@ -63,16 +52,3 @@ def _refuse_parts(tensors: Iterable[torch.Tensor]) -> None:
                 fix="Call model.clip_grad_norm_(max_norm), which returns the norm over all ranks; "
                 "model.clip_grad_norm_(float('inf')) takes it and clips nothing.",
             )
-
-
-def _parts() -> Iterator[tuple[torch.Tensor, str]]:
-    """Parameters and gradients that are parts now, with their FQNs."""
-    for flat in _sharded:
-        if flat.module_parameters.is_summoned:
-            continue
-        for original in flat.originals:
-            fqn = join_fqn(flat.unit_fqn, original.fqn)
-            yield original.param, fqn
-            grad = original.param.grad
-            if grad is not None and flat.grad_sum.total is None:  # a sum is shown whole
-                yield grad, fqn

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gradient_scalers import refuse_plain_scaler
+from fsdp_dynamo.core.parts import has_parts
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
@@ -117,7 +118,7 @@ def _sharded_places(optimizer: Optimizer) -> dict[int, Place]:
     return {
         id(param): (flat, index)
         for param, flat, index in _managed_parameters(optimizer)
-        if flat.is_sharded and flat.layout.world_size > 1
+        if has_parts(flat)
     }
 
 

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.eager.used_outside import used_outside
+from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 
 
@@ -66,6 +66,11 @@ def run_unit(
     if torch.is_grad_enabled():
         _register_pre_backward(root, call, output)
     return output
+
+
+def hint_at_cause(error: BaseException) -> None:
+    """Say on stderr, where an error ends this rank, that it is no forward of a unit (if so)."""
+    hint_at_use_outside(error, run_unit.__code__)
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:

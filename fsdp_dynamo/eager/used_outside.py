@@ -1,13 +1,23 @@
-"""Parameters that are used outside of the forward of their unit: sharded, of another shape."""
+"""Parameters that are used outside of the forward of their unit: sharded, of another shape.
+
+In the forward of another unit, the error of torch gives way to one that says so (``used_outside``).
+Outside of any, nothing of ours runs and nothing can raise in its place without a cost in every
+forward; where torch's error ends the rank, a hint stands below its traceback.
+"""
 
 from __future__ import annotations
 
-from types import TracebackType
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
 
 from torch import nn
 
-from fsdp_dynamo.core.original_parameter import owner_of
+from fsdp_dynamo.core.parts import parts_now
 from fsdp_dynamo.errors import FSDPError, FSDPStateError
+
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""What torch raises where a parameter has another shape."""
 
 
 def used_outside(error: BaseException) -> FSDPStateError | None:
@@ -21,7 +31,8 @@ def used_outside(error: BaseException) -> FSDPStateError | None:
     module = _last_module(error.__traceback__)
     if module is None:
         return None
-    sharded = [name for name in map(owner_of, module._parameters.values()) if name is not None]
+    parts = {id(part): fqn for part, fqn in parts_now()}
+    sharded = [parts[id(p)] for p in module._parameters.values() if id(p) in parts]
     if not sharded:
         return None
     return FSDPStateError(
@@ -29,15 +40,37 @@ def used_outside(error: BaseException) -> FSDPStateError | None:
         got=f"a call from elsewhere, with '{sharded[0]}' sharded",
         where=f"module {type(module).__name__}",
         fix=f"Let it be a unit of its own (add {type(module).__name__} to the policy), or call it "
-        "in the forward of the unit that it is in.",
+        "in the forward of the unit that it is in; without gradients, inside "
+        "FSDP.summon_full_params(model).",
     )
+
+
+def hint_at_use_outside(error: BaseException, of_units: CodeType) -> None:
+    """Say on stderr if a module inside a unit was called by itself, and what to do.
+
+    Args:
+        error: ends this rank.
+        of_units: code that runs a unit's forward. Where it is in the traceback, the parameters were
+            unsharded, and ``used_outside`` has been asked.
+    """
+    frames = _frames(error.__traceback__)
+    if not isinstance(error, _OF_SHAPES) or any(frame.f_code is of_units for frame in frames):
+        return
+    outside = used_outside(error)
+    if outside is not None:
+        print(f"Perhaps the cause: {outside}", file=sys.stderr, flush=True)
 
 
 def _last_module(traceback: TracebackType | None) -> nn.Module | None:
     module = None
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+    for frame in _frames(traceback):
+        owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and any(p is not None for p in owner._parameters.values()):
             module = owner
-        traceback = traceback.tb_next
     return module
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next

@@ -18,7 +18,9 @@ from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import coerce_mixed_precision
 from fsdp_dynamo.core.norms_of_parts import refuse_norms_of_parts
 from fsdp_dynamo.core.optimizers import watch_optimizers
+from fsdp_dynamo.core.parts import note_parts
 from fsdp_dynamo.core.unit import Unit, UnitConfig
+from fsdp_dynamo.eager.hooks import hint_at_cause
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
     effective_strategy,
@@ -88,6 +90,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))
     register_exit_callback(announce_failure)
+    register_exit_callback(hint_at_cause)
     record_flight_by_default()
     config = UnitConfig(
         groups=groups,
@@ -106,7 +109,8 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     keep_full_precision(module, plan.chosen, config)
     flats = [flat for unit in units.values() for flat in unit.flats]
     watch_optimizers(flats)
-    refuse_norms_of_parts(flats)
+    if note_parts(flats):
+        refuse_norms_of_parts()
     return Constructed(units, plan.ignored)
 
 

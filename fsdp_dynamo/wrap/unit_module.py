@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
-from fsdp_dynamo.core.norms_of_parts import refuse_norms_of_parts
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import mark_managed
+from fsdp_dynamo.core.parts import note_parts
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
 from fsdp_dynamo.dynamo.private_api import (
@@ -200,7 +200,7 @@ class UnitModule(UserMethods):
         for flat in new._fsdp_own_unit.flats:
             flat.point_originals_to_shard()
         watch_optimizers(new._fsdp_own_unit.flats)
-        refuse_norms_of_parts(new._fsdp_own_unit.flats)
+        note_parts(new._fsdp_own_unit.flats)
         for original in new._fsdp_own_unit.originals():
             mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()

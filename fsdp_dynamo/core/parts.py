@@ -1,0 +1,38 @@
+"""Parameters, and gradients, that are this rank's part of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from weakref import WeakSet
+
+import torch
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.module_tree import join_fqn
+
+_sharded: WeakSet[FlatParameter] = WeakSet()
+
+
+def note_parts(flats: Iterable[FlatParameter]) -> bool:
+    """Note the parameters of which ranks have different parts; returns whether there are any."""
+    found = [flat for flat in flats if has_parts(flat)]
+    _sharded.update(found)
+    return bool(found)
+
+
+def has_parts(flat: FlatParameter) -> bool:
+    """Whether ranks have different parts of a flat parameter."""
+    return flat.is_sharded and flat.layout.world_size > 1
+
+
+def parts_now() -> Iterator[tuple[torch.Tensor, str]]:
+    """Parameters and gradients that are parts at this moment, with the parameters' FQNs."""
+    for flat in _sharded:
+        if flat.module_parameters.is_summoned:
+            continue
+        for original in flat.originals:
+            fqn = join_fqn(flat.unit_fqn, original.fqn)
+            yield original.param, fqn
+            grad = original.param.grad
+            if grad is not None and flat.grad_sum.total is None:  # a sum is shown whole
+                yield grad, fqn
