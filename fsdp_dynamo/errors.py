@@ -18,7 +18,6 @@ Mistake = Literal[
     "a-forward-inside-summon_full_params",
     "another-backend-with-fullgraph",
     "compiled-without-original-parameters",
-    "checkpointing-around-a-unit",
     "another-graph-on-one-rank",
     "other-units-on-one-rank",
 ]

@@ -2,6 +2,9 @@
 
 Touched, and why: ``InstructionTranslator.current_tx`` (which backend and mode is tracing now),
 ``TracingContext.extract_stack`` (whether a nested unit's call is the frame being compiled),
+``OutputGraph.current_tracer`` (in the body of which operator a unit is called),
+``_disable_side_effect_safety_checks_for_current_subtracer`` (a unit in such a body changes modules
+and restores them),
 ``get_eval_frame_callback`` and ``innermost_backend`` (which backend runs around this frame),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
 code is shared), ``cached_backends`` (to let go of such an object with what it compiled),
@@ -34,6 +37,9 @@ GRAPH_MODE = "graph"
 LEAF_MODE = "leaf"
 HOOKS_MODE = "hooks"
 NO_BACKEND = -1
+
+with_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+"""Calls a function that may change objects from outside of the body that Dynamo traces."""
 
 _MODE_ATTRIBUTE = "_fsdp_dynamo_mode"
 
@@ -115,16 +121,28 @@ def traced_mode() -> tuple[str, int]:
             "between compiled regions.",
             see="another-backend-with-fullgraph",
         )
-    if mode != HOOKS_MODE and translator.output.current_tracer.parent is not None:
-        raise CompileRefusedError(
-            expected="activation checkpointing inside a unit",
-            got="a unit called inside a checkpointed region (or another operator with a body)",
-            where="torch.compile",
-            fix="Checkpoint first, then FSDP(checkpoint_wrapper(block)), or fully_shard() of "
-            "what checkpoint_wrapper returned; an auto_wrap_policy does so itself.",
-            see="checkpointing-around-a-unit",
-        )
+    if mode != HOOKS_MODE:
+        _refuse_bodies_of_operators(translator.output.current_tracer)
     return mode, key_of(backend)
+
+
+def _refuse_bodies_of_operators(tracer: Any) -> None:
+    """Raise inside an operator's body; those of activation checkpointing become part of the graph.
+
+    Raises:
+        CompileRefusedError: a unit is called there.
+    """
+    while tracer.parent is not None:
+        operator = tracer.source_target
+        if operator is not torch.ops.higher_order.tag_activation_checkpoint:
+            raise CompileRefusedError(
+                expected="a unit called where it runs once a step",
+                got=f"a call in the body of the operator {getattr(operator, '__name__', operator)}",
+                where="torch.compile",
+                fix="Call it outside of the operator, let what holds the operator be the unit, or "
+                "leave torch.compile out.",
+            )
+        tracer = tracer.parent
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from torch.fx import traceback
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
-from fsdp_dynamo.dynamo.private_api import CompileRefusedError
+from fsdp_dynamo.dynamo.private_api import CompileRefusedError, with_side_effects
 from fsdp_dynamo.eager.hooks import prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
@@ -287,7 +287,6 @@ def traced_forward(
         dtype = getattr(torch, input_dtype) if input_dtype else None
         target = torch.device(device) if device else None
         args, kwargs = prepare_inputs(target, dtype, args, kwargs)
-    kept = []
     unsharded = []
     with traceback.annotate({UNIT: fqn, BODY: "0"}):
         for shard, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
@@ -302,6 +301,7 @@ def traced_forward(
                 unsharded.append(TracedUnshardWithSum.apply(shard, total, spec))  # type: ignore[no-untyped-call]
             else:
                 unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
+    shown = []
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
         for flat, fields, splits in zip(unsharded, flats, tensors.parallels):  # noqa: B905  # traced
             spec = TracedFlat(*fields)
@@ -315,9 +315,14 @@ def traced_forward(
                     holder = module
                     for part in path:
                         holder = holder._modules[part]
-                    kept.append((holder, parameter, holder._parameters[parameter]))
-                    holder._parameters[parameter] = view
+                    shown.append((holder._parameters, parameter, view))
+        originals = [(entries, name, entries[name]) for entries, name, _ in shown]
+        with_side_effects(_put, shown)
         output = body(*args, **kwargs)
-        for holder, parameter, original in kept:
-            holder._parameters[parameter] = original
+        with_side_effects(_put, originals)
     return output
+
+
+def _put(entries: list[tuple[Any, str, torch.Tensor]]) -> None:
+    for holder, name, tensor in entries:
+        holder[name] = tensor

@@ -49,15 +49,23 @@ _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
 
 @contextmanager
-def body_of(module: UnitModuleProtocol, key: int) -> Iterator[Callable[..., Any]]:
+def body_of(
+    module: UnitModuleProtocol, key: int, recomputes: bool = False
+) -> Iterator[Callable[..., Any]]:
     """The unit's body: its module, or that compiled with the backend in force.
 
     Args:
         module: the unit module.
         key: the backend of the frame around; where there is none, that of the unit around.
+        recomputes: whether activation checkpointing runs it again in the backward, which has no
+            frame around: with the code of its last forward.
     """
     if key == NO_BACKEND:
         key = _active_key.get()
+    if not recomputes:
+        module._fsdp_last_key = key
+    elif key == NO_BACKEND:
+        key = module._fsdp_last_key
     if key == NO_BACKEND:
         yield module._fsdp_body()
         return

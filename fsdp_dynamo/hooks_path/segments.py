@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
+from torch.utils.checkpoint import checkpoint
 
 Backend = Callable[..., Any]
 
@@ -31,7 +32,7 @@ def split_at_leaves(
         backend: compiles one segment: ``backend(gm, example_inputs)``.
         cache: segments compiled before; equal segments are compiled once.
     """
-    if not any(node.target is leaf for node in gm.graph.nodes):
+    if not _leaf_nodes(gm, leaf):
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
     parts, leaf_parts = _assign_parts(gm, leaf)
@@ -40,39 +41,100 @@ def split_at_leaves(
         if not name.startswith("submod_"):
             continue
         if int(name.removeprefix("submod_")) in leaf_parts:
-            _redirect(child, leaf, run_leaf)
+            _redirect(child, leaf, run_leaf, backend, cache)
         else:
             split.register_module(name, _Segment(_compile(child, backend, cache)))
     return split.forward
 
 
+def _leaf_nodes(gm: fx.GraphModule, leaf: Callable[..., Any]) -> set[fx.Node]:
+    """The leaves of a graph: opaque nodes, and calls of ``checkpoint`` on bodies with leaves."""
+    found = set()
+    for node in gm.graph.nodes:
+        if node.target is leaf or (is_checkpoint(node) and _leaf_nodes(_body(gm, node), leaf)):
+            found.add(node)
+    return found
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph calls ``torch.utils.checkpoint`` on a graph."""
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return gm.get_submodule(node.args[0].target)  # type: ignore[union-attr,arg-type]
+
+
 def _assign_parts(
     gm: fx.GraphModule, leaf: Callable[..., Any]
 ) -> tuple[dict[fx.Node, int], set[int]]:
-    """A part number for each node; a leaf and what unpacks it are one part."""
+    """A part number for each node; a leaf, its body and what unpacks it are one part."""
+    leaves = _leaf_nodes(gm, leaf)
     parts: dict[fx.Node, int] = {}
     leaf_parts: set[int] = set()
     current = 0
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is leaf:
+        if node in leaves:
             current += 1
+            parts.update(dict.fromkeys((n for n in node.all_input_nodes if _is_body(n)), current))
             parts[node] = current
             leaf_parts.add(current)
             current += 1
-        elif node.target is operator.getitem and node.args[0].target is leaf:
+        elif node.target is operator.getitem and node.args[0] in leaves:
             parts[node] = parts[node.args[0]]
         else:
             parts[node] = current
     return parts, leaf_parts
 
 
-def _redirect(part: Any, leaf: Callable[..., Any], run_leaf: Callable[..., Any]) -> None:
-    for node in part.graph.nodes:
+def _is_body(node: fx.Node) -> bool:
+    return node.op == "get_attr" and all(is_checkpoint(user) for user in node.users)
+
+
+def _redirect(
+    part: Any,
+    leaf: Callable[..., Any],
+    run_leaf: Callable[..., Any],
+    backend: Backend,
+    cache: dict[Any, Callable[..., Any]],
+) -> None:
+    """Let a part that is a leaf run it."""
+    for node in list(part.graph.nodes):
         if node.target is leaf:
             node.target = run_leaf
+        elif is_checkpoint(node):
+            body = _body(part, node)
+            run = split_at_leaves(body, _inputs(body), leaf, run_leaf, backend, cache)
+            part.checkpointed = _Checkpointed(run, node.kwargs, body)
+            with part.graph.inserting_before(node):
+                call = part.graph.call_module("checkpointed", node.args[1:])
+            node.replace_all_uses_with(call)
+            part.graph.erase_node(node)
     part.recompile()
+
+
+class _Checkpointed(torch.nn.Module):
+    """A compiled body with leaves, checkpointed when it runs; not reentrant, as in a whole graph.
+
+    Args:
+        run: the compiled body.
+        options: the user's for ``checkpoint``.
+        body: as it was traced.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], options: dict[str, Any], body: fx.GraphModule
+    ) -> None:
+        super().__init__()
+        self.run = run
+        self.options = {**options, "use_reentrant": False}
+        if "_checkpoint_context_fn" in body.meta:
+            self.options["context_fn"] = body.meta["_checkpoint_context_fn"]
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.run, *args, **self.options)
 
 
 class _Segment(torch.nn.Module):
@@ -91,7 +153,7 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile one segment; backends expect a tuple of outputs, so one output is wrapped."""
     single = _return_tuple(part)
-    inputs = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
+    inputs = _inputs(part)
     key = _sharing_key(part, inputs)
     compiled = cache.get(key) if key is not None else None
     if compiled is None:
@@ -102,6 +164,10 @@ def _compile(
         return compiled
     whole = compiled
     return lambda *args: whole(*args)[0]
+
+
+def _inputs(part: fx.GraphModule) -> list[Any]:
+    return [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
 
 
 def _return_tuple(part: fx.GraphModule) -> bool:

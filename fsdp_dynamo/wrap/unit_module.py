@@ -70,6 +70,7 @@ class UnitModule(UserMethods):
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
         self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
+        self._fsdp_last_key = NO_BACKEND
         self._fsdp_output_spec: Any = None
         self._fsdp_name = register(self)
         self._fsdp_share_shards()
@@ -162,7 +163,8 @@ class UnitModule(UserMethods):
         if self._fsdp_runs_method:  # the method calls its own module: that is unsharded already
             return self._fsdp_body()(*args, **kwargs)
         root, unit = self._fsdp_own_root, self._fsdp_own_unit
-        with leaves.body_of(self, backend_key) as body:
+        root.recover()
+        with leaves.body_of(self, backend_key, recomputes=root.in_backward) as body:
             return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
 
     # -- conversions and copies ------------------------------------------------------------------

@@ -120,19 +120,19 @@ def test_a_trace_knows_whether_it_must_be_one_graph(fullgraph: bool) -> None:
 
 @pytest.mark.private(
     "OutputGraph.current_tracer",
-    need="whether a unit is called inside the body of an operator, a checkpointed region mostly, "
-    "where no collective may be; there is no public name",
+    need="whether a unit is called inside the body of an operator: only that of activation "
+    "checkpointing becomes part of the graph; there is no public name",
     instead="the check goes; such a model then fails with an error of torch's",
 )
 def test_a_tracer_inside_a_body_has_a_parent() -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    parents: list[Any] = []
+    tracers: list[Any] = []
 
     @torch.compiler.assume_constant_result
     def look() -> int:
         translator: Any = InstructionTranslator.current_tx()
-        parents.append(translator.output.current_tracer.parent)
+        tracers.append(translator.output.current_tracer)
         return 1
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -142,8 +142,74 @@ def test_a_tracer_inside_a_body_has_a_parent() -> None:
         return body(x) + checkpoint(body, x, use_reentrant=False)
 
     torch.compile(frame, backend="eager", fullgraph=True)(X)
-    assert parents[0] is None
-    assert parents[1] is not None
+    outside, inside = tracers
+    assert outside.parent is None
+    assert inside.parent is outside
+    assert inside.source_target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+@pytest.mark.private(
+    "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+    need="a unit in a checkpointed body puts parameter views into modules and takes them out "
+    "again; Dynamo refuses all changes of objects from outside of a body",
+    instead="torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint, which the user "
+    "would set, for changes of the user's own too; or checkpoints around units are refused",
+)
+def test_a_body_may_change_what_it_restores() -> None:
+    from torch._dynamo.utils import (
+        _disable_side_effect_safety_checks_for_current_subtracer as with_side_effects,
+    )
+
+    holder = nn.Linear(2, 2, bias=False)
+
+    def put(value: torch.Tensor) -> None:
+        holder._parameters["weight"] = value  # type: ignore[assignment]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        original = holder._parameters["weight"]
+        with_side_effects(put, 2 * torch.eye(2))
+        y = holder(x).sin()
+        with_side_effects(put, original)
+        return y
+
+    backend = Recorder()
+    compiled = torch.compile(
+        lambda x: checkpoint(body, x, use_reentrant=False), backend=backend, fullgraph=True
+    )
+    before = holder.weight
+    x = X.clone().requires_grad_()
+    y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, (2 * X).sin())
+    torch.testing.assert_close(x.grad, 2 * (2 * X).cos())
+    assert holder.weight is before
+
+
+@pytest.mark.private(
+    "torch.ops.higher_order.tag_activation_checkpoint",
+    "_checkpoint_context_fn",
+    need="in hooks mode a checkpointed body with units is cut out of the graph and checkpointed "
+    "when it runs, with what the user has passed",
+    instead="end graphs at calls of checkpoint (the root is then compiled in parts, or not)",
+)
+def test_a_checkpointed_body_is_a_node() -> None:
+    def contexts() -> Any:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    def frame(x: torch.Tensor) -> torch.Tensor:
+        arguments = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False}
+        return checkpoint(torch.sin, x, **arguments)
+
+    backend = Recorder()
+    torch.compile(frame, backend=backend, fullgraph=True)(X)
+    (gm,) = backend.graphs
+    operator = torch.ops.higher_order.tag_activation_checkpoint
+    (node,) = (node for node in gm.graph.nodes if node.target is operator)
+    body = gm.get_submodule(node.args[0].target)
+    assert body.meta["_checkpoint_context_fn"] is contexts
+    assert [one.meta["example_value"].shape for one in body.graph.find_nodes(op="placeholder")]
+    assert node.kwargs == {"use_reentrant": False, "preserve_rng_state": False}
+    assert isinstance(body(X), tuple)
 
 
 @pytest.mark.private(

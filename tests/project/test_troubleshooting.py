@@ -1,4 +1,4 @@
-"""The twelve most common mistakes: each error leads to its paragraph in docs/troubleshooting.md."""
+"""The eleven most common mistakes: each error leads to its paragraph in docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
 from fsdp_dynamo import FSDP, FSDPError, set_agreement_timeout
@@ -92,12 +91,6 @@ def _without_originals() -> None:
     _step(model, backend="aot_eager")
 
 
-def _checkpoint_around() -> None:
-    model = make_transformer(num_blocks=1)
-    model.blocks[0] = checkpoint_wrapper(FSDP(model.blocks[0]))
-    _step(FSDP(model), **GRAPH)
-
-
 class _Skipping(Transformer):
     """Leaves its last block out where it is told to."""
 
@@ -154,7 +147,6 @@ TOGETHER: dict[str, tuple[Mistake, Callable[[], object]]] = {
     "summon": ("a-forward-inside-summon_full_params", _inside_summon),
     "backend": ("another-backend-with-fullgraph", _another_backend),
     "use_orig_params": ("compiled-without-original-parameters", _without_originals),
-    "checkpoint": ("checkpointing-around-a-unit", _checkpoint_around),
 }
 """Those after which ranks can go on, in one job."""
 
@@ -293,7 +285,7 @@ def test_every_mistake_has_its_paragraph_and_a_test() -> None:
     assert list(_sections())[: len(MISTAKES)] == list(MISTAKES)
     tested = {mistake for mistake, _ in [*TOGETHER.values(), *APART.values()]}
     assert tested | {"no-process-group"} == set(MISTAKES)
-    assert len(MISTAKES) == 12
+    assert len(MISTAKES) == 11
 
 
 def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,242 @@
+"""``torch.utils.checkpoint`` called around units, against DDP and against checkpoints inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import different, error_of, whole_gradients
+from models import VOCABULARY, Block, Transformer, batch, loss_of
+from modes import MODES, in_mode
+from pool import RankPool
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fsdp_dynamo import FSDP, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+
+class _Around(Transformer):
+    """Calls ``checkpoint`` around its blocks."""
+
+    arguments: dict[str, Any] = {"use_reentrant": False}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(self.norm(x)) * self.scale
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, **self.arguments)
+
+
+class _Reentrant(_Around):
+    arguments = {"use_reentrant": True}
+
+
+def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_products)
+
+
+class _Selective(_Around):
+    arguments = {"use_reentrant": False, "context_fn": _contexts}
+
+
+class _More(_Around):
+    """The body holds more than the unit, random numbers too."""
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: F.dropout(block(2 * y), 0.2), x, use_reentrant=False)
+
+
+class _Counting(_Around):
+    """Its bodies append to a list: no graph has them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen: list[int] = []
+        return super().forward(tokens)
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def body(y: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(self.seen))
+            return block(y)
+
+        return checkpoint(body, x, use_reentrant=False)
+
+
+class _Inside(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _inside(num_blocks: int) -> Transformer:
+    model = Transformer(num_blocks=num_blocks)
+    for block in model.blocks:
+        block.__class__ = _Inside
+    return model
+
+
+class _Pair(nn.Module):
+    """A unit of two, of which it checkpoints one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.second, self.mix = Block(dim), Block(dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(self.first(x))
+        return x + checkpoint(self.second, x, use_reentrant=False)
+
+
+class _Nested(nn.Module):
+    """Checkpointed units of units, one of which is called once more, in a checkpoint of its own."""
+
+    def __init__(self, num_blocks: int, dim: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, dim), nn.Linear(dim, VOCABULARY)
+        self.pairs = nn.ModuleList(_Pair(dim) for _ in range(num_blocks))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for pair in self.pairs:
+            x = checkpoint(pair, x, use_reentrant=False)
+        return self.head(checkpoint(self.again, x, use_reentrant=False))
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pairs[0].first(x).sin()
+
+
+def _make(cls: Any) -> nn.Module:
+    torch.manual_seed(7)
+    return cls(num_blocks=2)
+
+
+def _wrap(plain: nn.Module) -> FSDP:
+    return FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Pair, Block, _Inside}))
+
+
+def _run(net: nn.Module, owner: nn.Module, rank: int) -> tuple[list[float], list[Any]]:
+    """Losses of three steps, and the collectives of the last."""
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        with record_events() as log:
+            loss = loss_of(net, batch(rank, step))
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, sorted(log.keys("all_gather", "reduce_scatter"))
+
+
+def _beside_ddp(cls: Any, rank: int, mode: str, **options: bool) -> dict[str, Any]:
+    plain, other = _make(cls), _make(cls)
+    expected, _ = _run(DistributedDataParallel(plain), plain, rank)
+    model = _wrap(other)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    losses, keys = _run(in_mode(model, mode, **options), model, rank)
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return {
+        "losses": (losses, expected),
+        "gradients": different(whole_gradients(model), grads),
+        "collectives": keys,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+def _compare(rank: int, world_size: int, mode: str, classes: list[Any]) -> dict[str, Any]:
+    return {cls.__name__: _beside_ddp(cls, rank, mode) for cls in classes}
+
+
+def _check(found: dict[str, Any], mode: str) -> None:
+    """Bitwise on two ranks. The collectives are those of checkpoints inside, and so is the number
+    of graphs: what the root computes is compiled, too.
+    """
+    for name, result in found.items():
+        losses, expected = result["losses"]
+        assert (name, losses, result["gradients"]) == (name, expected, [])
+        if mode != "eager" and name != "_Counting":  # eager counts recomputation as forward
+            assert (name, result["collectives"]) == (name, found["_inside"]["collectives"])
+            assert (name, result["graphs"]) == (name, found["_inside"]["graphs"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_ddp(ranks: RankPool, mode: str) -> None:
+    for found in ranks.run(_compare, 2, mode, [_inside, _Around, _More]):
+        _check(found, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_other_forms_equal_ddp(ranks: RankPool, mode: str) -> None:
+    classes = [_inside, _Reentrant, _Selective]
+    if mode != "graph":  # refused by Dynamo itself
+        classes.append(_Counting)
+    for found in ranks.run(_compare, 2, mode, classes):
+        _check(found, mode)
+
+
+def _with_regions(rank: int, world_size: int) -> dict[str, Any]:
+    return _beside_ddp(_Around, rank, "graph", regions=True)
+
+
+@pytest.mark.slow
+def test_with_regions(ranks: RankPool) -> None:
+    for result in ranks.run(_with_regions, 2):
+        losses, expected = result["losses"]
+        assert (losses, result["gradients"]) == (expected, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hooks-inductor", "graph-inductor"])
+def test_inductor_equals_ddp(ranks: RankPool, mode: str) -> None:
+    for found in ranks.run(_compare, 2, mode, [_Around, _More, _Nested], timeout=500):
+        for name, result in found.items():
+            losses, expected = result["losses"]
+            if name != "_More":  # other random numbers
+                assert (name, losses) == (name, pytest.approx(expected, rel=1e-5))
+                assert (name, result["gradients"]) == (name, [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nested_units(ranks: RankPool, mode: str) -> None:
+    """A unit that is called twice is recomputed after its first backward."""
+    for found in ranks.run(_compare, 2, mode, [_Nested]):
+        losses, expected = found["_Nested"]["losses"]
+        assert losses == pytest.approx(expected, rel=1e-6)  # one gradient is a sum of two
+        assert found["_Nested"]["gradients"] == []
+
+
+class _Branching(Transformer):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        (block,) = self.blocks
+        x = torch.cond(x.sum() > 0, lambda y: block(y), lambda y: y.sin(), (x,))
+        return self.head(self.norm(x)) * self.scale
+
+
+def _branch(rank: int, world_size: int, mode: str) -> str:
+    model = _wrap(_Branching(num_blocks=1))
+    return error_of(lambda: in_mode(model, mode)(batch(rank, 0)))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "graph"])
+def test_a_unit_in_a_branch_is_refused(ranks: RankPool, mode: str) -> None:
+    for message in ranks.run(_branch, 2, mode):
+        assert "expected a unit called where it runs once a step" in message
+        assert "in the body of the operator cond" in message
