@@ -6,6 +6,7 @@ check_torch()  # before any import that an older torch would fail in a way of it
 check_distributed()
 
 # ruff: noqa: E402
+import fsdp_dynamo.api
 import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
 import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
@@ -40,14 +41,13 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
+from fsdp_dynamo.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
-from fsdp_dynamo.state_dict.optim_variants import OptimStateKeyType
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, UnshardHandle, fully_shard, replicate
-from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
 from fsdp_dynamo.wrap_policy import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +12,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fsdp_dynamo.agreement.store import exchange_device
 
 
-def broadcast_from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's value on every rank of a group, with its tensors on the CPU.
+def broadcast_from_first(value: Any, groups: Sequence[dist.ProcessGroup] | None = None) -> Any:
+    """The first rank's value on every rank of some groups, with its tensors on the CPU.
 
     Args:
         value: nested dicts, lists and tuples of tensors and other values; ignored on other ranks.
-        group: by default, the default group.
+        groups: a unit's shard group and the one of its replicas; by default, the default group.
     """
     if not dist.is_initialized():
         return value
-    group = group or dist.group.WORLD
-    assert group is not None
+    default = dist.group.WORLD
+    assert default is not None
+    for group in reversed(groups or [default]):  # across replicas, then inside each
+        value = _from_first(value, group)
+    return value
+
+
+def _from_first(value: Any, group: dist.ProcessGroup) -> Any:
     first = dist.get_process_group_ranks(group)[0]
     is_first = dist.get_rank() == first
     leaves, spec = tree_flatten(value) if is_first else ([], None)

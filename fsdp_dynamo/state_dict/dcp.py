@@ -122,7 +122,8 @@ def _load_optim_state(
             "param_groups": one["param_groups"],
         }
         with _configured(model, info):
-            loaded = methods.optim_state_dict_to_load(model, optimizer, own)
+            settings = methods.get_state_dict_type(model)
+        loaded = optim_state.load(named, optimizer, own, settings)
         optimizer.load_state_dict(loaded)
 
 

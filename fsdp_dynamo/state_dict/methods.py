@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo import OptimizedModule
 
@@ -20,6 +21,7 @@ from fsdp_dynamo.config import (
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.state_dict import optim_state
+from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
 
 
 def set_state_dict_type(
@@ -99,6 +101,7 @@ def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     optim_state_dict: Mapping[str, Any] | None = None,
+    group: object = None,
 ) -> dict[str, Any]:
     """The state of an optimizer of ``model`` with plain FQNs for keys; all ranks must call it.
 
@@ -107,10 +110,12 @@ def optim_state_dict(
     Args:
         model: units, or a module that has them.
         optim: an optimizer of parameters of ``model``.
-        optim_state_dict: in place of ``optim.state_dict()``.
+        optim_state_dict: in place of ``optim.state_dict()``; it may lack ``"param_groups"``.
+        group: accepted; the units' own groups are used.
 
     Returns:
-        ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``.
+        ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Entries of the
+        state that belong to no parameter are copied.
 
     Raises:
         DivergenceError: ranks have states of different parameters, or one that is not as
@@ -125,26 +130,45 @@ def optim_state_dict(
 
 
 def optim_state_dict_to_load(
-    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Mapping[str, Any]
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """From ``optim_state_dict`` of any sharding (full), or of this one, to what
-    ``optim.load_state_dict`` takes; no communication.
+    ``optim.load_state_dict`` takes.
+
+    There is no communication, unless the model's ``FullOptimStateDictConfig`` has ``rank0_only``:
+    then every rank must call it, and gets what rank 0 has.
 
     Args:
         model: units, or a module that has them.
         optim: an optimizer of parameters of ``model``.
-        optim_state_dict: in the form of the model's ``state_dict_type``.
+        optim_state_dict: in the form of the model's ``state_dict_type``; it may lack
+            ``"param_groups"``.
+        is_named_optimizer: keep names instead of numbers, for an optimizer that loads these.
+        load_directly: load the result into ``optim``, too.
+        group: with ``rank0_only``, whose first rank has the states; by default, the model's.
 
     Returns:
         ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
 
     Raises:
-        FSDPValueError: an FQN that the model does not have, a tensor of another shape, or
-            parameter groups that cannot be told apart.
+        FSDPValueError: an FQN that the model does not have, a tensor of another shape, no
+            ``"state"``, or parameter groups that cannot be told apart.
     """
-    named = optim_state.named_places(model, units_in(model))
     settings = get_state_dict_type(model)
-    return optim_state.load(named, optim, optim_state_dict, settings)
+    units = units_in(model)
+    named = optim_state.named_places(model, units)
+    if getattr(settings.optim_state_dict_config, "rank0_only", False):
+        groups = units[0].config.groups.all if group is None else (group,)
+        optim_state_dict = broadcast_from_first(optim_state_dict, groups)
+    result = optim_state.load(named, optim, optim_state_dict, settings, is_named_optimizer)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,26 +134,68 @@ def save(
     """
     compare = compare or _compare_through_store
     places = list(named.of(optim))
-    states = {place: given["state"].get(number, {}) for _, number, place in places}
-    copies = settings.copies_optim
-    to_cpu = settings.optim_state_dict_config.offload_to_cpu
-    groups = [{**without_origin(group), "params": []} for group in given["param_groups"]]
-    if copies:  # including learning rates, which may be tensors
-        groups = [copied(group) for group in groups]
-    for group_number, _, place in places:
-        groups[group_number]["params"].append(place.fqn)
+    states = {place: _state_of(given, number, place) for _, number, place in places}
     form = settings.state_dict_type
     if form is not StateDictType.LOCAL_STATE_DICT and named.flats:
         compare(named.flats[0].groups.all, _comparison_text(states))
     if form is StateDictType.FULL_STATE_DICT:
-        return _full_state(named, states, groups, settings)
+        result = _full_state(named, states, settings)
+        if result is None:
+            return {}
+    else:
+        result = _states_by_rank(states, settings)
+    result.update(_states_of_no_parameter(given, places, settings))
+    if "param_groups" not in given:
+        return {"state": result}
+    return {"state": result, "param_groups": _groups_to_save(places, given, settings)}
+
+
+def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mapping[str, Any]:
+    """A parameter's state; of a named optimizer, by its name."""
+    states = given["state"]
+    found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
+    return found
+
+
+def _groups_to_save(
+    places: Sequence[tuple[int, int, ParamPlace]],
+    given: Mapping[str, Any],
+    settings: StateDictSettings,
+) -> list[dict[str, Any]]:
+    groups = [{**without_origin(group), "params": []} for group in given["param_groups"]]
+    if settings.copies_optim:  # including learning rates, which may be tensors
+        groups = [copied(group) for group in groups]
+    for group_number, _, place in places:
+        groups[group_number]["params"].append(place.fqn)
+    return groups
+
+
+def _states_by_rank(
+    states: Mapping[ParamPlace, Mapping[str, Any]], settings: StateDictSettings
+) -> dict[str, Any]:
+    """Sharded or local states."""
     result: dict[str, Any] = {}
+    to_cpu = settings.optim_state_dict_config.offload_to_cpu
     for place, state in states.items():
-        if not state:
-            continue
-        one = {name: _value_to_save(place, value, form) for name, value in state.items()}
-        result[place.fqn] = copied(one, to_cpu) if copies else one
-    return {"state": result, "param_groups": groups}
+        if state:
+            form = settings.state_dict_type
+            one = {name: _value_to_save(place, value, form) for name, value in state.items()}
+            result[place.fqn] = copied(one, to_cpu) if settings.copies_optim else one
+    return result
+
+
+def _states_of_no_parameter(
+    given: Mapping[str, Any],
+    places: Sequence[tuple[int, int, ParamPlace]],
+    settings: StateDictSettings,
+) -> dict[Any, Any]:
+    """Entries that users have put beside those of the parameters: saved as they are."""
+    known = {key for _, number, place in places for key in (number, place.fqn)}
+    others = {key: value for key, value in given["state"].items() if key not in known}
+    if others:
+        warnings.warn(f"{_WHERE}: no parameter has {sorted(others, key=str)}", stacklevel=4)
+    to_cpu = settings.optim_state_dict_config.offload_to_cpu
+    return copied(others, to_cpu) if settings.copies_optim else others  # type: ignore[no-any-return]
 
 
 def save_several(
@@ -211,10 +254,13 @@ def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
 def _full_state(
     named: NamedParams,
     states: Mapping[ParamPlace, Mapping[str, Any]],
-    groups: list[dict[str, Any]],
     settings: StateDictSettings,
-) -> dict[str, Any]:
-    """Unsharded states, gathered for one flat parameter and one kind of state at a time."""
+) -> dict[str, Any] | None:
+    """Unsharded states, gathered for one flat parameter and one kind of state at a time.
+
+    Returns:
+        ``None`` on ranks that are to have none.
+    """
     config = settings.optim_state_dict_config
     by_index = {(p.flat, p.index): p for p in states if p.flat is not None}
     result: dict[str, dict[str, Any]] = {place.fqn: {} for place, state in states.items() if state}
@@ -231,7 +277,7 @@ def _full_state(
     for place, state in states.items():
         if place.flat is None and state and wanted:
             result[place.fqn] = copied(dict(state), config.offload_to_cpu)
-    return {"state": result, "param_groups": groups} if wanted else {}
+    return result if wanted else None
 
 
 def _gathered_states(
@@ -311,28 +357,38 @@ def load(
     optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
     settings: StateDictSettings,
+    is_named: bool = False,
 ) -> dict[str, Any]:
     """A state dict under FQNs, converted to numbers and this rank's parts.
 
     The result is what ``optim.load_state_dict`` takes.
+
+    Args:
+        is_named: FQNs instead of numbers, for an optimizer that loads these.
     """
+    if "state" not in given:
+        raise _mismatch_error("a state dict with 'state'", f"{sorted(map(str, given))}")
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     places = list(named.of(optim))
-    known = {place.fqn for _, _, place in places}
-    unknown = sorted(set(given["state"]) - known)
+    keys = {place.fqn: place.fqn if is_named else number for _, number, place in places}
+    others = {key: value for key, value in given["state"].items() if key not in keys}
+    unknown = [key for key, value in others.items() if isinstance(value, Mapping)]
     if unknown:
         raise _mismatch_error("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
-    state = {
-        number: {
+    state: dict[Any, Any] = {
+        keys[place.fqn]: {
             name: copied(unmark_rank_local(value))
             if is_local
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
-        for _, number, place in places
+        for _, _, place in places
         if place.fqn in given["state"]
     }
-    return {"state": state, "param_groups": _groups(places, optim, given["param_groups"])}
+    result: dict[str, Any] = {"state": {**state, **copied(others)}}
+    if "param_groups" in given:
+        result["param_groups"] = _groups(places, keys, optim, given["param_groups"])
+    return result
 
 
 def _loaded(
@@ -372,6 +428,7 @@ def empty_like_saved(
 
 def _groups(
     places: Sequence[tuple[int, int, ParamPlace]],
+    keys: Mapping[str, str | int],
     optim: torch.optim.Optimizer,
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
@@ -379,22 +436,21 @@ def _groups(
     holder = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
     result: list[dict[str, Any]] = []
     for group_number in range(len(optim.param_groups)):
-        own = [(number, place.fqn) for g, number, place in places if g == group_number]
-        sources = {holder.get(fqn) for _, fqn in own}
+        own = [place.fqn for g, _, place in places if g == group_number]
+        sources = {holder.get(fqn) for fqn in own}
         settings = [
             {k: v for k, v in without_origin(saved[i]).items() if k != "params"}
             for i in sources
             if i is not None
         ]
         if None in sources or any(one != settings[0] for one in settings):
-            names = [fqn for _, fqn in own]
             raise _mismatch_error(
                 "one saved group (or groups of equal settings) for each of the optimizer's",
-                f"{len(settings)} for the group of '{names[0]}'",
+                f"{len(settings)} for the group of '{own[0]}'",
             )
         own_settings = {k: v for k, v in optim.param_groups[group_number].items() if k != "params"}
         chosen = settings[0] if settings else own_settings  # its own for a group without parameters
-        result.append({**chosen, "params": [number for number, _ in own]})
+        result.append({**chosen, "params": [keys[fqn] for fqn in own]})
     return result
 
 

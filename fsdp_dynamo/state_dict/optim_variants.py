@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_dynamo.config import FullOptimStateDictConfig, StateDictType
+from fsdp_dynamo.config import FullOptimStateDictConfig, StateDictType, coerce_enum
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
@@ -19,9 +20,11 @@ from fsdp_dynamo.state_dict.methods import (
     optim_state_dict_to_load,
     state_dict_type,
 )
+from fsdp_dynamo.state_dict.optim_state import copied
 
 _FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 Given = Mapping[str, Any]
+OptimInput = Iterable[Any] | None
 
 
 class OptimStateKeyType(Enum):
@@ -38,7 +41,7 @@ class OptimStateKeyType(Enum):
 def full_optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    optim_input: object = None,
+    optim_input: OptimInput = None,
     rank0_only: bool = True,
     group: object = None,
 ) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def full_optim_state_dict(
     Args:
         model: the outermost unit.
         optim: made of its parameters.
-        optim_input: accepted; nothing depends on it here.
+        optim_input: accepted; ``optim`` says it.
         rank0_only: whether the other ranks get an empty one.
         group: accepted; nothing depends on it here.
 
@@ -79,7 +82,7 @@ def sharded_optim_state_dict(
 def shard_full_optim_state_dict(
     full_optim_state_dict: Given,
     model: nn.Module,
-    optim_input: object = None,
+    optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """From whole states, which every rank has, to what ``optim.load_state_dict`` takes.
@@ -87,14 +90,22 @@ def shard_full_optim_state_dict(
     Args:
         full_optim_state_dict: by plain FQN.
         model: the outermost unit.
-        optim_input: accepted; nothing depends on it here.
-        optim: made of the model's parameters; needed.
+        optim_input: what the optimizer was made of, where ``optim`` is not given; by default,
+            ``model.parameters()``.
+        optim: made of the model's parameters.
 
     Raises:
-        FSDPValueError: no ``optim``; else see ``optim_state_dict_to_load``.
+        FSDPValueError: see ``optim_state_dict_to_load``.
     """
     with state_dict_type(model, _FULL):
-        return optim_state_dict_to_load(model, _needed(optim), full_optim_state_dict)
+        if optim is not None:
+            return optim_state_dict_to_load(model, optim, full_optim_state_dict)
+        numbered = _optimizer(model, optim_input, None)
+        states = {"state": full_optim_state_dict["state"]}
+        result = optim_state_dict_to_load(model, numbered, states)
+    ids = {name: number for number, name in enumerate(_names(model, numbered))}
+    result["param_groups"] = _rekeyed_groups(full_optim_state_dict, ids.__getitem__)
+    return result
 
 
 def flatten_sharded_optim_state_dict(
@@ -117,7 +128,7 @@ def flatten_sharded_optim_state_dict(
 def scatter_full_optim_state_dict(
     full_optim_state_dict: Given | None,
     model: nn.Module,
-    optim_input: object = None,
+    optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -128,22 +139,23 @@ def scatter_full_optim_state_dict(
     Args:
         full_optim_state_dict: by plain FQN; what other ranks than the first pass is ignored.
         model: the outermost unit.
-        optim_input: accepted; nothing depends on it here.
-        optim: made of the model's parameters; needed.
-        group: whose first rank has the states; the default group if not given.
+        optim_input: see ``shard_full_optim_state_dict``.
+        optim: made of the model's parameters.
+        group: whose first rank has the states; by default, the model's.
 
     Raises:
-        FSDPValueError: no ``optim``; else see ``optim_state_dict_to_load``.
+        FSDPValueError: see ``optim_state_dict_to_load``.
     """
-    given = broadcast_from_first(full_optim_state_dict, group)
-    return shard_full_optim_state_dict(given, model, None, optim)
+    groups = units_in(model)[0].config.groups.all if group is None else (group,)
+    given = broadcast_from_first(full_optim_state_dict, groups)
+    return shard_full_optim_state_dict(given, model, optim_input, optim)
 
 
 def rekey_optim_state_dict(
     optim_state_dict: Given,
     optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
-    optim_input: object = None,
+    optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """Whole states by name instead of by number, or the other way; of a plain model, too.
@@ -152,56 +164,67 @@ def rekey_optim_state_dict(
 
     Args:
         optim_state_dict: whole states, by plain FQN or by number.
-        optim_state_key_type: what the result is to have.
+        optim_state_key_type: what the result is to have; upstream's is accepted.
         model: whose parameters they are.
-        optim_input: accepted; nothing depends on it here.
-        optim: the optimizer of ``model`` whose numbers are meant; by default, numbers are
-            those of an optimizer of ``model.parameters()``.
+        optim_input: see ``shard_full_optim_state_dict``.
+        optim: the optimizer of ``model`` whose numbers are meant.
+
+    Returns:
+        A new dict of the same states. In each group, parameters are sorted.
 
     Raises:
-        FSDPValueError: a name or a number that the model or the optimizer does not have.
+        FSDPValueError: a name or a number that the model or the optimizer does not have, or
+            both kinds of keys.
     """
-    names = _names(model, optim)
+    wanted = coerce_enum(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
+    names = _names(model, _optimizer(model, optim_input, optim))
     ids = {name: number for number, name in enumerate(names)}
-    by_name = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+    by_name = wanted is OptimStateKeyType.PARAM_NAME
+    kinds = {type(key).__name__ for key in optim_state_dict["state"]}
+    if len(kinds) > 1:
+        raise _unknown_key(" and ".join(sorted(kinds)), "keys of one kind")
     known: Mapping[Any, Any] = dict(enumerate(names)) if by_name else ids
 
     def new(key: Any) -> Any:
         if key not in known:
             if key in (ids if by_name else range(len(names))):
                 return key  # it is one already
-            raise FSDPValueError(
-                expected="a parameter of the model and its optimizer",
-                got=repr(key),
-                where="optimizer state dict",
-                fix="Pass the model and the optimizer whose state it is.",
-            )
+            raise _unknown_key(repr(key), "a parameter of the model and its optimizer")
         return known[key]
 
-    groups = [
-        {**group, "params": [new(key) for key in group["params"]]}
-        for group in optim_state_dict["param_groups"]
-    ]
     state = {new(key): value for key, value in optim_state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _rekeyed_groups(optim_state_dict, new)}
 
 
-def _needed(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    if optim is None:
-        raise FSDPValueError(
-            expected="an optimizer",
-            got="None",
-            where="optim",
-            fix="Pass optim; optim_input is not used here.",
-        )
-    return optim
+def _rekeyed_groups(given: Given, new: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Groups with other keys, in order: an optimizer finds states of saved numbers by that."""
+    return [
+        {**copied(group, is_deep=True), "params": sorted(new(key) for key in group["params"])}
+        for group in given["param_groups"]
+    ]
 
 
-def _names(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[str]:
+def _unknown_key(got: str, expected: str) -> FSDPValueError:
+    return FSDPValueError(
+        expected=expected,
+        got=got,
+        where="optimizer state dict",
+        fix="Pass the model and the optimizer whose state it is.",
+    )
+
+
+def _optimizer(
+    model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """The optimizer, or one that numbers the same parameters as it does."""
+    if optim is not None:
+        return optim
+    return torch.optim.SGD(model.parameters() if optim_input is None else list(optim_input))
+
+
+def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
     """Plain FQNs of an optimizer's parameters, by number."""
     by_param = {param: plain_fqn(name) for name, param in model.named_parameters()}
-    if optim is None:
-        return list(by_param.values())
     return [by_param[param] for group in optim.param_groups for param in group["params"]]
 
 
