@@ -78,6 +78,13 @@ def without_origin(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != ORIGIN}
 
 
+def with_origins_of(optimizer: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Add to groups what the optimizer's own have: one by names wants the same entries in both."""
+    for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
+        if ORIGIN in own:
+            group[ORIGIN] = own[ORIGIN]
+
+
 def _sharded_with_state(
     optimizer: Optimizer, group: Mapping[str, Any], places: Mapping[int, Place]
 ) -> list[Place]:

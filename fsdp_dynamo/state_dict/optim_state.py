@@ -26,7 +26,7 @@ from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.config import StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.core.state_origin import without_origin
+from fsdp_dynamo.core.state_origin import with_origins_of, without_origin
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -388,6 +388,8 @@ def load(
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
         result["param_groups"] = _groups(places, keys, optim, given["param_groups"])
+        if is_named:
+            with_origins_of(optim, result["param_groups"])
     return result
 
 
