@@ -195,7 +195,7 @@ class Root:
         if unit.pending_calls <= 0:
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
-            if self._reshards_after_backward(unit):
+            if not self._stays_unsharded:
                 unit.reshard("backward")
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(call)
@@ -224,11 +224,6 @@ class Root:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
-
-    def _reshards_after_backward(self, unit: Unit) -> bool:
-        if self._stays_unsharded:
-            return False
-        return self.accumulation.sync or unit.config.strategy.reshards_after_forward
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gather of the unit whose forward ended before this call's."""

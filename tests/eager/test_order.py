@@ -10,7 +10,7 @@ from models import batch, loss_of, make_transformer, train, wrap
 from modes import in_mode
 from pool import RankPool
 
-from fsdp_dynamo import BackwardPrefetch, Event, record_events
+from fsdp_dynamo import BackwardPrefetch, Event, ShardingStrategy, record_events
 
 BLOCKS = 4
 UNITS = [f"blocks.{i}" for i in range(BLOCKS)]
@@ -106,3 +106,16 @@ def test_no_forward_prefetch(ranks: RankPool) -> None:
             assert keys.index(("forward", earlier, "forward")) < keys.index(
                 ("all_gather", later, "forward")
             )
+
+
+def _reshards_without_a_reduction(rank: int, world_size: int) -> list[str]:
+    model = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with model.no_sync(), record_events() as log:
+        loss_of(model, batch(rank, 0)).backward()
+    return [event.unit for event in log if event.kind == "reshard"]
+
+
+def test_units_reshard_after_their_backward_under_no_sync(ranks: RankPool) -> None:
+    """Not all at its end: with ``SHARD_GRAD_OP`` all are unsharded when it begins."""
+    for units in ranks.run(_reshards_without_a_reduction, 2):
+        assert units == ["blocks.1", "blocks.0", ""]

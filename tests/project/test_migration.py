@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as upstream
-from models import make_transformer, train, wrap
+from models import Block, batch, loss_of, make_transformer, train, wrap
 from pool import RankPool
 
-from fsdp_dynamo import FSDP, FSDPModule, ShardingStrategy, fully_shard
+from fsdp_dynamo import FSDP, FSDPModule, ShardingStrategy, fully_shard, record_events
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
@@ -72,6 +79,61 @@ def test_trains_without_original_parameters(ranks: RankPool, strategy: str) -> N
     """``use_orig_params=False``, upstream's default, trains in eager as one process does."""
     for expected, got in ranks.run(_without_originals, 2, strategy):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _gathers(action: Callable[[], Any]) -> tuple[int, Any]:
+    """Number of all-gathers, of FSDP1 on a CPU or of ours, and what the action returns."""
+    with (
+        mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as theirs,
+        record_events() as log,
+    ):
+        result = action()
+    return theirs.call_count + [e.kind for e in log].count("all_gather"), result
+
+
+def _accumulates(model: Any, rank: int) -> tuple[list[int], list[Any]]:
+    """Gathers in each forward and backward, of which the last reduces; shapes of gradients."""
+    loss_of(model, batch(rank, 0)).backward()  # FSDP1 sets itself up
+    model.zero_grad()
+    found = []
+    for step in range(3):
+        with model.no_sync() if step < 2 else contextlib.nullcontext():
+            forward, loss = _gathers(partial(loss_of, model, batch(rank, step)))
+            backward, _ = _gathers(loss.backward)
+        found += [forward, backward]
+    grads = [p.grad for p in model.parameters()]
+    return found, [None if grad is None else tuple(grad.shape) for grad in grads]
+
+
+def _habits(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
+    theirs = upstream.FullyShardedDataParallel(
+        make_transformer(num_blocks=2),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=upstream.ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    ours = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy[strategy])
+    return _accumulates(theirs, rank), _accumulates(ours, rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "theirs", "ours"),
+    [
+        ("FULL_SHARD", [3, 2, 3, 2, 3, 2], [3, 2, 3, 2, 3, 2]),
+        ("SHARD_GRAD_OP", [3, 0, 0, 0, 0, 0], [3, 0, 3, 0, 3, 0]),
+    ],
+)
+def test_habits_that_are_not_kept(
+    ranks: RankPool, strategy: str, theirs: list[int], ours: list[int]
+) -> None:
+    empty = set()
+    for (counts, expected), (own_counts, got) in ranks.run(_habits, 2, strategy):
+        assert counts == theirs
+        assert own_counts == ours
+        assert None not in got
+        empty |= {shape for shape, one in zip(got, expected, strict=True) if one is None}
+    assert empty == {(0,)}
 
 
 def test_fields_of_accelerates_plugin() -> None:
