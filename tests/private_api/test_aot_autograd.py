@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from compiling import boxed, graphs_of, partition
-from torch import fx
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.usefixtures("fresh", "cache")
 
@@ -211,3 +212,29 @@ def test_a_regions_call_names_its_body() -> None:
         names = [str(call.args[1]).removeprefix("partitioned_") for call in calls]
         is_backward.append([name.startswith("bw_") for name in names])
     assert is_backward == [[False, False], [True, True]]
+
+
+@pytest.mark.private(
+    "desc",
+    "mutated_input",
+    need="which inputs a joint graph changes: checkpointed code that reads them is computed again "
+    "when they have changed",
+    instead="copies of all inputs without gradients that checkpointed code reads",
+)
+def test_a_joint_graph_knows_which_inputs_change() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    norm = nn.BatchNorm1d(2)
+    found: list[torch.Tensor] = []
+
+    def look(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> Any:
+        returned = tree_leaves(gm.graph.output_node().meta["desc"])
+        changed = [one.mutated_input for one in returned if hasattr(one, "mutated_input")]
+        nodes = gm.graph.find_nodes(op="placeholder")
+        found.extend(node.meta["val"] for node in nodes if node.meta["desc"] in changed)
+        return partition(gm, inputs, **kwargs)
+
+    backend = aot_autograd(fw_compiler=lambda gm, inputs: boxed(gm), partition_fn=look)
+    torch.compile(norm, backend=backend, fullgraph=True)(torch.rand(3, 2)).sum().backward()
+    assert not any(value.requires_grad for value in found)
+    assert sorted(tuple(value.shape) for value in found) == [(), (2,), (2,)]

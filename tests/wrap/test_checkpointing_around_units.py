@@ -240,3 +240,64 @@ def test_a_unit_in_a_branch_is_refused(ranks: RankPool, mode: str) -> None:
     for message in ranks.run(_branch, 2, mode):
         assert "expected a unit called where it runs once a step" in message
         assert "in the body of the operator cond" in message
+
+
+# -- buffers that a checkpointed body changes ------------------------------------------------------
+
+
+class _Normed(nn.Module):
+    """Batch norm, and a buffer whose old value the backward needs, checkpointed or not."""
+
+    checkpointed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.register_buffer("gain", torch.full((6,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        body = self.body
+        return x + (checkpoint(body, x, use_reentrant=False) if self.checkpointed else body(x))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(self.norm(x).relu()) * self.gain.clone()
+        with torch.no_grad():
+            self.gain.mul_(0.5)
+        return y.sin()
+
+
+def _make_normed(checkpointed: bool) -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), _Normed(), _Normed(), nn.Linear(6, 3))
+    for layer in model[1:3]:
+        layer.checkpointed = checkpointed
+    return model
+
+
+def _normed_steps(net: nn.Module, model: nn.Module) -> tuple[list[float], dict[str, Any]]:
+    """The same batches on all ranks, so DDP's exchange of statistics makes no difference."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = net(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def _normed(rank: int, world_size: int, mode: str) -> Any:
+    plain = _make_normed(checkpointed=False)
+    expected = _normed_steps(DistributedDataParallel(plain), plain)
+    model = FSDP(_make_normed(checkpointed=True), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
+    return expected, _normed_steps(in_mode(model, mode), model)
+
+
+@pytest.mark.parametrize("mode", ["graph", pytest.param("graph-inductor", marks=pytest.mark.slow)])
+def test_a_buffer_that_changes_is_recomputed_from_as_it_was(ranks: RankPool, mode: str) -> None:
+    """And changes once a step, as under torch.compile, as if there were no checkpoint."""
+    for expected, (losses, buffers) in ranks.run(_normed, 2, mode):
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        for name, values in expected[1].items():
+            assert buffers[name] == pytest.approx(values, rel=1e-5), name
