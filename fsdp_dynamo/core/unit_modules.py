@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -21,6 +21,7 @@ class UnitModuleProtocol(Protocol):
         _fsdp_input_dtype: dtype that floating-point inputs are cast to; ``None``: not cast.
         _fsdp_has_nested: whether there are units below it.
         _fsdp_compiled_bodies: its body compiled in hooks mode, by the number of the backend.
+        _fsdp_hook_tables: where users' hooks inside are, once hooks mode has asked.
         _fsdp_last_key: number of the backend of its last forward in eager or hooks mode.
         _fsdp_output_spec: structure of its output as hooks mode traced it last.
     """
@@ -28,6 +29,7 @@ class UnitModuleProtocol(Protocol):
     _fsdp_input_dtype: torch.dtype | None
     _fsdp_has_nested: bool
     _fsdp_compiled_bodies: dict[int, Callable[..., Any]]
+    _fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None
     _fsdp_last_key: int
     _fsdp_output_spec: Any
 

@@ -41,6 +41,7 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
+from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
 from fsdp_dynamo.pytree import tensors_of
 
 _classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
@@ -66,7 +67,7 @@ def body_of(
         module._fsdp_last_key = key
     elif key == NO_BACKEND:
         key = module._fsdp_last_key
-    if key == NO_BACKEND:
+    if key == NO_BACKEND or _has_hooks(module):
         yield module._fsdp_body()
         return
     backend = backend_of(key)
@@ -79,6 +80,14 @@ def body_of(
     finally:
         artifacts.unit_now.reset(unit)
         _active_key.reset(token)
+
+
+def _has_hooks(module: UnitModuleProtocol) -> bool:
+    """Whether a unit without nested units has hooks of the user inside."""
+    if module._fsdp_hook_tables is None:
+        nested = module._fsdp_has_nested
+        module._fsdp_hook_tables = [] if nested else hook_tables(module._fsdp_inner())
+    return has_hooks(module._fsdp_hook_tables)
 
 
 def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
@@ -108,11 +117,13 @@ def may_be_leaf(leaf_id: str, changes_state: bool) -> bool:
     """Whether a nested unit may be a node of the graph that is traced (by Dynamo, as a constant).
 
     Python state that the code around it changes (a list that layers append to, say) would change
-    only after the graph, and be read before it. Such a model's graphs end at every unit.
+    only after the graph, and be read before it. Such a model's graphs end at every unit; others end
+    at units with hooks of the user inside.
     """
-    root = registered(leaf_id)._fsdp_root
+    module = registered(leaf_id)
+    root = module._fsdp_root
     root.changes_state |= changes_state
-    return not root.changes_state
+    return not root.changes_state and not has_hooks(hook_tables(module._fsdp_inner()))
 
 
 def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

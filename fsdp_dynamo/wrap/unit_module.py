@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -70,6 +70,7 @@ class UnitModule(UserMethods):
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
         self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
+        self._fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None = None
         self._fsdp_last_key = NO_BACKEND
         self._fsdp_output_spec: Any = None
         self._fsdp_name = register(self)
@@ -207,6 +208,7 @@ class UnitModule(UserMethods):
             mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
         new._fsdp_compiled_bodies = {}
+        new._fsdp_hook_tables = None
         new._fsdp_name = register(new)
         new._fsdp_share_shards()
         if self._fsdp_is_outermost():

@@ -587,6 +587,33 @@ def test_a_parameter_tells_of_its_hooks() -> None:
 
 
 @pytest.mark.private(
+    "Module._forward_pre_hooks",
+    "Module._forward_hooks",
+    "Module._backward_pre_hooks",
+    "Module._backward_hooks",
+    need="units with hooks inside are not compiled in hooks mode: Dynamo traces them into code "
+    "that equal units share",
+    instead="such hooks are called in the block that is traced first, or in none, and documented "
+    "so",
+)
+def test_a_module_tells_of_its_hooks() -> None:
+    module = nn.Linear(2, 2)
+    kinds = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+    tables = [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
+    for kind, table in zip(kinds, tables, strict=True):
+        hook = getattr(module, f"register_{kind}")(print)
+        assert [*table.values()] == [print]
+        hook.remove()
+    assert not any(tables)
+    assert module._forward_hooks is tables[1]
+
+
+@pytest.mark.private(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     need="quantised parameters of other libraries, which a flat parameter would break, are refused",
     instead="ask for __tensor_flatten__",
