@@ -13,6 +13,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.state_dict.tensor_shard import RankLocalTensor, TensorShard, require_same_shard
+from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
 
 def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -79,6 +80,8 @@ def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
 def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
     """This rank's part of an unsharded tensor or ``TensorShard``, without communication.
 
+    Of a ShardedTensor or DTensor too, which all ranks gather together.
+
     Raises:
         FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
@@ -87,6 +90,7 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         own = as_tensor_shard(flat, index, original.param.detach())
         require_same_shard(own, value, f"key '{key}'")
         return value.local.view(original.param.shape)
+    value = whole_tensor(value)
     shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
     if shape != unsharded_shape(flat, index):
         raise FSDPValueError(

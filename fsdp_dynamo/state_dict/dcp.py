@@ -61,7 +61,7 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
         state: dict[str, Any] = model.state_dict()
     if info.full_state_dict and info.cpu_offload:  # including parameters that no unit holds
         state = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if any(group.rank() != 0 for group in _groups_of(model)):
             return {}
     if info.ignore_frozen_params:
         for name, param in model.named_parameters():
@@ -79,7 +79,7 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
 
 def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
     # A rank that receives a broadcast has an empty dict, which torch takes for "optimizer only".
-    given = _received(state_dict if info.handle_model else {}, info)
+    given = _received(model, state_dict if info.handle_model else {}, info)
     if not given:
         return nn.Module().load_state_dict({})  # a report that misses nothing
     with _configured(model, info):
@@ -107,7 +107,7 @@ def _load_optim_state(
 ) -> None:
     if not info.handle_optim:
         return
-    given = _received(state_dict, info)
+    given = _received(model, state_dict, info)
     named = optim_state.named_places(model, units_in(model))
     for optimizer in optimizers:
         torch_state_dict._init_optim_state(optimizer)
@@ -141,12 +141,21 @@ def _require_states(
             )
 
 
-def _received(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
-    """The state dict of this rank, or of rank 0 if the options ask for a broadcast."""
+def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+    """The state dict of this rank, or of the model's first if the options ask for a broadcast."""
     if not info.broadcast_from_rank0:
         return state_dict
-    received: dict[str, Any] = broadcast_from_first(state_dict)
+    received: dict[str, Any] = broadcast_from_first(state_dict, _groups_of(model))
     return received
+
+
+def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """Groups that make up all ranks of a model."""
+    units = units_in(model)
+    if any(original.parallel for unit in units for original in unit.originals()):
+        assert dist.group.WORLD is not None
+        return (dist.group.WORLD,)
+    return units[0].config.groups.all
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ default code copies it in place; this needs no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,12 +150,26 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
         )
     is_local = unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
+    _refuse_flat_parameters(keys.values())
     for flat in unit.flats:
         for index, original in enumerate(flat.originals):
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
                 if key is not None and not is_local:
                     state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
+
+
+def _refuse_flat_parameters(keys: Iterable[str]) -> None:
+    """Raise if a key is that of a flat parameter, as FSDP1's local state dicts have them."""
+    for key in keys:
+        if key.rpartition(".")[2] == "_flat_param":
+            raise UnsupportedError(
+                expected="a state dict by parameter",
+                got="a LOCAL_STATE_DICT of FSDP1, whose values are its flat parameters",
+                where=f"key '{key}'",
+                fix="Load it with FSDP1 once and save a FULL_STATE_DICT or SHARDED_STATE_DICT, "
+                "which load here.",
+            )
 
 
 def drop_compiled_prefix(state_dict: dict[str, Any], prefix: str) -> None:

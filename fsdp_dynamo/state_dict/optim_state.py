@@ -39,6 +39,7 @@ from fsdp_dynamo.state_dict.conversion import (
     unsharded_shape,
 )
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
+from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
 Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
 """Raises if ranks of one of the groups have different texts."""
@@ -317,9 +318,10 @@ def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
     def comparable(place: ParamPlace, value: Any) -> Any:
         return "part" if _is_like_param(place, value) else _fingerprint(value, numbers)
 
-    return json.dumps(
-        {p.fqn: {name: comparable(p, s[name]) for name in sorted(s)} for p, s in states.items()}
-    )
+    compared = {
+        p.fqn: {name: comparable(p, value) for name, value in s.items()} for p, s in states.items()
+    }
+    return json.dumps(compared, sort_keys=True)
 
 
 def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
@@ -382,8 +384,8 @@ def load(
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
-        for _, _, place in places
-        if place.fqn in given["state"]
+        for place in sorted((place for _, _, place in places), key=lambda place: place.fqn)
+        if place.fqn in given["state"]  # in one order on all ranks, which may gather
     }
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
@@ -396,7 +398,7 @@ def load(
 def _loaded(
     place: ParamPlace, name: str, value: Any, own: Mapping[str, Any], settings: StateDictSettings
 ) -> Any:
-    copies = settings.copies_optim
+    copies, value = settings.copies_optim, whole_tensor(value)
     if place.flat is not None and isinstance(value, torch.Tensor):
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):

@@ -285,3 +285,36 @@ def test_a_group_in_python_is_not_recorded(backend_in_python: str) -> None:
         assert isinstance(dist.group.WORLD, _GroupInPython)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.private(
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "ShardedTensor._process_group",
+    need="values of a SHARDED_STATE_DICT of FSDP1, and what load_sharded_optimizer_state_dict "
+    "reads: they are gathered over their own group when they are loaded",
+    instead="torch_shards.py without ShardedTensor; such checkpoints load through "
+    "torch.distributed.checkpoint alone",
+)
+def test_a_sharded_tensor_says_who_holds_what(group: dist.ProcessGroup) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    rows = torch.arange(6.0).view(3, 2)
+    parts = [
+        sharded_tensor.Shard.from_tensor_and_offsets(rows[begin:end], [begin, 0], 0)
+        for begin, end in ((0, 2), (2, 3))
+    ]
+    made = sharded_tensor.init_from_local_shards(parts, 3, 2)
+    assert isinstance(made, ShardedTensor)
+    assert made._process_group is group
+    assert (made.size(), made.dtype, made.device.type) == ((3, 2), torch.float32, "cpu")
+    held: list[ShardMetadata] = made.metadata().shards_metadata
+    assert [(one.shard_offsets, one.shard_sizes) for one in held] == [
+        ([0, 0], [2, 2]),
+        ([2, 0], [1, 2]),
+    ]
+    assert [one.placement.rank() for one in held] == [0, 0]
+    assert [one.metadata.shard_offsets for one in made.local_shards()] == [[0, 0], [2, 0]]
+    assert torch.equal(made.local_shards()[0].tensor, rows[:2])

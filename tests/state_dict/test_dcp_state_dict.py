@@ -14,6 +14,7 @@ import torch.distributed.fsdp as upstream
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,7 +29,15 @@ from torch.distributed.fsdp import StateDictType as StateDictType1
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy1
 
-from fsdp_dynamo import FSDP, FSDPValueError, OptimStateKeyType, checkpoint, fully_shard
+from fsdp_dynamo import (
+    FSDP,
+    FSDPValueError,
+    OptimStateKeyType,
+    StateDictType,
+    UnsupportedError,
+    checkpoint,
+    fully_shard,
+)
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -73,7 +82,11 @@ def _made(how: str, seed: int = 7) -> Pair:
             for param in plain.parameters():
                 param.mul_(0.5)
     model = MODES[how](plain)
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return model, torch.optim.AdamW(_trained_only(model), lr=1e-2)
+
+
+def _trained_only(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def _trained(how: str, rank: int) -> Pair:
@@ -175,6 +188,77 @@ def _fsdp1s_own_form(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_fsdp1s_own_form(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(_fsdp1s_own_form, 2, str(tmp_path)) == [[], []]
+
+
+FSDP1_VALUES = {
+    "whole": (StateDictType1.FULL_STATE_DICT, None),
+    "DTensor": (StateDictType1.SHARDED_STATE_DICT, True),
+    "ShardedTensor": (StateDictType1.SHARDED_STATE_DICT, False),
+}
+
+
+def _fsdp1s_values(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    """What FSDP1's own context gives, loaded without torch.distributed.checkpoint."""
+    found = {}
+    for name, (kind, dtensor) in FSDP1_VALUES.items():
+        plain = _plain()
+        model = FSDP1(
+            plain,
+            auto_wrap_policy=ModuleWrapPolicy1({Block}),
+            device_id=torch.device("cpu"),
+            device_mesh=init_device_mesh("cpu", (world_size,)) if dtensor else None,
+            use_orig_params=True,
+        )
+        optimizer = torch.optim.AdamW(_trained_only(model), lr=1e-2)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        with FSDP1.state_dict_type(model, kind):
+            values = model.state_dict()
+            states = None if dtensor is None else FSDP1.optim_state_dict(model, optimizer)
+        types = {type(value).__name__ for value in values.values()}
+        found[f"{name}: its type"] = (name if dtensor is not None else "Tensor") in types
+        fresh = _made("one unit", seed=8)
+        fresh[0].load_state_dict(values)
+        expected, loaded = _whole((model, optimizer)), _whole(fresh)
+        names = [key for key in expected if "/" not in key]
+        found[f"{name}: model"] = all(torch.equal(expected[n], loaded[n]) for n in names)
+        if states is not None:
+            fresh[1].load_state_dict(FSDP.optim_state_dict_to_load(*fresh, states))
+            found[f"{name}: optimizer"] = _same(expected, _whole(fresh)) == []
+    try:
+        with FSDP1.state_dict_type(model, StateDictType1.LOCAL_STATE_DICT):
+            fresh[0].load_state_dict(model.state_dict(), strict=False)
+        found["flat parameters are refused"] = False
+    except UnsupportedError as error:
+        found["flat parameters are refused"] = "_flat_param': expected a state" in str(error)
+    return found
+
+
+def test_fsdp1s_values(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(_fsdp1s_values, 2, str(tmp_path)):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
+def _torchs_optimizer_reader(rank: int, world_size: int, folder: str) -> list[str]:
+    """As FSDP1's tutorials: torch reads the states as ShardedTensors, the wrapper takes those."""
+    trained = _trained("wrapper", rank)
+    fresh = _made("one unit", seed=8)
+    with FSDP.state_dict_type(trained[0], StateDictType.SHARDED_STATE_DICT):
+        states = {"model": trained[0].state_dict(), "optim": FSDP.optim_state_dict(*trained)}
+        dcp.save(states, checkpoint_id=folder)
+    with FSDP.state_dict_type(fresh[0], StateDictType.SHARDED_STATE_DICT):
+        model = {"model": fresh[0].state_dict()}
+        dcp.load(model, checkpoint_id=folder)
+        fresh[0].load_state_dict(model["model"])
+        read = load_sharded_optimizer_state_dict(
+            model["model"], "optim", dcp.FileSystemReader(folder)
+        )
+        fresh[1].load_state_dict(FSDP.optim_state_dict_to_load(*fresh, read["optim"]))
+    return _same(_whole(trained), _whole(fresh))
+
+
+def test_torchs_optimizer_reader(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_torchs_optimizer_reader, 3, str(tmp_path)) == [[], [], []]
 
 
 def _options(rank: int, world_size: int) -> dict[str, bool]:
@@ -330,6 +414,15 @@ def _older_names(rank: int, world_size: int) -> dict[str, bool]:
     again = FSDP.rekey_optim_state_dict(
         plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain, None, plain_optimizer
     )
+    backward = [
+        {**everywhere["param_groups"][0], "params": everywhere["param_groups"][0]["params"][::-1]}
+    ]
+    sorted_ids = FSDP.rekey_optim_state_dict(
+        {"state": {}, "param_groups": backward},
+        upstream.OptimStateKeyType.PARAM_ID,
+        plain,
+        _trained_only(plain),
+    )
     try:
         FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, nn.Linear(1, 1))
         refused = False
@@ -345,8 +438,18 @@ def _older_names(rank: int, world_size: int) -> dict[str, bool]:
         "sharded": given(
             lambda pair: FSDP.shard_full_optim_state_dict(everywhere, pair[0], optim=pair[1])
         ),
+        "without an optimizer": given(
+            lambda pair: FSDP.shard_full_optim_state_dict(everywhere, pair[0])
+        ),
+        "scattered to what it is made of": given(
+            lambda pair: FSDP.scatter_full_optim_state_dict(
+                full if rank == 0 else None, pair[0], _trained_only(pair[0])
+            )
+        ),
         "flattened": same_sharding(),
         "numbers": set(by_id["state"]) <= set(range(99)),
+        "in order": sorted_ids["param_groups"][0]["params"]
+        == list(range(len(everywhere["param_groups"][0]["params"]))),
         "names": all(
             torch.equal(value, everywhere["state"][fqn][name])
             for fqn, state in again["state"].items()

@@ -255,6 +255,37 @@ def test_states_that_are_none(ranks: RankPool, tmp_path: Path) -> None:
         assert [what for what, holds in found.items() if not holds] == []
 
 
+def _other_forms(rank: int, world_size: int, form: str) -> dict[str, bool]:
+    """No groups, a state of the optimizer as a whole, and other orders on other ranks."""
+    model = _sharded("blocks")
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params if rank == 0 else params[::-1], lr=0.1, momentum=0.9)
+    _train(model, optimizer, rank, range(1))
+    optimizer.state["rounds"] = 7  # type: ignore[index]
+    fresh = torch.optim.SGD(params[::-1] if rank == 0 else params, lr=0.1, momentum=0.9)
+    with FSDP.state_dict_type(model, StateDictType[form]):
+        given = optimizer.state_dict()
+        without = {"state": given["state"]}
+        states = FSDP.optim_state_dict(model, optimizer)
+        no_groups = FSDP.optim_state_dict(model, optimizer, without)
+        loaded = FSDP.optim_state_dict_to_load(model, fresh, no_groups)
+        again = FSDP.optim_state_dict_to_load(model, fresh, states)
+        fresh.load_state_dict(again)
+    return {
+        "saved": list(no_groups) == ["state"]
+        and no_groups["state"].keys() == states["state"].keys(),
+        "loaded": list(loaded) == ["state"] and loaded["state"].keys() == again["state"].keys(),
+        "whole": states["state"]["rounds"] == fresh.state["rounds"] == 7,  # type: ignore[index]
+        "order": all(_equal(fresh.state[p], optimizer.state[p]) for p in params),
+    }
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+def test_other_forms(ranks: RankPool, form: str) -> None:
+    for found in ranks.run(_other_forms, 2, form):
+        assert [what for what, holds in found.items() if not holds] == []
+
+
 class _RowSums(torch.optim.SGD):
     """Its state depends on how a parameter is sharded."""
 
