@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
@@ -53,6 +54,7 @@ def load(
     step: int | None = None,
     shared: Mapping[str, StatefulObject] | None = None,
     per_rank: Mapping[str, StatefulObject] | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Loaded | None:
     """Load a checkpoint of ``save`` into a model of any sharding; every rank must call it.
 
@@ -66,6 +68,7 @@ def load(
         step: the checkpoint to load; ``None``: the newest complete one.
         shared: as for ``save``; the given ones are restored.
         per_rank: as for ``save``; the given ones are restored.
+        process_group: as for ``save``.
 
     Returns:
         The checkpoint; ``None`` if there is none at all and ``step`` is not given.
@@ -83,7 +86,9 @@ def load(
     shared, per_rank = dict(shared or {}), dict(per_rank or {})
     failure = saving.error_of_pending_save()
     names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
-    coordinator = coordinate_ranks("checkpoint to load", f"step {step!r}, states {names}")
+    coordinator = coordinate_ranks(
+        process_group, "checkpoint to load", f"step {step!r}, states {names}"
+    )
 
     def check() -> list[torch.optim.Optimizer]:
         if failure is not None:

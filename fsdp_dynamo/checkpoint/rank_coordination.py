@@ -22,7 +22,7 @@ ARRIVAL_TIMEOUT_S = 300.0
 """How late a rank may start a save or load: one of them may have run an evaluation before."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""By default group: a group of the same ranks that carries only small objects, so that another
+"""By group: another one of the same ranks that carries only small objects, so that another
 thread may use it while the model communicates."""
 
 
@@ -32,7 +32,7 @@ class RankCoordinator:
 
     Attributes:
         group: a gloo group of all ranks; ``None`` if this process is the only one.
-        rank: this process's rank.
+        rank: this process's rank in it.
         size: number of ranks.
     """
 
@@ -96,10 +96,11 @@ class RankCoordinator:
         return results[0]  # type: ignore[return-value]
 
 
-def coordinate_ranks(what: str, text: str) -> RankCoordinator:
-    """Wait for all ranks and compare their texts; every rank must call it.
+def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> RankCoordinator:
+    """Wait for all ranks of a group and compare their texts; each of them must call it.
 
     Args:
+        group: by default, the default group.
         what: the operation, for messages.
         text: its arguments, which must be the same on all ranks.
 
@@ -107,24 +108,25 @@ def coordinate_ranks(what: str, text: str) -> RankCoordinator:
         DivergenceError: a rank's text differs. All ranks may go on.
         CheckpointError: a rank has died, or has not come within ``ARRIVAL_TIMEOUT_S``.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1:
+    ranks = group or (dist.group.WORLD if dist.is_initialized() else None)
+    if ranks is None or ranks.size() == 1:
         return RankCoordinator(None, 0, 1)
-    coordinator = RankCoordinator(_coordination_group(world), world.rank(), world.size())
+    coordinator = RankCoordinator(_coordination_group(ranks), ranks.rank(), ranks.size())
     if not _is_same_on_all(coordinator, zlib.crc32(text.encode())):
         _raise_divergence(what, coordinator.run_on_all(lambda: text))
     return coordinator
 
 
-def _coordination_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    if world not in _groups:
+def _coordination_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
+    if of not in _groups:
         try:
-            dist.barrier()  # detects a dead rank, which new_group() does not
+            dist.barrier(of)  # detects a dead rank, which new_group() does not
         except RuntimeError as error:
-            coordinator = RankCoordinator(world, world.rank(), world.size())
-            raise coordinator.unreachable_error(error) from error
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]
+            raise RankCoordinator(of, of.rank(), of.size()).unreachable_error(error) from error
+        ranks = None if of is dist.group.WORLD else dist.get_process_group_ranks(of)
+        is_part = ranks is not None
+        _groups[of] = dist.new_group(ranks, backend="gloo", use_local_synchronization=is_part)
+    return _groups[of]
 
 
 def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:

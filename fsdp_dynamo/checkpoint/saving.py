@@ -118,6 +118,7 @@ def async_save(
     shared: Mapping[str, StatefulObject] | None = None,
     per_rank: Mapping[str, StatefulObject] | None = None,
     keep_last: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """``save`` that writes in the background; every rank must call it.
 
@@ -127,7 +128,9 @@ def async_save(
     see ``save``; errors of the writing itself are raised by ``wait()``.
     """
     global _pending
-    write = _prepare(folder, model, optimizers, step, shared, per_rank, keep_last, copied=True)
+    write = _prepare(
+        folder, model, optimizers, step, shared, per_rank, keep_last, process_group, copied=True
+    )
     _pending = Saving(write)
     return _pending
 
@@ -141,6 +144,7 @@ def save(
     shared: Mapping[str, StatefulObject] | None = None,
     per_rank: Mapping[str, StatefulObject] | None = None,
     keep_last: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint; every rank must call it, with the same arguments.
 
@@ -158,6 +162,7 @@ def save(
             states are saved.
         per_rank: the same, of objects whose state differs between ranks (data loader).
         keep_last: number of checkpoints to keep, including this one; ``None``: all.
+        process_group: the ranks that call it, all of the model's; by default, all ranks.
 
     Random number states of Python, NumPy and torch are always saved, for each rank.
 
@@ -174,7 +179,9 @@ def save(
             parameters of another model, or two have the same one; nothing was written.
         UnsupportedError: a state could not be loaded again; nothing was written.
     """
-    return _prepare(folder, model, optimizers, step, shared, per_rank, keep_last, copied=False)()
+    return _prepare(
+        folder, model, optimizers, step, shared, per_rank, keep_last, process_group, copied=False
+    )()
 
 
 def _prepare(
@@ -185,6 +192,7 @@ def _prepare(
     shared: Mapping[str, StatefulObject] | None,
     per_rank: Mapping[str, StatefulObject] | None,
     keep_last: int | None,
+    group: dist.ProcessGroup | None,
     *,
     copied: bool,
 ) -> Callable[[], Path]:
@@ -193,7 +201,7 @@ def _prepare(
     names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
     failure = error_of_pending_save()
     coordinator = coordinate_ranks(
-        "checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}"
+        group, "checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}"
     )
     comparisons: list[Comparison] = []
 
@@ -231,12 +239,15 @@ def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[C
     if len(set(checksums)) == 1:
         return
     all_texts = coordinator.run_on_all(lambda: own)
+    position_of = {
+        rank: i for i, rank in enumerate(dist.get_process_group_ranks(coordinator.group))
+    }
 
     def compare() -> None:
         for position, (groups, _) in enumerate(comparisons):
             for group in groups:
                 ranks = dist.get_process_group_ranks(group)
-                texts = {rank: all_texts[rank][position] for rank in ranks}
+                texts = {rank: all_texts[position_of[rank]][position] for rank in ranks}
                 message = difference(optim_state.STATES_NAME, texts, optim_state.SAME_STATES_FIX)
                 if message is not None:
                     raise DivergenceError(message)
