@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.state_dict.shard_holders import Holders
 from fsdp_dynamo.state_dict.tensor_shard import RankLocalTensor, TensorShard, require_same_shard
 from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
@@ -55,7 +56,8 @@ def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> tor
         within = (tuple(parallel.shape), parallel.offsets(slot.shape))
         return TensorShard(local.view(-1), slot.shape, part.param_start, within)
     if flat.is_sharded and slot.numel:
-        return TensorShard(local, slot.shape, part.param_start)
+        holders = Holders(flat, index)
+        return TensorShard(local, slot.shape, part.param_start, holders=holders)
     return local.view(slot.shape)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -21,6 +22,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.state_dict.chunks import Chunk, chunks_of
+from fsdp_dynamo.state_dict.shard_holders import (
+    Holders,
+    LocalShard,
+    ShardedInfo,
+    ShardInfo,
+    ShardPlacement,
+)
 
 
 class TensorShard(torch.Tensor):
@@ -32,10 +40,12 @@ class TensorShard(torch.Tensor):
         begin: the first element's position in the flattened tensor.
         within: if the tensor is itself a chunk of a larger one (tensor parallelism): the larger
             one's shape, which the result then has, and the chunk's offsets in it.
+        holders: of the other parts; ``None`` where they are not known.
     """
 
     local: torch.Tensor
     chunks: list[Chunk]
+    holders: Holders | None
 
     @staticmethod
     def __new__(
@@ -44,12 +54,13 @@ class TensorShard(torch.Tensor):
         shape: tuple[int, ...],
         begin: int,
         within: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        holders: Holders | None = None,
     ) -> TensorShard:
         outer_shape, at = within or (shape, (0,) * len(shape))
         shard: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, outer_shape, dtype=local.dtype, device=local.device
         )
-        shard.local = local
+        shard.local, shard.holders = local, holders
         shard.chunks = [
             Chunk(tuple(a + b for a, b in zip(at, c.offsets, strict=True)), c.sizes, c.start)
             for c in chunks_of(shape, begin, begin + local.numel())
@@ -71,8 +82,70 @@ class TensorShard(torch.Tensor):
         new: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             TensorShard, self.shape, dtype=local.dtype, device=local.device
         )
-        new.local, new.chunks = local, self.chunks
+        new.local, new.chunks, new.holders = local, self.chunks, self.holders
         return new
+
+    # -- what scripts ask of a ShardedTensor or a DTensor ----------------------------------------
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, 1-D (often none); shared, not copied."""
+        return self.local
+
+    def local_tensor(self) -> torch.Tensor:
+        """This rank's only chunk, in its shape.
+
+        Raises:
+            UnsupportedError: there are several, or none.
+        """
+        if len(self.chunks) != 1:
+            raise UnsupportedError(
+                expected="one chunk on this rank",
+                got=str(len(self.chunks)),
+                where="local_tensor()",
+                fix="Use local_shards(), or to_local(), which is 1-D.",
+            )
+        return self.tensors()[0]
+
+    def local_shards(self) -> list[LocalShard]:
+        """This rank's chunks: at most ``2 * ndim - 1``, often none."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        infos = [self._info(chunk, rank) for chunk in self.chunks]
+        return [LocalShard(*both) for both in zip(self.tensors(), infos, strict=True)]
+
+    def metadata(self) -> ShardedInfo:
+        """The chunks of all ranks; no communication.
+
+        Raises:
+            UnsupportedError: of a value from a file, or under tensor parallelism.
+        """
+        infos = [
+            self._info(chunk, rank)
+            for rank, begin, end in self._known_holders("metadata()").ranges()
+            for chunk in chunks_of(self.shape, begin, end)
+        ]
+        return ShardedInfo(infos, self.shape, TensorProperties.create_from_tensor(self.local))
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, a plain one; all ranks must call it.
+
+        Raises:
+            UnsupportedError: of a value from a file, or under tensor parallelism.
+        """
+        return self._known_holders("full_tensor()").gather(self.local).view(self.shape)
+
+    def _info(self, chunk: Chunk, rank: int) -> ShardInfo:
+        placement = ShardPlacement(rank, self.local.device)
+        return ShardInfo(list(chunk.offsets), list(chunk.sizes), placement)
+
+    def _known_holders(self, where: str) -> Holders:
+        if self.holders is None:
+            raise UnsupportedError(
+                expected="a value of a model's or optimizer's state dict",
+                got="one from a file, or one that tensor parallelism has split too",
+                where=where,
+                fix="Use StateDictType.FULL_STATE_DICT for whole tensors.",
+            )
+        return self.holders
 
     # -- DCP's protocol ``_Checkpointable`` ------------------------------------------------------
 
@@ -111,7 +184,7 @@ class TensorShard(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
-        if func in _ELEMENTWISE:
+        if func in _LIKE:
             return args[0].like(func(args[0].local, *args[1:], **(kwargs or {})))
         if func is aten.new_empty.default and tuple(args[1]) == args[0].shape:
             return args[0].like(func(args[0].local, args[0].local.shape, **(kwargs or {})))
@@ -123,7 +196,7 @@ class TensorShard(torch.Tensor):
             expected="detach(), clone(), to() or copy_()",
             got=str(func),
             where="a value of a sharded state dict",
-            fix="Save it with torch.distributed.checkpoint, or use a full state dict.",
+            fix="Compute with its to_local() or full_tensor(), or use a full state dict.",
         )
 
 
@@ -153,12 +226,16 @@ def _local(where: str) -> UnsupportedError:
     )
 
 
-_ELEMENTWISE: set[Callable[..., Any]] = {
+_LIKE: set[Callable[..., Any]] = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
 }
+"""Operators whose result is the same shard of another tensor."""
 
 
 def require_same_shard(expected: torch.Tensor, got: TensorShard, where: str) -> None:
