@@ -106,8 +106,9 @@ class MixedPrecision:
         buffer_dtype: of floating-point buffers; ``None``: their own.
         keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
             cast to that of the shards.
-        cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``.
-        cast_root_forward_inputs: the same for the root, where it takes precedence.
+        cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``, if it has
+            parameters of its own.
+        cast_root_forward_inputs: cast those of the root in any case.
         _module_classes_to_ignore: modules of these classes stay in their own data type; their
             inputs are cast to it and their outputs cast back.
     """

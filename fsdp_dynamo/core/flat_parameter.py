@@ -69,8 +69,8 @@ class FlatParameter:
         self.requires_grad = first.requires_grad
         self.dtype = first.dtype
         self.device = first.device
-        self.param_dtype = self.dtype
-        self.reduce_dtype = self.dtype
+        self.low_dtypes = (self.dtype, self.dtype)
+        self.is_full_precision = False
         self.keep_low_precision_grads = False
         if precision is not None:
             self._set_precision(precision)
@@ -93,6 +93,7 @@ class FlatParameter:
         self.runs_hooks = True
         self.point_originals_to_shard()
         self.unsharded = self._make_unsharded()  # when the originals' storage is free
+        self._other_unsharded: torch.Tensor | None = None  # of the other precision
 
     def rename(self, unit_fqn: str) -> None:
         """Set the FQN of its unit relative to the root."""
@@ -102,8 +103,8 @@ class FlatParameter:
     # -- construction ------------------------------------------------------------------
 
     def _set_precision(self, precision: MixedPrecision) -> None:
-        self.param_dtype = precision.param_dtype or self.dtype
-        self.reduce_dtype = precision.reduce_dtype or self.param_dtype
+        param_dtype = precision.param_dtype or self.dtype
+        self.low_dtypes = (param_dtype, precision.reduce_dtype or param_dtype)
         self.keep_low_precision_grads = precision.keep_low_precision_grads
 
     @torch.no_grad()
@@ -127,6 +128,33 @@ class FlatParameter:
         )
         unsharded.untyped_storage().resize_(0)
         return unsharded
+
+    # -- precision ---------------------------------------------------------------------
+
+    def dtypes(self, is_full_precision: bool) -> tuple[torch.dtype, torch.dtype]:
+        """Of the unsharded flat parameter, and of its gradient's reduction."""
+        return (self.dtype, self.dtype) if is_full_precision else self.low_dtypes
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of the unsharded flat parameter now."""
+        return self.dtypes(self.is_full_precision)[0]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradient's reduction now."""
+        return self.dtypes(self.is_full_precision)[1]
+
+    def set_full_precision(self, wanted: bool) -> None:
+        """Unshard in the dtype of the shard from now on, or in ``low_dtypes`` again.
+
+        To be called while it is resharded. There is an unsharded tensor for each, as autograd may
+        have saved views of both.
+        """
+        if wanted is not self.is_full_precision:
+            self.is_full_precision = wanted
+            other, self._other_unsharded = self._other_unsharded, self.unsharded
+            self.unsharded = self._make_unsharded() if other is None else other
 
     # -- sizes -------------------------------------------------------------------------
 
@@ -289,11 +317,10 @@ class FlatParameter:
         Original parameters become views of the new storage; their gradients must have been
         converted already.
         """
-        if self.param_dtype == self.dtype:
-            self.param_dtype = shard.dtype
-        if self.reduce_dtype == self.dtype:
-            self.reduce_dtype = shard.dtype
+        param, reduce = (shard.dtype if low == self.dtype else low for low in self.low_dtypes)
+        self.low_dtypes = (param, reduce)
         self.free()
+        self._other_unsharded = None
         self.dtype = shard.dtype
         if not self.is_offloaded:
             self.device = shard.device

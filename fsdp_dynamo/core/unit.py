@@ -36,6 +36,7 @@ class UnitConfig:
     Attributes:
         offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
         limit_all_gathers: as given; nothing depends on it.
+        full_precision_in_eval: whether evaluation leaves ``precision`` out.
     """
 
     groups: Groups
@@ -46,6 +47,7 @@ class UnitConfig:
     offload: bool
     cpu_offload: CPUOffload
     limit_all_gathers: bool
+    full_precision_in_eval: bool
 
 
 class Unit:
@@ -93,6 +95,14 @@ class Unit:
         return any(flat.needs_storage for flat in self.flats)
 
     @property
+    def wants_full_precision(self) -> bool:
+        """Whether its forward is to run in full precision: it evaluates, and the user said so."""
+        precision = self.config.precision
+        if not self.config.full_precision_in_eval or self.module.training or precision is None:
+            return False
+        return (precision.param_dtype or precision.reduce_dtype) is not None
+
+    @property
     def trainable(self) -> tuple[FlatParameter, ...]:
         """Flat parameters of which something is trained, as of the last forward."""
         return tuple([flat for flat in self.flats if flat.is_trainable])
@@ -103,6 +113,14 @@ class Unit:
         return any(flat.module_parameters.is_summoned for flat in self.flats)
 
     # -- unshard and reshard -----------------------------------------------------------------
+
+    def set_full_precision(self, wanted: bool) -> None:
+        """Unshard in full precision from now on, or in that of ``MixedPrecision`` again."""
+        if self.config.full_precision_in_eval:
+            if any(flat.is_full_precision is not wanted for flat in self.flats):
+                self.reshard("forward")
+            for flat in self.flats:
+                flat.set_full_precision(wanted)
 
     def issue_unshard(self, phase: events.Phase) -> None:
         """Allocate the unsharded flat parameters and start to gather them."""
@@ -129,6 +147,7 @@ class Unit:
 
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""
+        self.set_full_precision(self.wants_full_precision)
         self.issue_unshard("forward")
         self.is_ahead = True
 

@@ -18,7 +18,7 @@ class UnitModuleProtocol(Protocol):
     """A wrapper, or a module of ``fully_shard``, as the hooks and graph modes see it.
 
     Attributes:
-        _fsdp_input_dtype: dtype that floating-point inputs are cast to; ``None``: not cast.
+        _fsdp_buffer_dtypes: by FQN, the dtypes of the buffers that ``MixedPrecision`` has cast.
         _fsdp_has_nested: whether there are units below it.
         _fsdp_compiled_bodies: its body compiled in hooks mode, by the number of the backend.
         _fsdp_hook_tables: where users' hooks inside are, once hooks mode has asked.
@@ -26,12 +26,16 @@ class UnitModuleProtocol(Protocol):
         _fsdp_output_spec: structure of its output as hooks mode traced it last.
     """
 
-    _fsdp_input_dtype: torch.dtype | None
+    _fsdp_buffer_dtypes: dict[str, torch.dtype]
     _fsdp_has_nested: bool
     _fsdp_compiled_bodies: dict[int, Callable[..., Any]]
     _fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None
     _fsdp_last_key: int
     _fsdp_output_spec: Any
+
+    @property
+    def _fsdp_input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
 
     @property
     def _fsdp_root(self) -> Any:

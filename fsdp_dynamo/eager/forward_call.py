@@ -28,6 +28,7 @@ class ForwardCall:
         graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
             each of its segments as another pass, within it.
         segment_grads: gradients of the views that segments have given in this backward.
+        is_full_precision: whether its views are in the dtype of the shards.
         began: position in the order in which the forwards of the process began.
     """
 
@@ -38,6 +39,7 @@ class ForwardCall:
     backward_id: int = 0
     graph_task: int = NO_GRAPH_TASK
     segment_grads: list[torch.Tensor | None] | None = None
+    is_full_precision: bool = False
     began: int = field(default_factory=itertools.count().__next__)
 
     def show_views(self) -> None:
@@ -79,7 +81,7 @@ def begin_call(unit: Unit, schedule: Schedule) -> ForwardCall:
         unit: an unsharded unit.
         schedule: told when the last gradient of the views has come.
     """
-    call = ForwardCall(unit, unit.trainable)
+    call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
     tracked: tuple[torch.Tensor, ...] = ()
     if call.trainable and torch.is_grad_enabled():
         shards = [flat.sharded for flat in call.trainable]

@@ -57,7 +57,7 @@ def run_unit(
         with profiler_range("forward", unit.fqn):
             output = body(*args, **kwargs)
     except BaseException as error:
-        outside = used_outside(error)
+        outside = used_outside(error, run_unit.__code__)
         root.fail_forward(unit)
         if outside is not None:
             raise outside from error

@@ -78,6 +78,7 @@ class Root:
         if not recomputes and (unit.is_ahead or not unit.is_unsharded):
             unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
+        unit.set_full_precision(unit.wants_full_precision)
         unit.issue_unshard("forward")
         unit.wait_unshard()
         unit.is_ahead = False
@@ -129,6 +130,7 @@ class Root:
         following = self.execution_order.following()
         if following is not None and following.machine.state is UnitState.IDLE:
             following.check_originals()
+            following.set_full_precision(following.wants_full_precision)
             following.issue_unshard("forward")
 
     # -- backward ----------------------------------------------------------------------------
@@ -146,6 +148,7 @@ class Root:
         call.graph_task = current_graph_task()
         call.segment_grads = None
         unit.pending_calls += 1
+        unit.set_full_precision(call.is_full_precision)
         unit.issue_unshard("backward")
         unit.wait_unshard()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:

@@ -20,13 +20,17 @@ _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
 """What torch raises where a parameter has another shape."""
 
 
-def used_outside(error: BaseException) -> FSDPStateError | None:
+def used_outside(error: BaseException, run_unit: CodeType) -> FSDPStateError | None:
     """What to raise from an error of a unit's forward; ``None``: the error itself.
 
     Args:
         error: the last module that ran in it may belong to a unit whose forward does not run.
+        run_unit: code of the function that runs a unit's forward. The innermost one has asked: what
+            failed in its unit is sharded again.
     """
     if isinstance(error, FSDPError) or not isinstance(error, Exception):
+        return None
+    if [frame.f_code for frame in _frames(error.__traceback__)].count(run_unit) > 1:
         return None
     module = _last_module(error.__traceback__)
     if module is None:
@@ -56,7 +60,7 @@ def hint_at_use_outside(error: BaseException, of_units: CodeType) -> None:
     frames = _frames(error.__traceback__)
     if not isinstance(error, _OF_SHAPES) or any(frame.f_code is of_units for frame in frames):
         return
-    outside = used_outside(error)
+    outside = used_outside(error, of_units)
     if outside is not None:
         print(f"Perhaps the cause: {outside}", file=sys.stderr, flush=True)
 

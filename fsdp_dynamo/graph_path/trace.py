@@ -15,10 +15,11 @@ from torch.fx import traceback
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
+from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError, with_side_effects
 from fsdp_dynamo.eager.hooks import prepare_inputs
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 
 
@@ -96,8 +97,7 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
     reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
     paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
     flats = tuple(
-        _describe_flat(flat, unit.fqn, i, len(unit.flats), reshards, paths)
-        for i, flat in enumerate(unit.flats)
+        _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
     )
     device = "" if unit.device is None else str(unit.device)
     return TracedUnit(unit.fqn, _name(module._fsdp_input_dtype), device, flats)
@@ -105,9 +105,8 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
 
 def _describe_flat(
     flat: FlatParameter,
-    fqn: str,
+    unit: Unit,
     ordinal: int,
-    num_flats: int,
     reshards: bool,
     paths: dict[nn.Module, tuple[str, ...]],
 ) -> TracedFlat:
@@ -116,7 +115,8 @@ def _describe_flat(
         kinds = ("reduce_scatter", "all_reduce")
     reductions = tuple(group.group_name for group in flat.groups.reductions)
     # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
-    second = ordinal if flat.is_sharded else ordinal + num_flats
+    second = ordinal if flat.is_sharded else ordinal + len(unit.flats)
+    param_dtype, reduce_dtype = flat.dtypes(unit.wants_full_precision)
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
@@ -128,12 +128,12 @@ def _describe_flat(
         reductions=reductions,
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
-        param_dtype=_name(flat.param_dtype),
-        reduce_dtype=_name(flat.reduce_dtype),
+        param_dtype=_name(param_dtype),
+        reduce_dtype=_name(reduce_dtype),
         grad_dtype=_name(flat.dtype),
-        gather_mark=Mark(fqn, "all_gather", "forward", ordinal, reshards).encode(),
+        gather_mark=Mark(unit.fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_marks=tuple(
-            Mark(fqn, kind, "backward", ordinal if i == 0 else second).encode()
+            Mark(unit.fqn, kind, "backward", ordinal if i == 0 else second).encode()
             for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
         ),
         offloaded_from=str(flat.device) if flat.is_offloaded else "",
@@ -174,8 +174,20 @@ def check_originals(name: str) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str) -> tuple[Any, ...]:
-    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples."""
-    fqn, input_dtype, device, flats = _describe(registered(name))
+    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
+
+    Raises:
+        CompileRefusedError: buffers would have to be cast between training and evaluation.
+    """
+    module = registered(name)
+    if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
+        raise CompileRefusedError(
+            expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",
+            got=f"a cast buffer, '{next(iter(module._fsdp_buffer_dtypes))}'",
+            where=unit_name(module._fsdp_unit.fqn),
+            fix="Leave one of them out, or compile without fullgraph (hooks mode).",
+        )
+    fqn, input_dtype, device, flats = _describe(module)
     return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
 
 

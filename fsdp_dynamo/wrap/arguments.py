@@ -244,5 +244,6 @@ def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
     precision = unit.config.precision
     if precision is None or precision.param_dtype is None:
         return None
-    wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+    own = precision.cast_forward_inputs and bool(unit.flats)
+    wanted = own or (is_root and precision.cast_root_forward_inputs)
     return precision.param_dtype if wanted else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ from fsdp_dynamo.wrap.arguments import (
 )
 from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
 from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Upstream's environment variable: ``1``: modules that evaluate leave ``MixedPrecision`` out."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         offload=cpu_offload.offload_params and device.type != "cpu",
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
+        full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):

@@ -65,7 +65,7 @@ class UnitModule(UserMethods):
         self._fsdp_ignored = ignored
         self._fsdp_may_compile = may_compile
         self._fsdp_own_root = Root([("", unit)])
-        self._fsdp_input_dtype: torch.dtype | None = None
+        self._fsdp_low_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
@@ -77,6 +77,8 @@ class UnitModule(UserMethods):
         self._fsdp_share_shards()
         managed = list(build.managed_modules(unit.module, ignored))
         self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
+        self._fsdp_full_precision_in_eval = unit.config.full_precision_in_eval
+        self._fsdp_has_full_buffers = False
         build.tag_for_dynamo((m for _, m in managed), may_compile)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
@@ -99,13 +101,30 @@ class UnitModule(UserMethods):
         root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
         for _, module in named:
             module._fsdp_own_root = root
-            module._fsdp_input_dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
+            dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
+            module._fsdp_low_input_dtype = dtype
             module.__dict__.pop(module._fsdp_entry, None)
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
             walk = partial(build.managed_modules, unit.module, ignored)
             unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
         self._fsdp_give_own_code()
+
+    @property
+    def _fsdp_input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
+        return None if self._fsdp_unit.wants_full_precision else self._fsdp_low_input_dtype
+
+    def _fsdp_set_buffer_precision(self) -> None:
+        """Cast buffers to the precision of the forward that begins."""
+        unit, dtypes = self._fsdp_own_unit, self._fsdp_buffer_dtypes
+        if dtypes and self._fsdp_has_full_buffers is not unit.wants_full_precision:
+            self._fsdp_has_full_buffers = unit.wants_full_precision
+            managed = build.managed_modules(unit.module, self._fsdp_ignored)
+            if unit.wants_full_precision:
+                build.restore_buffers(managed, dtypes)
+            else:
+                build.cast_buffers(managed, unit.config.precision)
 
     def _fsdp_give_own_code(self) -> None:
         run = getattr(type(self), self._fsdp_entry)
@@ -128,6 +147,8 @@ class UnitModule(UserMethods):
             if not self._fsdp_may_compile:
                 refuse_without_orig_params()
             mode, key = traced_mode()
+            if self._fsdp_full_precision_in_eval:
+                _ = self.training  # a guard: graphs for training and evaluation differ
             if mode == GRAPH_MODE:
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
@@ -165,6 +186,9 @@ class UnitModule(UserMethods):
             return self._fsdp_body()(*args, **kwargs)
         root, unit = self._fsdp_own_root, self._fsdp_own_unit
         root.recover()
+        if self._fsdp_full_precision_in_eval and root.is_outside:
+            for _, module in module_tree.unit_modules(self):
+                module._fsdp_set_buffer_precision()
         with leaves.body_of(self, backend_key, recomputes=root.in_backward) as body:
             return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
 

@@ -35,7 +35,6 @@ class UserMethods(nn.Module):
 
     _fsdp_own_root: Root
     _fsdp_own_unit: Unit
-    _fsdp_input_dtype: torch.dtype | None
     _fsdp_runs_method: bool
 
     # After a backward that raised, views of freed storage are left in the modules: autograd has no
@@ -203,6 +202,11 @@ class UserMethods(nn.Module):
         steps, end = method(*args, **kwargs), object()
         while (value := self._fsdp_run_method(lambda: next(steps, end))) is not end:
             yield value
+
+    @property
+    def _fsdp_input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
+        raise NotImplementedError
 
     # -- original parameters ---------------------------------------------------------------------
 

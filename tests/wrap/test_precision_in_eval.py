@@ -1,0 +1,176 @@
+"""Precision of inputs, parameters and buffers in training and evaluation, beside FSDP1 on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.fsdp as upstream
+from models import batch as tokens_of
+from models import loss_of, make_transformer
+from models import wrap as wrap_blocks
+from modes import MODES, in_mode
+from pool import RankPool
+from torch import nn
+
+import fsdp_dynamo
+from fsdp_dynamo import FSDP, FSDPError, MixedPrecision
+from fsdp_dynamo.wrap.construct import FULL_PRECISION_IN_EVAL
+
+Library = Any
+LOW = torch.bfloat16
+
+
+class _Recorded(nn.Linear):
+    seen: tuple[Any, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (x.dtype, self.weight.dtype)
+        return super().forward(x)
+
+
+class _Net(nn.Module):
+    seen: tuple[Any, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Recorded(4, 4), _Recorded(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (x.dtype, self.scale.dtype)
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def _blocks(library: Library) -> dict[str, Any]:
+    policies = upstream.wrap if library is upstream else fsdp_dynamo.wrap_policy
+    return {"auto_wrap_policy": policies.ModuleWrapPolicy({_Recorded})}
+
+
+def _one_unit(library: Library) -> dict[str, Any]:
+    return {}
+
+
+FULL = {"param_dtype": LOW, "buffer_dtype": LOW, "reduce_dtype": LOW}
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    FULL,
+    {"param_dtype": LOW, "cast_forward_inputs": True},
+    {"param_dtype": LOW, "cast_forward_inputs": True, "cast_root_forward_inputs": False},
+    {"param_dtype": LOW, "cast_root_forward_inputs": False},
+    {"buffer_dtype": LOW},
+    {"reduce_dtype": LOW},
+)
+CASES: tuple[tuple[Callable[[Library], dict[str, Any]], dict[str, Any], bool], ...] = tuple(
+    (units, precision, in_full)
+    for units in (_blocks, _one_unit)
+    for precision in PRECISIONS
+    for in_full in (False, True)
+)
+
+
+def _dtypes(library: Library, rank: int, units: Any, precision: Any, in_full: bool) -> Any:
+    """What each module has seen, and the output: in training, twice in evaluation, in training."""
+    net = _Net()
+    device = {"device_id": torch.device("cpu")} if library is upstream else {}
+    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: str(int(in_full))}):
+        model = library.FullyShardedDataParallel(
+            net,
+            mixed_precision=library.MixedPrecision(**precision),
+            use_orig_params=True,
+            **units(library),
+            **device,
+        )
+    found: list[Any] = []
+    for trains, with_grad in ((True, True), (False, False), (False, True), (True, True)):
+        model.train(trains)
+        try:
+            with torch.set_grad_enabled(with_grad):
+                out = model(torch.ones(2, 4))
+            if with_grad:
+                out.float().sum().backward()
+            inner = [m.seen for m in nn.Module.modules(model) if isinstance(m, _Recorded)]
+            found.append((net.seen, *inner, out.dtype))
+        except RuntimeError as error:
+            found.append(str(error).partition(",")[0])
+            break
+    return found
+
+
+def _beside_upstream(rank: int, world_size: int) -> list[tuple[Any, Any, Any]]:
+    return [
+        (case, *(_dtypes(one, rank, *case) for one in (upstream, fsdp_dynamo))) for case in CASES
+    ]
+
+
+def test_dtypes_are_upstreams(ranks: RankPool) -> None:
+    for answers in ranks.run(_beside_upstream, 2):
+        for case, theirs, ours in answers:
+            assert ours == theirs, case
+
+
+def _model(in_full: str) -> FSDP:
+    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: in_full}):
+        return wrap_blocks(
+            make_transformer(num_blocks=1), mixed_precision=MixedPrecision(param_dtype=LOW)
+        )
+
+
+def _step(rank: int, mode: str, in_full: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of an evaluation between a forward and its backward; gradients of these."""
+    wrapped = _model(in_full)
+    model = in_mode(wrapped, mode)
+    loss = loss_of(model, tokens_of(rank, 0))
+    wrapped.eval()
+    with torch.no_grad():
+        logits = model(tokens_of(rank, 1))
+    wrapped.train()
+    loss.backward()
+    with FSDP.summon_full_params(wrapped, with_grads=True, writeback=False):
+        grads = {n: p.grad.clone() for n, p in wrapped.named_parameters() if p.grad is not None}
+    return logits, grads
+
+
+def _values(rank: int, world_size: int) -> Any:
+    plain = make_transformer(num_blocks=1).eval()(tokens_of(rank, 1)).detach()
+    _, expected = _step(rank, "eager", "0")
+    return plain, expected, {mode: _step(rank, mode, "1") for mode in MODES}
+
+
+def test_values(ranks: RankPool) -> None:
+    """Evaluations equal the plain model's; gradients are those of the low-precision forward."""
+    for plain, expected, found in ranks.run(_values, 2):
+        for logits, grads in found.values():
+            torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(grads, expected, rtol=2e-2, atol=1e-3)
+
+
+def _buffers(rank: int, world_size: int) -> list[tuple[torch.dtype, str]]:
+    found = []
+    for mode in MODES:
+        with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: "1"}):
+            wrapped = FSDP(_Net(), mixed_precision=MixedPrecision(**FULL), **_blocks(fsdp_dynamo))
+        model = in_mode(wrapped.eval(), mode)
+        try:
+            model(torch.ones(2, 4))
+            found.append((wrapped.module.scale.dtype, ""))
+        except FSDPError as error:
+            found.append((wrapped.module.scale.dtype, str(error)))
+    return found
+
+
+def test_buffers(ranks: RankPool) -> None:
+    """They are cast between graphs, so not in graph mode, which says so."""
+    for eager, hooks, graph in ranks.run(_buffers, 2):
+        assert eager == hooks == (torch.float32, "")
+        assert "FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype" in graph[1]
+
+
+def test_errors_of_nested_units_stay_as_they_are() -> None:
+    """They are not taken for uses of sharded parameters outside of their unit."""
+    policy = fsdp_dynamo.wrap_policy.ModuleWrapPolicy({_Recorded})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        FSDP(_Net(), auto_wrap_policy=policy)(torch.ones(2, 5))
