@@ -52,8 +52,11 @@ class FSDPValueError(FSDPError, ValueError):
     """An argument or a tensor with a wrong value."""
 
 
-class FSDPStateError(FSDPError):
-    """A call that is not allowed in the current training state."""
+class FSDPStateError(FSDPError, AssertionError, ValueError):
+    """A call that is not allowed in the current training state.
+
+    FSDP1 raises one of these bases, depending on the call.
+    """
 
 
 class DivergenceError(FSDPError):

@@ -64,14 +64,14 @@ class ExecutionOrder:
         """Drop the calls of a step whose backward is done."""
         self._ended = []
 
-    def end(self, group: dist.ProcessGroup) -> None:
+    def end(self, group: dist.ProcessGroup, is_training: bool) -> None:
         """Keep the step's order for the next one; in training, check it.
 
         Raises:
             DivergenceError: see ``_check``.
         """
         self._last = self._began
-        if torch.is_grad_enabled():
+        if is_training and torch.is_grad_enabled():
             self._check(tuple([unit.fqn for unit in self._began]), group)
 
     @contextmanager
@@ -84,9 +84,10 @@ class ExecutionOrder:
             self._is_paused = before
 
     def _check(self, order: tuple[str, ...], group: dist.ProcessGroup) -> None:
-        """Record the first order; warn once of another one.
+        """Record the first order.
 
-        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` ranks compare each order that is new to them.
+        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (upstream's condition, too) warn once of another
+        one, and compare each that is new between ranks.
 
         Args:
             order: FQNs of units in the order in which their forwards began.
@@ -97,11 +98,12 @@ class ExecutionOrder:
         """
         if order == self.fqns or self._is_paused:
             return
-        if get_debug_level() == DebugLevel.DETAIL:  # pybind's enums are no singletons
-            require_same(group, "order of units in the forward", " ".join(map(repr, order)))
         if self.fqns is None:
             self.fqns = order
-        elif not self._warned:
+        if get_debug_level() != DebugLevel.DETAIL:  # pybind's enums are no singletons
+            return
+        require_same(group, "order of units in the forward", " ".join(map(repr, order)))
+        if order != self.fqns and not self._warned:
             self._warned = True
             warnings.warn(_difference(self.fqns, order), stacklevel=2)
 

@@ -114,7 +114,8 @@ class Root:
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
-        self.execution_order.end(self.units[0].config.groups.shard)
+        root = self.units[0]
+        self.execution_order.end(root.config.groups.shard, root.module.training)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if self._stays_unsharded:

@@ -166,6 +166,14 @@ def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingSt
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
 
 
+def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
+    """Warn where a strategy shards over one rank."""
+    if effective_strategy(strategy, groups) is not strategy:
+        warnings.warn(
+            f"the process group has one rank: NO_SHARD in place of {strategy.name}", stacklevel=4
+        )
+
+
 def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
     """A strategy that a policy gives one module; replicas are a matter of the whole model."""
     strategy = strategy_of(value)

@@ -90,6 +90,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     device_id = arguments.device_of(given.device_id)
     device = device_for(module, groups.shard, device_id)
     cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
+    arguments.warn_of_one_rank(strategy, groups)
     warn_of_cpu_start(module, groups.shard, device_id)
     begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))

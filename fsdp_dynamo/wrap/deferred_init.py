@@ -5,6 +5,9 @@ Modules are initialised in the order of ``modules()``, each by ``param_init_fn``
 as a model that was never on the meta device. As soon as all modules of a unit have their values,
 the unit is sharded: no rank ever holds more than the units that are not complete.
 
+``param_init_fn`` finds tensors with storage. If it writes none of a module's it is called again
+with those on the meta device, as FSDP1 calls it: many such functions begin with ``is_meta``.
+
 New floating-point tensors are filled with NaN and the versions of others are recorded, so that
 tensors that were never written are found and listed.
 """
@@ -128,6 +131,9 @@ class DeferredInit:
         init = self._init or _reset
         if init is not _reset or _can_reset(module):  # not needed where values follow
             init(module)
+        if init is not _reset and all(before[s.name].is_unwritten(s.tensor) for s in new):
+            _show_meta(new)
+            init(module)
         for slot in slots:
             self._adopt(slot)
         for tensor, value in kept:  # of a tied parameter, the values of its first holder count
@@ -176,6 +182,19 @@ class DeferredInit:
 
     def _all_slots(self) -> Iterator[_Slot]:
         return (slot for slots in self._slots.values() for slot in slots)
+
+
+def _show_meta(slots: Iterable[_Slot]) -> None:
+    """Let a module hold meta tensors again.
+
+    FSDP1 calls ``param_init_fn`` with such; the function may do nothing where it finds none.
+    """
+    for slot in slots:
+        meta = torch.empty_like(slot.owned, device="meta")
+        if isinstance(slot.owned, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=slot.owned.requires_grad)
+        meta.__dict__.update(slot.owned.__dict__)
+        slot.tensors[slot.name] = meta
 
 
 def _can_reset(module: nn.Module) -> bool:

@@ -42,7 +42,8 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_modules: modules that stay as they are.
         ignored_states: modules or parameters that stay as they are.
         param_init_fn: initialises modules that are on the meta device; called with each module
-            that holds such tensors itself, in the order of ``modules()``, when they have storage.
+            that holds such tensors itself, in the order of ``modules()``, when they have storage;
+            if it writes none of them, once more with those on the meta device.
             By default the modules' own ``reset_parameters()``.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: broadcast rank 0's parameters and buffers first.

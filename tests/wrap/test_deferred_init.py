@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, FSDPError, FSDPValueError, ShardingStrategy
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
 class Resettable(Transformer):
@@ -286,3 +287,32 @@ def test_all_ranks_refuse_together(
     assert set(kinds) == {"RankFailedError"}
     for _, text in found:
         assert message in text
+
+
+def _if_meta(module: nn.Module) -> None:
+    """As scripts for FSDP1 have it: what is not on the meta device has its values."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(tensor.is_meta for tensor in tensors):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def _asks_for_meta(rank: int, world_size: int) -> list[bool]:
+    """Whether parameters stay the same objects and whether values are those of a plain model."""
+    with torch.device("meta"):
+        model = nn.Sequential(Mended(), Mended())
+    before = list(model.parameters())
+    policy = ModuleWrapPolicy({Mended, nn.Linear})
+    torch.manual_seed(3)
+    wrapped = FSDP(model, param_init_fn=_if_meta, auto_wrap_policy=policy)
+    torch.manual_seed(3)
+    expected = nn.Sequential(Mended(), Mended()).state_dict()
+    state = wrapped.state_dict()
+    same = all(a is b for a, b in zip(before, wrapped.parameters(), strict=True))
+    equal = [torch.equal(state[key], value) for key, value in expected.items()]
+    return [same, state.keys() == expected.keys(), *equal]
+
+
+def test_functions_that_ask_for_meta_tensors(ranks: RankPool) -> None:
+    for answers in ranks.run(_asks_for_meta, 2):
+        assert all(answers)

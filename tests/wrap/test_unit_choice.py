@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as upstream
 from modes import MODES, in_mode
 from pool import RankPool
@@ -162,6 +163,33 @@ def test_not_in_checkpoint_wrappers(ranks: RankPool) -> None:
     """A checkpointed block runs as one: a unit inside would be gathered in its recomputation."""
     for units in ranks.run(_checkpointed, 2):
         assert units == ["", "norm", "blocks.0", "blocks.1", "blocks.1.1"]
+
+
+def _says_no_shard(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    """Whether a warning names NO_SHARD: on one rank, asked for there, on all ranks; upstream's."""
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    found: list[list[bool]] = []
+    for library in (upstream, fsdp_dynamo):
+        device = {"device_id": torch.device("cpu")} if library is upstream else {}
+        said = []
+        for group, strategy in (
+            (alone, library.ShardingStrategy.SHARD_GRAD_OP),
+            (alone, library.ShardingStrategy.NO_SHARD),
+            (None, library.ShardingStrategy.FULL_SHARD),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                library.FullyShardedDataParallel(
+                    _Net(), process_group=group, sharding_strategy=strategy, **device
+                )
+            said.append(any("NO_SHARD" in str(one.message) for one in caught))
+        found.append(said)
+    return found[0], found[1]
+
+
+def test_one_rank_says_that_it_shards_nothing(ranks: RankPool) -> None:
+    for theirs, ours in ranks.run(_says_no_shard, 2):
+        assert ours == theirs == [True, False, False]
 
 
 def test_modules_that_are_units_already() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -311,13 +312,34 @@ class Swapping(nn.Module):
         return out
 
 
-def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str]]:
+@contextmanager
+def _debug_level(level: str) -> Iterator[None]:
+    with mock.patch.dict("os.environ", {"TORCH_DISTRIBUTED_DEBUG": level}):
+        dist.set_debug_level_from_env()
+        yield
+    dist.set_debug_level_from_env()
+
+
+def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str], list[str]]:
+    _, silent = _orders(mode)
+    with _debug_level("DETAIL"):
+        return *_orders(mode), silent
+
+
+def _orders(mode: str) -> tuple[Any, list[str]]:
     plain = Swapping()
     model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     run = in_mode(model, mode)
     messages = []
-    for swapped in (False, False, True, True):
+    for swapped, trains in (
+        (False, True),
+        (False, True),
+        (True, False),
+        (True, True),
+        (True, True),
+    ):
         plain.swapped = swapped
+        model.train(trains)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run(torch.ones(2, 4)).sum().backward()
@@ -330,25 +352,23 @@ def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
 def test_another_order_warns_once(ranks: RankPool, mode: str) -> None:
-    for fqns, messages in ranks.run(_swapped, 2, mode):
+    """In debug level DETAIL, and in training: upstream's conditions."""
+    for fqns, messages, silent in ranks.run(_swapped, 2, mode):
         assert fqns == ("", "a", "b")
-        assert [bool(message) for message in messages] == [False, False, True, False]
-        assert "expected unit 'a' at position 1, got unit 'b'" in messages[2]
+        assert [bool(message) for message in messages] == [False, False, False, True, False]
+        assert "expected unit 'a' at position 1, got unit 'b'" in messages[3]
+        assert not any(silent)
 
 
 def _swapped_on_one_rank(rank: int, world_size: int, mode: str) -> str:
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.set_debug_level_from_env()
     try:
-        plain = Swapping()
-        model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-        plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
-        in_mode(model, mode)(torch.ones(2, 4))
+        with _debug_level("DETAIL"):
+            plain = Swapping()
+            model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+            plain.swapped = rank == 1  # equal shapes: nothing would hang, and all would be wrong
+            in_mode(model, mode)(torch.ones(2, 4))
     except DivergenceError as error:
         return str(error)
-    finally:
-        del os.environ["TORCH_DISTRIBUTED_DEBUG"]
-        dist.set_debug_level_from_env()
     return "no error"
 
 
