@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo import events
@@ -106,6 +107,13 @@ class Unit:
     def trainable(self) -> tuple[FlatParameter, ...]:
         """Flat parameters of which something is trained, as of the last forward."""
         return tuple([flat for flat in self.flats if flat.is_trainable])
+
+    def all_reduce_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which whole gradients, or those of a shard, are averaged."""
+        groups = self.config.groups
+        reduces_whole = any(not flat.is_sharded for flat in self.trainable)
+        among = groups.reductions if reduces_whole else [groups.replicate]
+        return [group for group in among if group is not None] if self.trainable else []
 
     @property
     def is_summoned(self) -> bool:

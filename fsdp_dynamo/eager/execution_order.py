@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from fsdp_dynamo.agreement.comparison import first_difference, require_same
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.forward_call import ForwardCall
+from fsdp_dynamo.errors import unit_name
 
 
 class ExecutionOrder:
@@ -30,6 +31,7 @@ class ExecutionOrder:
         self._last: list[Unit] = []  # in the order in which forwards began, in the last step
         self._began: list[Unit] = []  # the same in the step that runs now
         self._ended: list[Unit] = []  # of each call, in the order in which forwards ended
+        self._agreed: set[tuple[str, ...]] = set()  # calls before backwards with all-reduces
         self._is_paused = False
         self._warned = False
 
@@ -59,6 +61,26 @@ class ExecutionOrder:
         if call.order <= len(self._ended):
             for position in range(call.order - 1, -1, -1):
                 yield self._ended[position]
+
+    def require_same_calls(self) -> None:
+        """Compare, before a backward, the calls of units whose gradients are all-reduced.
+
+        All-reduces are the backend's own. Between ranks that issue those of other units, they mix
+        up data or end the process. Calls that ranks have agreed on are not compared again.
+
+        Raises:
+            DivergenceError: on every rank, if ranks have called other units.
+        """
+        calls = tuple([unit.fqn for unit in self._ended])
+        if calls in self._agreed:
+            return
+        by_group: dict[dist.ProcessGroup, list[str]] = {}
+        for unit in self._ended:
+            for group in unit.all_reduce_groups():
+                by_group.setdefault(group, []).append(unit_name(unit.fqn))
+        for group, names in by_group.items():
+            require_same(group, "order of units in the forward", ", ".join(names))
+        self._agreed.add(calls)
 
     def forget_calls(self) -> None:
         """Drop the calls of a step whose backward is done."""

@@ -206,6 +206,8 @@ class Root:
         self._reduce(call, grads)
 
     def _begin_backward(self) -> None:
+        if self.accumulation.sync:  # before any state changes: it may raise
+            self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
         self._stays_unsharded |= self._creates_graph

@@ -13,8 +13,9 @@ from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, DivergenceError
+from fsdp_dynamo import FSDP, DivergenceError, ShardingStrategy
 from fsdp_dynamo.comm import watchdog
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -118,6 +119,55 @@ def test_every_rank_gets_an_error(ranks: RankPool, mode: str, case: str) -> None
         assert "step " in message
         assert seconds < LIMIT_S  # the promise; the wait itself is one period of the watcher
     assert found[0][1] == found[1][1]
+
+
+class _Ordered(Transformer):
+    """Runs its blocks in the order that it is told."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.head(self.norm(x)) * self.scale
+
+
+ORDERS = {"swapped": (1, 0, 2), "left out": (0, 1), "once more": (0, 1, 1, 2)}
+
+
+def _at_once(
+    rank: int, world_size: int, mode: str, order: str, strategy: ShardingStrategy
+) -> tuple[str, str, float]:
+    """The last rank's blocks run in another order than the others', in the first step."""
+    mesh = init_device_mesh("cpu", (2, 2) if strategy.is_hybrid else (world_size,))
+    model: Any = FSDP(
+        _Ordered(num_blocks=3),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+    )
+    if rank >= world_size // 2:  # a whole replica
+        model.module.order = ORDERS[order]
+    began = time.monotonic()
+    try:
+        loss_of(in_mode(model, mode), batch(rank, 0)).backward()
+        return "", "", 0.0
+    except DivergenceError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("mode", ["eager", pytest.param("hooks", marks=pytest.mark.slow)])
+def test_in_the_first_step(ranks: RankPool, mode: str, order: str, strategy: str) -> None:
+    """Also where gradients are all-reduced: those of equal blocks would be mixed up."""
+    number = 4 if strategy == "HYBRID_SHARD" else 2
+    found = ranks.run(_at_once, number, mode, order, ShardingStrategy[strategy])
+    for kind, message, seconds in found:
+        assert kind == DivergenceError.__name__
+        assert "blocks." in message
+        assert seconds < LIMIT_S or mode == "hooks"
 
 
 def _another_wrap(rank: int, world_size: int) -> tuple[str, str]:
