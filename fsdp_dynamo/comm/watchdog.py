@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry
+from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import Work, peer_of
@@ -187,9 +187,7 @@ def _cause(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> DivergenceError | None:
     """The error of another rank's notice, or one for the peer, which is then posted."""
-    collective = "a collective" if entry is None else entry.description()
-    is_full_params = entry is not None and entry.use == FULL_PARAMS
-    message = peer_failure_message(error, peer, collective, is_full_params)
+    message = peer_failure_message(error, peer, entry)
     notice = run_with_timeout(STORE_TIMEOUT_S, partial(_notice_checks[group], group))
     if isinstance(notice, DivergenceError):
         return notice

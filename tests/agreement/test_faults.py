@@ -205,7 +205,7 @@ def _all_exist(paths: Sequence[Path]) -> Callable[[], None]:
 
 
 _CLOSED = "got a closed connection. It has ended or was killed"
-_LATE = f"got nothing within {TIMEOUT_S:g} s. It is stopped"
+_LATE = f"got nothing within {TIMEOUT_S:g} s. It may not have called the model at all"
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,30 @@ def test_a_rank_that_is_gone(
     step = re.search(r"step (\d+)\)", message)
     assert step is not None
     assert int(step[1]) in steps  # processes that have run other tests count from another number
+
+
+def _evaluates_alone(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 0 calls the model; the others are in a barrier."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    model = wrap(make_transformer(num_blocks=1), process_group=group)
+    try:
+        if rank == 0:
+            with torch.no_grad():
+                model(batch(rank, 0))
+        dist.barrier()
+    except Exception as error:
+        dist.barrier()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_evaluates_alone(ranks: RankPool) -> None:
+    """The message names the call that the others have not made."""
+    (kind, message), other = ranks.run(_evaluates_alone, 2)
+    assert kind == RankFailedError.__name__
+    assert message.startswith("rank 1: expected its part of the all-gather of the root unit")
+    assert "(if rank == 0: evaluate(model))" in message
+    assert other == ("", "")
 
 
 def _free_port() -> int:
