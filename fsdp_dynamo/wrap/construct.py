@@ -80,12 +80,17 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         FSDPError: one of its subclasses, before anything is changed.
     """
     strategy = strategy_of(given.sharding_strategy)
+    precision = coerce_mixed_precision(given.mixed_precision)
+    arguments.refuse_full_precision_in_eval(precision)
+    is_given = dist.is_initialized()  # otherwise, making a group warns
     groups = groups_of(
         given.process_group,
         given.device_mesh,
         given.reduction_group,
         is_hybrid=strategy.is_hybrid,
     )
+    if is_given:
+        arguments.warn_of_one_rank(strategy, groups)
     arguments.check_init_fn(given.param_init_fn)
     device_id = arguments.device_of(given.device_id)
     device = device_for(module, groups.shard, device_id)
@@ -100,7 +105,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     config = UnitConfig(
         groups=groups,
         strategy=effective_strategy(strategy, groups),
-        precision=coerce_mixed_precision(given.mixed_precision),
+        precision=precision,
         backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
         forward_prefetch=given.forward_prefetch,
         offload=cpu_offload.offload_params and device.type != "cpu",

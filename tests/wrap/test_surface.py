@@ -289,3 +289,70 @@ def _container(rank: int, world_size: int) -> list[str]:
 def test_a_container_with_parameters_warns(ranks: RankPool) -> None:
     for messages in ranks.run(_container, 2):
         assert ["ModuleList of 1 modules is a unit" in text for text in messages] == [True]
+
+
+def _half(rank: int, world_size: int) -> list[Any]:
+    """Half of the ranks train; rank 0's plain state is scattered to them, and gathered again."""
+    warnings.simplefilter("ignore")
+    answers: list[Any] = []
+    for library, wrap in BOTH:
+        cls, kind = library.FullyShardedDataParallel, library.fully_sharded_data_parallel
+        half = dist.new_group(range(world_size // 2))
+        torch.manual_seed(0)
+        plain, net = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+        before = torch.optim.Adam(plain.parameters(), lr=0.1)
+        plain(torch.ones(1, 4)).square().sum().backward()
+        before.step()
+        if rank >= world_size // 2:
+            continue
+        policy = wrap.ModuleWrapPolicy({nn.Linear})
+        kept = library is fsdp_dynamo  # upstream's original parameters are wrong on CPU
+        model = cls(net, half, auto_wrap_policy=policy, device_id=CPU, use_orig_params=kept)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        names = kind.OptimStateKeyType.PARAM_NAME
+        whole = cls.rekey_optim_state_dict(before.state_dict(), names, plain)
+        mine = whole if rank == 0 else None
+        state = cls.scatter_full_optim_state_dict(mine, model, optim=optimizer, group=half)
+        optimizer.load_state_dict(state)
+        for _ in range(2):
+            model(torch.ones(1, 4) + rank).square().sum().backward()
+            norm = model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = cls.full_optim_state_dict(model, optimizer, group=half).get("state", {})
+        moments = {name: one["exp_avg"] for name, one in saved.items()}
+        answers.append(
+            (norm, {**model.state_dict(), **{f"{n} avg": m for n, m in moments.items()}})
+        )
+    return [(float(norm), {n: v.tolist() for n, v in values.items()}) for norm, values in answers]
+
+
+def test_a_group_smaller_than_the_world(ranks: RankPool) -> None:
+    answers = ranks.run(_half, 4)
+    assert [len(answer) for answer in answers] == [2, 2, 0, 0]
+    for (their_norm, theirs), (our_norm, ours) in answers[:2]:
+        assert our_norm == pytest.approx(their_norm)
+        assert theirs.keys() == ours.keys()
+        for name, value in theirs.items():
+            assert torch.allclose(torch.tensor(ours[name]), torch.tensor(value)), name
+
+
+def _one_rank(rank: int, world_size: int) -> list[str]:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.Linear(2, 2), group)
+        FSDP(nn.Linear(2, 2), group, fsdp_dynamo.ShardingStrategy.NO_SHARD)
+    return [str(one.message) for one in caught]
+
+
+def test_one_rank_warns(ranks: RankPool) -> None:
+    for messages in ranks.run(_one_rank, 2):
+        assert messages == ["the process group has one rank: NO_SHARD instead of FULL_SHARD"]
+
+
+def test_full_precision_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    precision = fsdp_dynamo.MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="FSDP_USE_FULL_PREC_IN_EVAL"):
+        FSDP(nn.Linear(2, 2), mixed_precision=precision)
