@@ -227,6 +227,11 @@ def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
     return CPUOffload(offload_params=wanted)
 
 
+def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
+    """Whether shards and gradients are kept in host memory while another device computes."""
+    return cpu_offload.offload_params and device.type != "cpu"
+
+
 def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:
     """``backward_prefetch`` as our enum; accepts upstream's."""
     if backward_prefetch is None:

@@ -108,7 +108,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         precision=precision,
         backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
         forward_prefetch=given.forward_prefetch,
-        offload=cpu_offload.offload_params and device.type != "cpu",
+        offload=arguments.offloads(cpu_offload, device),
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",

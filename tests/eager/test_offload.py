@@ -93,6 +93,6 @@ def test_whole_parameters(ranks: RankPool) -> None:
 
 def test_not_an_offload() -> None:
     with pytest.raises(FSDPTypeError, match="expected a CPUOffload or None, got True"):
-        arguments.offloads(True, torch.device("cpu"))
+        arguments.cpu_offload_of(True)
     assert not arguments.offloads(CPUOffload(offload_params=True), torch.device("cpu"))
     assert arguments.offloads(CPUOffload(offload_params=True), torch.device("cuda"))

@@ -15,6 +15,7 @@ import torch.distributed.fsdp as upstream
 import torch.distributed.fsdp.wrap as upstream_wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_dynamo
@@ -238,6 +239,8 @@ def _setting(rank: int, world_size: int) -> None:
     assert nested.training_state is TrainingState.IDLE
     assert nested.flat_param is nested.params[0]
     assert FSDP(nn.ReLU()).flat_param is None
+    inner = nn.Linear(2, 2)
+    assert FSDP(checkpoint_wrapper(inner)).module is inner  # as upstream's
     with pytest.raises(UnsupportedError, match="2 flat parameters"):
         _ = model.flat_param
 
