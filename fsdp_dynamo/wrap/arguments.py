@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -159,28 +158,6 @@ def fully_shard_precision(mixed_precision: object, mp_policy: object) -> object 
         cast_forward_inputs=casts,
         cast_root_forward_inputs=casts,
         _module_classes_to_ignore=(),
-    )
-
-
-def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
-    """Warn where a strategy would shard, in a group of one rank."""
-    if groups.shard.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"the process group has one rank: NO_SHARD instead of {strategy.name}", stacklevel=4
-        )
-
-
-def refuse_full_precision_in_eval(precision: MixedPrecision | None) -> None:
-    """Raise where upstream's switch asks for another precision in evaluation."""
-    switch = "FSDP_USE_FULL_PREC_IN_EVAL"
-    if precision is None or os.environ.get(switch, "") != "1":
-        return
-    raise UnsupportedError(
-        expected=f"no {switch} beside mixed_precision",
-        got=f"{switch}=1: evaluation would run in the precision of training all the same",
-        where="environment",
-        fix="Unset it; to evaluate in full precision, load the state dict into a plain model, or "
-        "into one that is wrapped without mixed_precision.",
     )
 
 

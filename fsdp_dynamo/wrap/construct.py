@@ -80,8 +80,6 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         FSDPError: one of its subclasses, before anything is changed.
     """
     strategy = strategy_of(given.sharding_strategy)
-    precision = coerce_mixed_precision(given.mixed_precision)
-    arguments.refuse_full_precision_in_eval(precision)
     is_given = dist.is_initialized()  # otherwise, making a group warns
     groups = groups_of(
         given.process_group,
@@ -95,7 +93,6 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     device_id = arguments.device_of(given.device_id)
     device = device_for(module, groups.shard, device_id)
     cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
-    arguments.warn_of_one_rank(strategy, groups)
     warn_of_cpu_start(module, groups.shard, device_id)
     begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))
@@ -105,7 +102,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     config = UnitConfig(
         groups=groups,
         strategy=effective_strategy(strategy, groups),
-        precision=precision,
+        precision=coerce_mixed_precision(given.mixed_precision),
         backward_prefetch=arguments.prefetch_of(given.backward_prefetch),
         forward_prefetch=given.forward_prefetch,
         offload=arguments.offloads(cpu_offload, device),

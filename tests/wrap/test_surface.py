@@ -338,24 +338,3 @@ def test_a_group_smaller_than_the_world(ranks: RankPool) -> None:
         assert theirs.keys() == ours.keys()
         for name, value in theirs.items():
             assert torch.allclose(torch.tensor(ours[name]), torch.tensor(value)), name
-
-
-def _one_rank(rank: int, world_size: int) -> list[str]:
-    group = dist.new_group([rank], use_local_synchronization=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        FSDP(nn.Linear(2, 2), group)
-        FSDP(nn.Linear(2, 2), group, fsdp_dynamo.ShardingStrategy.NO_SHARD)
-    return [str(one.message) for one in caught]
-
-
-def test_one_rank_warns(ranks: RankPool) -> None:
-    for messages in ranks.run(_one_rank, 2):
-        assert messages == ["the process group has one rank: NO_SHARD instead of FULL_SHARD"]
-
-
-def test_full_precision_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    precision = fsdp_dynamo.MixedPrecision(param_dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="FSDP_USE_FULL_PREC_IN_EVAL"):
-        FSDP(nn.Linear(2, 2), mixed_precision=precision)
