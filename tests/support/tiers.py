@@ -98,6 +98,7 @@ REPEATED: tuple[str, ...] = (
     "agreement/test_agreement.py::test_every_rank_gets_the_error[other shape]",
     "agreement/test_agreement.py::test_ranks_that_agree_go_on[nothing]",
     "agreement/test_divergence.py::test_every_rank_gets_an_error[hooks-one forward more]",
+    "agreement/test_divergence.py::test_in_the_first_step[eager-*-SHARD_GRAD_OP]",
     "agreement/test_faults.py::test_a_rank_that_raises[graph-memory]",
     "agreement/test_faults.py::test_a_rank_that_raises[hooks-backward]",
     "agreement/test_flight.py::test_a_rank_that_raises",

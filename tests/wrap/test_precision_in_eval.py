@@ -169,8 +169,11 @@ def test_buffers(ranks: RankPool) -> None:
         assert "FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype" in graph[1]
 
 
-def test_errors_of_nested_units_stay_as_they_are() -> None:
-    """They are not taken for uses of sharded parameters outside of their unit."""
-    policy = fsdp_dynamo.wrap_policy.ModuleWrapPolicy({_Recorded})
+def _wrong_shape(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        FSDP(_Net(), auto_wrap_policy=policy)(torch.ones(2, 5))
+        FSDP(_Net(), **_blocks(fsdp_dynamo))(torch.ones(2, 5))
+
+
+def test_errors_of_nested_units_stay_as_they_are(ranks: RankPool) -> None:
+    """They are not taken for uses of sharded parameters outside of their unit."""
+    ranks.run(_wrong_shape, 2)

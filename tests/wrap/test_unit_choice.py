@@ -192,8 +192,7 @@ def test_one_rank_says_that_it_shards_nothing(ranks: RankPool) -> None:
         assert ours == theirs == [True, False, False]
 
 
-def test_modules_that_are_units_already() -> None:
-    """A policy may not choose them, nor what is in them; others it may."""
+def _wraps_units(rank: int, world_size: int) -> None:
     model = _Net()
     model.blocks[0] = FSDP(model.blocks[0])
     for cls in (_Block, FSDP):
@@ -201,3 +200,8 @@ def test_modules_that_are_units_already() -> None:
             FSDP(model, auto_wrap_policy=ModuleWrapPolicy({cls, nn.BatchNorm1d}))
     wrapped = FSDP(model, auto_wrap_policy=lambda module, **_: module is not model.blocks[0])
     assert isinstance(wrapped.module.first, FSDP)
+
+
+def test_modules_that_are_units_already(ranks: RankPool) -> None:
+    """A policy may not choose them, nor what is in them; others it may."""
+    ranks.run(_wraps_units, 2)
