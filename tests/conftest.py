@@ -20,6 +20,12 @@ from pool import RankPool  # noqa: E402
 _COLLECTED = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Size and beginning of the campaign in wrap/test_beside_fsdp1.py."""
+    parser.addoption("--programs", type=int, default=200)
+    parser.addoption("--first-program", type=int, default=1000)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = [item.nodeid.removeprefix("tests/") for item in items]

@@ -179,6 +179,11 @@ class FlatParameter:
         return self.layout.padded_numel * self.reduce_dtype.itemsize
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of reduced gradients."""
+        return self.reduce_dtype if self.keep_low_precision_grads else self.dtype
+
+    @property
     def needs_storage(self) -> bool:
         """Whether ``unsharded`` has a storage of its own, to be filled at every unshard."""
         return self.is_sharded or self.is_offloaded or self.param_dtype != self.dtype

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,8 @@ def clip_grad_norm(
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
-        The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all ranks.
+        The norm before clipping: a scalar in the dtype that gradients of all units are promoted
+        to (computed in float32 at least), equal on all ranks.
 
     Raises:
         UnsupportedError: ranks of the root have different norms, as they train different
@@ -42,6 +45,7 @@ def clip_grad_norm(
         (): [p.grad for p in others if p.grad is not None]
     }
     num_ranks = math.prod(group.size() for group in groups)
+    dtypes = [grad.dtype for grad in spread[()]]
     partial: FlatParameter | None = None
     device = torch.device("cpu")
     for flat in flats:
@@ -54,8 +58,11 @@ def clip_grad_norm(
             same = spread.setdefault(shard + splits, [])
             if original.param.grad is not None:
                 same.append(original.param.grad)
+        if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
+            dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
     grads = [grad for same in spread.values() for grad in same]
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    wanted = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    dtype = torch.float64 if wanted == torch.float64 else torch.float32
     norm_type = float(norm_type)
     totals = torch.stack(
         [_total(same, over, norm_type, dtype, device) for over, same in spread.items()]
@@ -66,7 +73,12 @@ def clip_grad_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
-    return norm
+    if not grads and not norm:
+        warnings.warn(
+            f"clip_grad_norm_() found no gradient that is not zero: its norm is 0, in {wanted}",
+            stacklevel=4,
+        )
+    return norm.to(wanted)
 
 
 def _total(

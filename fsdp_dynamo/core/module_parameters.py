@@ -26,7 +26,8 @@ class ModuleParameters:
 
     Attributes:
         frozen: indices of originals that are not trained, as of the last forward.
-        is_summoned: whether the originals are whole on the user's request.
+        is_summoned: whether the originals are whole on the user's request, on some rank at least.
+        is_whole: whether they are on this rank.
         unit_fqn: for messages.
     """
 
@@ -34,7 +35,7 @@ class ModuleParameters:
         self._originals = originals
         self.frozen: frozenset[int] = frozenset()
         self._has_views = False
-        self.is_summoned = False
+        self.is_summoned = self.is_whole = False
         self.unit_fqn = ""
         self._parts: list[torch.Tensor] = []
         self._grad_dtype: torch.dtype | None = None
@@ -103,7 +104,7 @@ class ModuleParameters:
                 expected="to run with sharded parameters",
                 got="a forward inside summon_full_params()",
                 where=unit_name(self.unit_fqn),
-                fix="Leave the context first.",
+                fix="Leave the context first, or call the model under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
         if self._has_views or self._are_as_left():

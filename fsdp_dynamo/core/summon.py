@@ -67,6 +67,8 @@ def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator
 def _open(unit: Unit, options: SummonOptions, undo: ExitStack) -> list[_SummonedFlat]:
     unit.machine.advance(UnitState.SUMMON_FULL_PARAMS)
     undo.callback(unit.machine.reset)
+    unit.is_summoned = True
+    undo.callback(setattr, unit, "is_summoned", False)
     flats = []
     for flat in unit.flats:
         flats.append(_SummonedFlat(flat, options))
@@ -75,6 +77,7 @@ def _open(unit: Unit, options: SummonOptions, undo: ExitStack) -> list[_Summoned
 
 
 def _close(unit: Unit, flats: Sequence[_SummonedFlat], options: SummonOptions) -> None:
+    unit.is_summoned = False
     with ExitStack() as stack:
         stack.callback(unit.machine.advance, UnitState.IDLE)
         if options.writeback:
@@ -91,15 +94,19 @@ class _SummonedFlat:
         self._options = options
         self._is_first = all(group.rank() == 0 for group in flat.groups.all)
         self._has_whole = self._is_first or not options.rank0_only
+        # Gradients of other shapes or elsewhere are taken away; others stay as they are.
+        self._moves_grads = flat.is_sharded or options.with_grads or options.offload_to_cpu
         self._grads = [original.param.grad for original in flat.originals]
         self._has_grads = self._any_rank_has_grad() if options.with_grads else None
         values = self._gathered(flat.shard_on_device())
         grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
         flat.module_parameters.is_summoned = True
+        flat.module_parameters.is_whole = self._has_whole
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
-            original.param.grad = None  # of another shape
+            if self._moves_grads:
+                original.param.grad = None  # of another shape
             original.param.data = values[i]
             if grads is not None and self._has_grads is not None and self._has_grads[i]:
                 original.param.grad = grads[i]
@@ -123,10 +130,12 @@ class _SummonedFlat:
 
     def restore(self) -> None:
         """Point the originals at this rank's parts again, unchanged."""
-        self._flat.module_parameters.is_summoned = False
+        flat_parameters = self._flat.module_parameters
+        flat_parameters.is_summoned = flat_parameters.is_whole = False
         self._flat.point_originals_to_shard()
         for original, grad in zip(self._flat.originals, self._grads, strict=True):
-            original.param.grad = grad
+            if self._moves_grads:
+                original.param.grad = grad
 
     @torch.no_grad()
     def close(self) -> None:

@@ -58,6 +58,10 @@ class Unit:
         module: the unit's outermost module (the user's, not the wrapper).
         flats: its flat parameters; none for a unit without parameters.
         config: arguments of the wrapper call.
+
+    Attributes:
+        is_summoned: whether its original parameters are whole on the user's request; also after
+            an error there that has reset its state.
     """
 
     def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
@@ -72,6 +76,7 @@ class Unit:
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
+        self.is_summoned = False
         self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
@@ -116,9 +121,9 @@ class Unit:
         return [group for group in among if group is not None] if self.trainable else []
 
     @property
-    def is_summoned(self) -> bool:
-        """Whether its original parameters are whole on the user's request."""
-        return any(flat.module_parameters.is_summoned for flat in self.flats)
+    def has_whole_originals(self) -> bool:
+        """Whether its modules hold whole original parameters, so that it can run without hooks."""
+        return self.is_summoned and all(flat.module_parameters.is_whole for flat in self.flats)
 
     # -- unshard and reshard -----------------------------------------------------------------
 

@@ -210,6 +210,11 @@ class RankLocalTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankLocalTensor:
+        copied: RankLocalTensor = self.detach().clone()  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         raise _local(f"'{fqn}'")
 

@@ -182,10 +182,11 @@ class UnitModule(UserMethods):
     def _fsdp_run_hooked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
     ) -> Any:
-        if self._fsdp_runs_method:  # the method calls its own module: that is unsharded already
-            return self._fsdp_body()(*args, **kwargs)
         root, unit = self._fsdp_own_root, self._fsdp_own_unit
         root.recover()
+        # A method that calls its own module, or summon_full_params(): it is unsharded already.
+        if self._fsdp_runs_method or (unit.has_whole_originals and not torch.is_grad_enabled()):
+            return self._fsdp_body()(*args, **kwargs)
         if self._fsdp_full_precision_in_eval and root.is_outside:
             for _, module in module_tree.unit_modules(self):
                 module._fsdp_set_buffer_precision()

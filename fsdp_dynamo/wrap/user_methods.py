@@ -107,8 +107,8 @@ class UserMethods(nn.Module):
             norm_type: p of the p-norm; ``inf``: the largest absolute value.
 
         Returns:
-            The norm before clipping: a float32 scalar (float64 if a gradient is), equal on all
-            ranks.
+            The norm before clipping: a scalar in the dtype that gradients of all units are promoted
+            to (computed in float32 at least), equal on all ranks. A warning where there are none.
 
         Raises:
             FSDPStateError: not on the outermost unit.
@@ -283,9 +283,9 @@ def summon_full_params(
     """Original parameters with their whole values and shapes while open; between steps only.
 
     Parameters stay the same objects. Every rank must open and leave the context. Units that
-    are summoned already (nested calls) stay as they are until the outer context ends. The
-    model cannot run meanwhile. ``state_dict()`` inside gives whole tensors without
-    communication, so rank 0 alone may call it.
+    are summoned already (nested calls) stay as they are until the outer context ends. Meanwhile
+    the model runs under ``torch.no_grad()`` only. ``state_dict()`` inside gives whole tensors
+    without communication, so rank 0 alone may call it.
 
     Args:
         module: a wrapper, or a module with wrappers below.
@@ -295,7 +295,7 @@ def summon_full_params(
             0's changes go to all.
         offload_to_cpu: whole values in host memory.
         with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
-            ``None`` inside.
+            ``None`` inside (but for ``NO_SHARD``, whose gradients are whole always).
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.

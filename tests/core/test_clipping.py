@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, ShardingStrategy, UnsupportedError
+from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
@@ -192,3 +193,26 @@ def test_torchs_norms_of_parts_are_refused(ranks: RankPool) -> None:
             assert "parameter '" in message
             assert "Call model.clip_grad_norm_(max_norm)" in message
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def _low_precision(rank: int, world_size: int) -> tuple[list[torch.dtype], list[str]]:
+    """Dtypes of norms, and what is warned of where there is no gradient."""
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, keep_low_precision_grads=True
+    )
+    dtypes = []
+    for kwargs in ({"mixed_precision": precision}, {}):
+        model = FSDP(nn.Linear(2, 1, bias=False), **kwargs)  # type: ignore[arg-type]
+        model(torch.ones(1, 2)).sum().backward()
+        dtypes.append(model.clip_grad_norm_(1.0).dtype)
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.clip_grad_norm_(1.0)
+    return dtypes, [str(w.message) for w in caught]
+
+
+def test_dtype_and_warning_are_upstreams(ranks: RankPool) -> None:
+    for dtypes, texts in ranks.run(_low_precision, 2):
+        assert dtypes == [torch.bfloat16, torch.float32]
+        assert ["found no gradient" in text for text in texts] == [True]

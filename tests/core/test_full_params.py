@@ -10,11 +10,13 @@ import torch
 from models import batch, loss_of, make_transformer, train, wrap
 from modes import in_mode
 from pool import RankPool
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.core import shard_conversion
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
 
@@ -52,7 +54,8 @@ def _all_combinations(rank: int, world_size: int, strategy: str) -> list[str]:
                     wrong.append(f"{how}: value of {name}")
                 if whole and with_grads and not torch.allclose(param.grad, grads[name], 1e-5, 1e-7):
                     wrong.append(f"{how}: gradient of {name}")
-                if whole and not with_grads and param.grad is not None:
+                stays = strategy == "NO_SHARD" and not offload
+                if whole and not with_grads and (param.grad is None) is stays:
                     wrong.append(f"{how}: a gradient of {name}")
                 if not whole and param.shape != sharded[name]:
                     wrong.append(f"{how}: {name} is whole on rank {rank}")
@@ -83,7 +86,7 @@ def test_all_combinations(ranks: RankPool, strategy: str) -> None:
 
 
 def _between_steps(rank: int, world_size: int, mode: str) -> tuple[Any, Any, list[str]]:
-    """Training goes on with what was written; running inside is refused, and forgotten."""
+    """Training goes on with what was written; inside, what runs with gradients is refused."""
     expected = make_transformer(num_blocks=2)
     wrapped = wrap(make_transformer(num_blocks=2))
     model = in_mode(wrapped, mode)
@@ -98,7 +101,10 @@ def _between_steps(rank: int, world_size: int, mode: str) -> tuple[Any, Any, lis
         for grad_mode in (torch.enable_grad, torch.no_grad):
             try:
                 with grad_mode():
-                    model(batch(rank, 0))
+                    got = model(batch(rank, 0))
+                with torch.no_grad():
+                    if not torch.allclose(got, expected(batch(rank, 0)), 1e-5, 1e-6):
+                        messages.append("another output")
             except FSDPStateError as error:
                 messages.append(str(error))
     after = train(expected, 0, steps=2), train(model, 0, steps=2)
@@ -110,7 +116,7 @@ def test_between_steps(ranks: RankPool, mode: str) -> None:
     for expected, got, messages in ranks.run(_between_steps, 2, mode):
         for (losses, _), (got_losses, _) in zip(expected, got, strict=True):
             assert got_losses == pytest.approx(losses, rel=1e-5)
-        assert len(messages) == 2
+        assert len(messages) == (2 if mode == "graph" else 1)
         assert all("inside summon_full_params()" in message for message in messages)
 
 
@@ -215,3 +221,21 @@ def _failing_gather(rank: int, world_size: int, mode: str, at: int) -> list[str]
 def test_a_gather_that_fails(ranks: RankPool, mode: str, at: int) -> None:
     for wrong in ranks.run(_failing_gather, 2, mode, at):
         assert wrong == []
+
+
+def _without_parameters(rank: int, world_size: int) -> tuple[float, list[bool]]:
+    """apply() with a unit that holds no parameters; gradients that are not sharded stay."""
+    inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    policy = ModuleWrapPolicy({nn.Linear, nn.ReLU})
+    model = FSDP(inner, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.NO_SHARD)
+    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+    output = model(torch.ones(1, 2))
+    output.sum().backward()
+    with FSDP.summon_full_params(model):
+        seen = [p.grad is not None for p in model.parameters()]
+        model.zero_grad()
+    return output.sum().item(), [*seen, *(p.grad is None for p in model.parameters())]
+
+
+def test_units_without_parameters_or_shards(ranks: RankPool) -> None:
+    assert ranks.run(_without_parameters, 2) == [(4.0, [True, True])] * 2

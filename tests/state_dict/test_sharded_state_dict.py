@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -290,7 +291,7 @@ def _forms(rank: int, world_size: int) -> dict[str, bool]:
         alone = model.state_dict()
         inside = FSDP.get_state_dict_type(model)
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        local = {name: value.clone() for name, value in model.state_dict().items()}
+        local = copy.deepcopy(model.state_dict())
         loss_of(model, batch(rank, 0)).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         changed = any(not torch.equal(v, local[k]) for k, v in model.state_dict().items())

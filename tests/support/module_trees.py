@@ -21,7 +21,9 @@ class Leaf:
     """A module with parameters of its own.
 
     Attributes:
-        kind: linear, norm, scale (a bare parameter), or nothing (a module without parameters).
+        kind: linear, norm, scale (a bare parameter), or nothing (a module without parameters);
+            not drawn here: scalar (a parameter without dimensions), spare (one that no forward
+            uses), batchnorm, or buffer (a running mean, which is added).
         bias: whether it has one.
         frozen: which of its parameters are: none, the weight, all.
         double: whether it computes in float64.
@@ -86,22 +88,36 @@ class LeafModule(nn.Module):
         dtype = torch.float64 if leaf.double else torch.float32
         if leaf.kind == "linear":
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype) / 2)
-        elif leaf.kind in ("norm", "scale"):
+        elif leaf.kind in ("norm", "scale", "spare", "batchnorm"):
             self.weight = nn.Parameter(1 + torch.randn(WIDTH, dtype=dtype) / 4)
-        if leaf.bias and leaf.kind in ("linear", "norm"):
+        elif leaf.kind == "scalar":
+            self.weight = nn.Parameter(torch.tensor(1.25, dtype=dtype))
+        if leaf.kind in ("buffer", "batchnorm"):
+            self.register_buffer("mean", torch.randn(WIDTH, dtype=dtype) / 4)
+            self.register_buffer("variance", torch.ones(WIDTH, dtype=dtype))
+        if leaf.bias and leaf.kind in ("linear", "norm", "batchnorm"):
             self.bias = nn.Parameter(torch.randn(WIDTH, dtype=dtype) / 4)
         for name, param in self.named_parameters():
             param.requires_grad_(not (leaf.frozen == "all" or leaf.frozen == name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.leaf.kind == "nothing":
+        if self.leaf.kind in ("nothing", "spare"):
             return x.tanh()
+        if self.leaf.kind == "buffer":
+            if self.training:
+                with torch.no_grad():
+                    self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
+            return x + self.mean.to(x.dtype)
         bias = getattr(self, "bias", None)
         h = x.to(self.weight.dtype)
         if self.leaf.kind == "linear":
             h = nn.functional.linear(h, self.weight, bias)
         elif self.leaf.kind == "norm":
             h = nn.functional.layer_norm(h, (WIDTH,), self.weight, bias)
+        elif self.leaf.kind == "batchnorm":
+            h = nn.functional.batch_norm(
+                h, self.mean, self.variance, self.weight, bias, self.training
+            )
         else:
             h = h * self.weight
         return h.to(x.dtype)

@@ -1,0 +1,65 @@
+"""A campaign against FSDP1 itself: random models, arguments and user calls on both sides.
+
+    pytest tests/wrap/test_beside_fsdp1.py             # 15 programs
+    pytest -m slow tests/wrap/test_beside_fsdp1.py     # 200, every tenth in hooks mode
+    pytest -m slow tests/wrap/test_beside_fsdp1.py --programs=1000 --first-program=5000
+
+A difference that no entry of ``fsdp1_known.KNOWN`` explains fails, with a smaller program.
+Deliberate ones are in docs/migration.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from beside_fsdp1 import campaign, reproducer
+from fsdp1_known import KNOWN
+from fsdp1_programs import Program, draw
+from pool import RankPool
+
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+FAULTS = ("gradients twice as large", "no no_sync", "no step")
+
+
+def _check(ranks: RankPool, programs: Sequence[Program], world_size: int = 2) -> None:
+    counts, different = campaign(ranks, programs, world_size)
+    print(dict(counts))
+    if different:
+        program, text = reproducer(ranks, different[0][0], world_size)
+        pytest.fail(
+            f"{len(different)} of {len(programs)} programs differ, such as\n{program}\n{text}"
+        )
+
+
+def test_some_programs(ranks: RankPool) -> None:
+    _check(ranks, [draw(seed) for seed in range(15)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_programs(ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    first = request.config.getoption("--first-program")
+    seeds = range(first, first + request.config.getoption("--programs"))
+    _check(ranks, [draw(seed, "hooks" if seed % 10 == 0 else "eager") for seed in seeds])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_hybrid_strategies(ranks: RankPool) -> None:
+    _check(ranks, [draw(seed, strategies=HYBRID) for seed in range(40)], world_size=4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(ranks: RankPool, fault: str) -> None:
+    calls = (("train", 0), ("step",), ("zero_grad", "model", True), ("accumulate", 1), ("train", 2))
+    program = Program(draw(0).tree, calls=calls)
+    assert campaign(ranks, [program])[0] == {"same": 1}
+    assert campaign(ranks, [program], fault=fault)[0] == {"different": 1}
+
+
+def test_what_is_known_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    section = page.partition("### Differences the campaign knows")[2].partition("\n## ")[0]
+    assert [name for name in {k.name for k in KNOWN} if f"**{name}**" not in section] == []
