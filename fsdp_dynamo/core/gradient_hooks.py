@@ -35,10 +35,19 @@ def refuse_tensor_hooks(param: torch.Tensor, unit_fqn: str, fqn: str) -> None:
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
-    """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration."""
+    """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration.
+
+    Then the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step. It has
+    given them to the parameter, and a hook to an autograd node that is in no graph here.
+    """
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for hook in tuple(hooks.values()) if hooks else ():
         hook(param)
+    optimizers = getattr(param, "_in_backward_optimizers", ())
+    if optimizers and param.grad is not None:
+        for optimizer in optimizers:
+            optimizer.step()
+        param.grad = None
 
 
 def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_dynamo import FSDP, FSDPStateError, explain
@@ -148,3 +149,30 @@ def test_the_order_of_registration() -> None:
     first.remove()
     run_post_accumulate_hooks(param)
     assert seen == [("first", True), ("second", True), ("second", True)]
+
+
+def _torchs_optimizers_in_backward(
+    rank: int, world_size: int, mode: str, when: str
+) -> tuple[list[float], list[float]]:
+    """Losses with one optimizer, and with those that torch runs inside backward."""
+    expected, _ = train(in_mode(wrap(make_transformer(num_blocks=1)), mode), rank, steps=STEPS)
+    model = make_transformer(num_blocks=1)
+    wrapped = wrap(model) if when == "after" else None
+    parameters = (wrapped or model).parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
+    wrapped = wrapped or wrap(model)
+    call = in_mode(wrapped, mode)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(call, batch(rank, step))
+        loss.backward()
+        losses.append(loss.item())
+    return expected, losses
+
+
+@pytest.mark.parametrize(
+    ("mode", "when"), [("eager", "before"), *((mode, "after") for mode in MODES)]
+)
+def test_torchs_optimizers_step_in_backward(ranks: RankPool, mode: str, when: str) -> None:
+    for expected, losses in ranks.run(_torchs_optimizers_in_backward, 2, mode, when):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.profiler import profile
 
 # -- the tables of a module -----------------------------------------------------------------------
@@ -570,6 +571,21 @@ def test_hooks_of_a_parameter_can_be_called() -> None:
     for handle in handles:
         handle.remove()
     assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+@pytest.mark.private(
+    "Tensor._in_backward_optimizers",
+    need="optimizers of torch.distributed.optim._apply_optimizer_in_backward: its hook is "
+    "on a node that is in no graph, so they step when the reduced gradient is there",
+    instead="a public function that runs them",
+)
+def test_optimizers_in_backward_are_known_to_the_parameter() -> None:
+    param = nn.Parameter(torch.ones(2))
+    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.5})
+    param.grad = torch.ones(2)
+    for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+        optimizer.step()
+    assert param.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.private(

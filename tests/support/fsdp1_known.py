@@ -80,7 +80,7 @@ class Place:
         calls = zip(self.calls, self._states(), strict=False)
         return any(
             state.unsynced
-            and state.reduced
+            and (state.reduced or call[0] not in ("scale_grad", "zero_grad"))
             and call[0] not in (*_STEPS, "accumulate", "predict", "mode", "names")
             for call, state in calls
         )
@@ -167,8 +167,14 @@ KNOWN = (
     ),
     Known(
         "a forward with gradients inside summon_full_params",
-        r"raised by FSDP1: nothing; by ours: FSDPStateError: .*a forward inside summon",
+        r"raised by FSDP1: nothing; by ours: FSDPStateError: ",
         lambda place: place.call[-1] == "train",
+        ends=True,
+    ),
+    Known(
+        "a forward without gradients inside summon_full_params",
+        "(?!raised|kinds|output)",
+        lambda place: place.call[-1] == "forward",
         ends=True,
     ),
     Known(
@@ -236,6 +242,32 @@ KNOWN = (
         "",
         lambda place: place.was_used_after_forward,
         ends=True,
+    ),
+    Known(
+        "freezing",
+        _GRADIENT + r"None, ours \[|raised by FSDP1: AssertionError: Invalid: ``_post",
+        lambda place: place.was_called("freeze"),
+        ends=True,
+    ),
+    Known(
+        "replaced parameters",
+        r"raised by FSDP1: .*; by ours: nothing",
+        lambda place: place.was_called("replace"),
+        ends=True,
+    ),
+    Known(
+        "tied parameters",
+        r"names: |keys: ",
+        lambda place: not place.program.use_orig_params,
+        ends=True,
+    ),
+    Known(
+        "norms without gradients", r"norm: dtype torch.float32, ours", lambda place: place.is_low
+    ),
+    Known(
+        "parameters without a part in the loss",
+        r"parts\S*: dtype",
+        lambda place: bool({"spare", "frozen"} & place.has_kinds),
     ),
     Known("conversions", "", lambda place: place.was_called("convert"), ends=True),
 )

@@ -285,7 +285,8 @@ class Side:
     @property
     def _shows_grads(self) -> bool:
         """FSDP1 ends the process where ranks hold gradients in several dtypes, or none."""
-        return self.program.precision != "kept"
+        converts = any(call[0] == "convert" for call in self.program.calls)
+        return self.program.precision != "kept" and not converts
 
     def look_whole(self) -> None:
         """All values, and the gradients where FSDP1 can."""

@@ -148,7 +148,7 @@ def build(tree: Branch) -> nn.Module:
     leaves = [m for m in module.modules() if isinstance(m, LeafModule)]
     for i, leaf in enumerate(leaves):
         other = leaf.leaf.tied_to
-        if other is None or other >= i or leaf.leaf.kind == "nothing":
+        if other is None or other >= i or not hasattr(leaf, "weight"):
             continue
         like = leaves[other]
         if (like.leaf.kind, like.leaf.double) == (leaf.leaf.kind, leaf.leaf.double):
