@@ -81,7 +81,7 @@ class Place:
         return any(
             state.unsynced
             and (state.reduced or call[0] not in ("scale_grad", "zero_grad"))
-            and call[0] not in (*_STEPS, "accumulate", "predict", "mode", "names")
+            and call[0] not in (*_STEPS, "accumulate", "predict", "mode")
             for call, state in calls
         )
 
