@@ -322,7 +322,8 @@ class Side:
         """This rank's elements of a value."""
         if hasattr(value, "local_shards"):
             shards = value.local_shards()
-            return shards[0].tensor.detach() if shards else torch.empty(0, dtype=value.dtype)
+            parts = [shard.tensor.detach().flatten() for shard in shards]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=value.dtype)
         if hasattr(value, "to_local"):
             return value.to_local().detach()
         return getattr(value, "local", value).detach()
