@@ -24,6 +24,7 @@ from fsdp_dynamo import (
     FSDPError,
     FSDPTypeError,
     FSDPValueError,
+    ShardedGradScaler,
     ShardingStrategy,
     UnsupportedError,
     checkpoint,
@@ -68,7 +69,7 @@ class Run:
         self.noise = torch.Generator().manual_seed(rank)
         self.shared = {
             "scheduler": torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2),
-            "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
+            "scaler": ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2),
         }
         self.loader = Loader(rank)
         self.per_rank = {"data": self.loader, "noise": self.noise}
