@@ -13,6 +13,7 @@ Hooks and lowered graph nodes call the same functions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -96,6 +97,14 @@ class InFlight:
         if self._group is not None:
             wait_until_settled(self._works, self._group)
         self._works, self._buffers = [], ()
+
+    def __del__(self) -> None:
+        """Settle what nothing waits for any more: a model that is dropped after an error, say.
+
+        gloo cannot use a connection again whose message has no buffer to go to.
+        """
+        if self._works and not sys.is_finalizing():
+            self.abandon()
 
 
 Transport = Literal["library", "all_to_all", "point_to_point"]

@@ -229,3 +229,25 @@ def _no_events(rank: int, world_size: int, mode: str) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_off_means_off(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_no_events, 2, mode) == [True, True]
+
+
+def _dropped_in_flight(rank: int, world_size: int) -> list[float]:
+    """A gather after one whose handle rank 0 has dropped before the other rank sent its part."""
+    group = dist.group.WORLD
+    assert group is not None
+    shard, output = torch.full((1 << 20,), float(rank)), torch.empty(world_size << 20)
+    if rank == 0:
+        dropped = collectives.issue_all_gather(output, shard, group, label="unit")
+        dist.barrier()
+        del dropped
+    else:
+        dist.barrier()
+        collectives.issue_all_gather(output, shard, group, label="unit").wait()
+    output = torch.empty(world_size << 20)
+    collectives.issue_all_gather(output, shard + 1, group, label="unit").wait()
+    return output.unique().tolist()
+
+
+def test_a_handle_that_is_dropped(ranks: RankPool) -> None:
+    """As with a model that goes after an error: the connection serves the next one."""
+    assert ranks.run(_dropped_in_flight, 2, timeout=60.0) == [[1.0, 2.0]] * 2
