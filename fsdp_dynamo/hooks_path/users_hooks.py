@@ -16,6 +16,10 @@ from torch import nn
 
 HookTables = list[Mapping[int, Callable[..., Any]]]
 
+_LIBRARIES = ("torch", "transformers", "fsdp_dynamo")
+"""Packages whose own hooks are the same in equal units, so that these can share code with them:
+torch's of tensor parallelism, and those of transformers that record outputs of layers."""
+
 
 def hook_tables(module: nn.Module) -> HookTables:
     """Where the hooks of all modules of a tree are; these stay the same objects."""
@@ -36,8 +40,8 @@ def has_hooks(tables: HookTables) -> bool:
 
 
 def _is_of_a_library(hook: Any) -> bool:
-    """Whether a hook is torch's (tensor parallelism's) or ours: the same in equal units."""
+    """Whether a hook was not written by the user."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0] in ("torch", "fsdp_dynamo")
+    return str(module).partition(".")[0] in _LIBRARIES

@@ -10,6 +10,7 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from loops import classification_loss, examples, fit, make_classifier, shard
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
@@ -178,6 +179,35 @@ def test_hooks_inside_equal_blocks(ranks: RankPool, mode: str, late: bool) -> No
     """Each is called in its block, once a step; graph mode has no backward hooks."""
     for wrong in ranks.run(_inside, 2, mode, late):
         assert wrong == []
+
+
+def _routed(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    """Whether layers have hooks that transformers sets in the first forward; compiled bodies."""
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        output_router_logits=True,
+    )
+    torch.manual_seed(0)
+    plain = transformers.MixtralForCausalLM(config)
+    layers = {type(layer) for layer in plain.model.layers}
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy(layers))
+    run = torch.compile(model, backend="aot_eager")
+    tokens = batch(rank, 0) % config.vocab_size
+    for _ in range(2):
+        run(input_ids=tokens, labels=tokens).loss.backward()
+    units = FSDP.fsdp_modules(model)
+    is_hooked = any(module._forward_hooks for module in plain.model.layers.modules())
+    return is_hooked, [len(unit._fsdp_compiled_bodies) for unit in units]
+
+
+def test_hooks_of_transformers_leave_units_compiled(ranks: RankPool) -> None:
+    assert ranks.run(_routed, 2) == [(True, [1, 1, 1, 1])] * 2
 
 
 def _in_graph(rank: int, world_size: int) -> list[bool]:
