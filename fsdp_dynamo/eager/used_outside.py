@@ -1,8 +1,9 @@
 """Parameters that are used outside of the forward of their unit: sharded, of another shape.
 
-In the forward of another unit, the error of torch gives way to one that says so (``used_outside``).
-Outside of any, nothing of ours runs and nothing can raise in its place without a cost in every
-forward; where torch's error ends the rank, a hint stands below its traceback.
+In the forward of another unit, the error of torch gives way to one that says so (``used_outside``),
+also where Dynamo traces it in hooks mode. Outside of any, and in graph mode, nothing of ours runs
+and nothing can raise in its place without a cost in every forward; where torch's error ends the
+rank, a hint stands below its traceback (in graph mode if torch, by its version, keeps the frames).
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def _last_module(traceback: TracebackType | None) -> nn.Module | None:
     module = None
     for frame in _frames(traceback):
         owner = frame.f_locals.get("self")
+        if frame.f_globals.get("__name__") == "torch._dynamo.variables.nn_module":
+            owner = getattr(owner, "value", None)  # the module whose forward Dynamo traces
         if isinstance(owner, nn.Module) and any(p is not None for p in owner._parameters.values()):
             module = owner
     return module

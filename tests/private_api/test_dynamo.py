@@ -896,3 +896,24 @@ def test_frames_of_other_names_do_not_make_sizes_dynamic() -> None:
     ]
     assert sizes == [4, 8, 16]
     assert all(isinstance(size, int) for size in sizes)
+
+
+@pytest.mark.private(
+    "torch._dynamo.variables.nn_module",
+    "UnspecializedNNModuleVariable.value",
+    need="which module could not be traced, to say that its parameters are used outside of their "
+    "unit",
+    instead="nothing: Dynamo's own error about shapes takes the place of ours",
+)
+def test_frames_of_a_failed_trace_have_the_module() -> None:
+    model = nn.Sequential(Double(), nn.Linear(3, 3))
+    found = []
+    try:
+        torch.compile(model, backend="eager")(X)
+    except RuntimeError as error:
+        traceback = error.__traceback__
+        while traceback is not None:
+            frame, traceback = traceback.tb_frame, traceback.tb_next
+            if frame.f_globals.get("__name__") == "torch._dynamo.variables.nn_module":
+                found.append(frame.f_locals["self"].value)
+    assert found[-1] is model[1]

@@ -228,7 +228,8 @@ def _borrowed(rank: int, world_size: int, mode: str) -> tuple[str, float, float]
     plain = _Borrowing()
     expected = plain(torch.ones(2, 4)).item()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    message = error_of(lambda: model(torch.ones(2, 4)))
+    run = model if mode == "graph" else in_mode(model, mode)  # there the whole call is Dynamo's
+    message = error_of(lambda: run(torch.ones(2, 4)))
     advised = in_mode(FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({_Layer, nn.Linear})), mode)
     return message, expected, advised(torch.ones(2, 4)).item()
 
