@@ -148,7 +148,7 @@ def _inputs(
 def test_inputs_are_cast_where_asked_for(
     ranks: RankPool, mode: str, root: bool, inner: bool
 ) -> None:
-    """The root's by either option, a nested unit's by ``cast_forward_inputs``, as upstream's are."""
+    """The root's by either option, a nested unit's by ``cast_forward_inputs``."""
     for seen_by_root, seen_by_inner in ranks.run(_inputs, 2, mode, inner, root):
         assert seen_by_root == [LOW if root or inner else FULL]
         assert seen_by_inner == ([LOW, LOW] if inner else [FULL, torch.float64])
