@@ -23,7 +23,7 @@ _COLLECTED = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Size and beginning of the campaign in wrap/test_beside_fsdp1.py."""
     parser.addoption("--programs", type=int, default=200)
-    parser.addoption("--first-program", type=int, default=1000)
+    parser.addoption("--first-program", type=int, default=0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

@@ -108,6 +108,10 @@ class Place:
         return {leaf.kind for leaf in leaves} | flags | ({"double"} if doubled else set())
 
     @property
+    def has_ties(self) -> bool:
+        return any(leaf.tied_to is not None for leaf in leaves_of(self.program.tree))
+
+    @property
     def is_low(self) -> bool:
         return self.program.precision in ("low", "kept")
 
@@ -167,7 +171,7 @@ KNOWN = (
     ),
     Known(
         "a forward with gradients inside summon_full_params",
-        r"raised by FSDP1: nothing; by ours: FSDPStateError: ",
+        r"(raised by FSDP1: nothing; by ours: |kinds of errors: .*; )FSDPStateError: ",
         lambda place: place.call[-1] == "train",
         ends=True,
     ),
@@ -178,8 +182,14 @@ KNOWN = (
         ends=True,
     ),
     Known(
+        "a forward without gradients inside summon_full_params",
+        r"output: dtype|raised by FSDP1: .*; by ours: nothing",
+        lambda place: place.call[-1] == "forward" and place.program.precision != "none",
+        ends=True,
+    ),
+    Known(
         "buffers in low precision",
-        r"(buffer|state of|output).*: dtype torch.b?float(32|16), ours",
+        r"(buffer|state of|output).*: (dtype |\(\(.*\), )torch.b?float(64|32|16)\)?, ours",
         lambda place: place.is_low,
     ),
     Known("parameters without a part in the loss", _GRADIENT + r"\[(-?0\.0(, )?)+\] .*, ours None"),
@@ -218,11 +228,28 @@ KNOWN = (
     ),
     Known(
         "gradients under no_sync",
+        _GRADIENT + r"\[.*, ours \[",
+        lambda place: place.was_called("accumulate") and place.was_called("drop_grad"),
+        ends=True,
+    ),
+    Known(
+        "gradients in low precision",
+        _GRADIENT + r"\[.*, ours \[",
+        lambda place: place.program.precision == "kept" and place.call[0] == "summon",
+        ends=True,
+    ),
+    Known(
+        "gradients under no_sync",
         r"raised by FSDP1: AssertionError: Expects tensor to be sharded",
         lambda place: place.is_unsynced,
         ends=True,
     ),
     Known("local state dicts", r"raised by FSDP1: .*_flat_param.*; by ours: nothing", ends=True),
+    Known(
+        "local state dicts",
+        r"raised by FSDP1: RuntimeError: Found state_dict_type LOCAL.*; by ours: nothing",
+        ends=True,
+    ),
     Known(
         "gradients inside summon_full_params",
         "",
@@ -245,7 +272,7 @@ KNOWN = (
     ),
     Known(
         "freezing",
-        _GRADIENT + r"None, ours \[|raised by FSDP1: AssertionError: Invalid: ``_post",
+        _GRADIENT + r"(None|\[.*), ours \[|raised by FSDP1: AssertionError: Invalid: ``_post",
         lambda place: place.was_called("freeze"),
         ends=True,
     ),
@@ -258,7 +285,7 @@ KNOWN = (
     Known(
         "tied parameters",
         r"names: |keys: ",
-        lambda place: not place.program.use_orig_params,
+        lambda place: not place.program.use_orig_params or place.has_ties,
         ends=True,
     ),
     Known(
@@ -271,6 +298,9 @@ KNOWN = (
     ),
     Known("conversions", "", lambda place: place.was_called("convert"), ends=True),
 )
+
+
+FSDP1_DIES = "programs that end FSDP1's process"
 
 
 def split_known(place: Place, texts: Sequence[str]) -> tuple[list[Known], list[str]]:
