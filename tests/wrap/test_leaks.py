@@ -59,26 +59,30 @@ def test_models_that_are_gone_leave_nothing(ranks: RankPool) -> None:
         assert late <= early
 
 
-def _compiled_cycles(rank: int, world_size: int, mode: str) -> list[dict[type, int]]:
+def _alive() -> dict[type, int]:
+    while gc.collect():
+        pass
+    types = Counter(map(type, gc.get_objects()))
     kinds = (Unit, SegmentBackend, torch.fx.GraphModule)
-    counts = []
+    return {kind: sum(n for t, n in types.items() if issubclass(t, kind)) for kind in kinds}
+
+
+def _compiled_cycles(rank: int, world_size: int, mode: str) -> list[dict[type, int]]:
+    counts = [_alive()]  # Dynamo may keep the backend of an earlier trace that failed
     for cycle in range(3):
         model = in_mode(wrap(make_transformer(num_blocks=2)), mode)
         loss_of(model, batch(rank, cycle)).backward()
         del model
-        while gc.collect():
-            pass
-        types = Counter(map(type, gc.get_objects()))
-        counts.append({k: sum(n for t, n in types.items() if issubclass(t, k)) for k in kinds})
+        counts.append(_alive())
     return counts
 
 
 @pytest.mark.parametrize("mode", ["hooks", "graph"])
 def test_compiled_models_that_are_gone_leave_nothing(ranks: RankPool, mode: str) -> None:
     """Backends, segments and graphs go with the model that they were compiled for."""
-    for counts in ranks.run(_compiled_cycles, 2, mode):
+    for before, *counts in ranks.run(_compiled_cycles, 2, mode):
         assert counts[1:] == [counts[0]] * 2
-        assert counts[0][SegmentBackend] == 0
+        assert counts[0][SegmentBackend] <= before[SegmentBackend]
 
 
 _groups: list[weakref.ref[dist.ProcessGroup]] = []
