@@ -314,10 +314,12 @@ class Swapping(nn.Module):
 
 @contextmanager
 def _debug_level(level: str) -> Iterator[None]:
-    with mock.patch.dict("os.environ", {"TORCH_DISTRIBUTED_DEBUG": level}):
+    try:
+        with mock.patch.dict("os.environ", {"TORCH_DISTRIBUTED_DEBUG": level}):
+            dist.set_debug_level_from_env()
+            yield
+    finally:
         dist.set_debug_level_from_env()
-        yield
-    dist.set_debug_level_from_env()
 
 
 def _swapped(rank: int, world_size: int, mode: str) -> tuple[Any, list[str], list[str]]:
