@@ -39,7 +39,6 @@ def run_unit(
         kwargs: keyword inputs.
         input_dtype: floating-point inputs are cast to it; ``None`` casts nothing.
     """
-    root.recover()
     if root.in_backward and unit.machine.state is UnitState.BACKWARD_PRE:
         # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
         # its views already.
