@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from fsdp_dynamo.core.layout import FlatLayout, ShardLayout, has_value
+from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.module_tree import join_fqn

@@ -11,7 +11,7 @@ tensor                     shape                lives
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
                                                 see them (``ModuleParameters``)
-original parameters        (range.numel,)       always; views of ``sharded`` (with NO_SHARD:
+original parameters        (rows, *shape[1:])   always; views of ``sharded`` (with NO_SHARD:
                                                 original shapes)
 unsharded gradient         (padded_numel,)      ``gather_grads`` to the end of its reduction;
                                                 under ``no_sync()`` in ``grad_sum``
@@ -35,7 +35,7 @@ from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
-from fsdp_dynamo.core.layout import ALIGN_BYTES, has_value, make_layout
+from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from graph_passes.markers import NO_VALUE
@@ -83,7 +83,8 @@ class FlatParameter:
             num_shards,
             max(1, align),
         )
-        self.shard_layout = self.layout.shard(self.rank, keeps_shapes=not sharded_strategy)
+        whole = not sharded_strategy
+        self.shard_layout = self.layout.whole() if whole else self.layout.shard(self.rank)
         self.sharded = self._make_shard()
         self.grad_sum = UnshardedSum(self.originals, self.layout, self.shard_layout)
         self.module_parameters = ModuleParameters(self.originals)
@@ -116,7 +117,7 @@ class FlatParameter:
         for original, part in zip(self.originals, self.shard_layout.ranges, strict=True):
             if part.numel:
                 target = shard[part.shard_start : part.shard_start + part.numel]
-                target.copy_(part.of(original.param.detach()))
+                target.view(part.shape).copy_(part.of(original.param.detach()))
         return shard.requires_grad_(self.requires_grad)
 
     def _make_unsharded(self) -> torch.Tensor:

@@ -152,7 +152,7 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     part = flat.shard_layout.ranges[index]
     for key, value in tensors.items():
         if value.shape == whole:
-            state[key] = part.of(value).clone().view(param.shape)
+            state[key] = part.of(value).clone()
         elif type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(
                 expected=f"state of this rank's part, {tuple(param.shape)}, or of the whole "

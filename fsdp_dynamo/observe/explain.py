@@ -133,6 +133,7 @@ def _unit_summary(unit: Unit) -> UnitSummary:
         num_parameters=len(unit.originals()),
         unsharded_bytes=sum(flat.unsharded_bytes for flat in unit.flats),
         sharded_bytes=sum(f.sharded.numel() * f.sharded.element_size() for f in unit.flats),
+        padding_bytes=sum(f.layout.padding_numel * f.param_dtype.itemsize for f in unit.flats),
     )
 
 

@@ -12,7 +12,7 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 3
+VERSION = 4
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -27,6 +27,7 @@ class UnitSummary:
         num_parameters: number of its original parameters.
         unsharded_bytes: size of its unsharded flat parameters.
         sharded_bytes: size of this rank's shards of them.
+        padding_bytes: what of ``unsharded_bytes`` belongs to no parameter.
     """
 
     unit: str
@@ -34,6 +35,7 @@ class UnitSummary:
     num_parameters: int
     unsharded_bytes: int
     sharded_bytes: int
+    padding_bytes: int
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,14 @@ def display_name(unit: str) -> str:
 def _header(report: StepReport) -> str:
     unsharded = sum(unit.unsharded_bytes for unit in report.units)
     sharded = sum(unit.sharded_bytes for unit in report.units)
+    padding = sum(unit.padding_bytes for unit in report.units)
     breaks = sum(report.graph_breaks.values())
     return (
         f"{report.mode} mode, {report.backend}, {report.device}, "
         f"{_count(report.world_size, 'rank')}: {_count(len(report.units), 'unit')}, "
         f"{_count(report.num_graphs, 'graph')}, {_count(breaks, 'graph break')}\n"
         f"flat parameters: {format_bytes(unsharded)} unsharded, {format_bytes(sharded)} per rank"
+        + (f", {format_bytes(padding)} of padding" if padding else "")
     )
 
 

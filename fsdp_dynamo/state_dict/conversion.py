@@ -57,7 +57,7 @@ def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> tor
         return TensorShard(local.view(-1), slot.shape, part.param_start, within)
     if flat.is_sharded and slot.numel:
         holders = Holders(flat, index)
-        return TensorShard(local, slot.shape, part.param_start, holders=holders)
+        return TensorShard(local.view(-1), slot.shape, part.param_start, holders=holders)
     return local.view(slot.shape)
 
 

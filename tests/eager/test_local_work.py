@@ -169,10 +169,10 @@ def test_inputs_on_another_device_are_moved() -> None:
 # -- fills and padding -----------------------------------------------------------------------------
 
 
-def _filled(rank: int, world_size: int, mode: str, width: int) -> tuple[list[int], int]:
+def _filled(rank: int, world_size: int, mode: str, width: int, bias: bool) -> tuple[list[int], int]:
     """Elements that a step fills (but single ones), and reductions of that step."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(width, width, bias=bias), nn.Tanh()) for _ in range(3)]
     wrapped = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     model = in_mode(wrapped, mode)
     for _ in range(2):
@@ -186,13 +186,13 @@ def _filled(rank: int, world_size: int, mode: str, width: int) -> tuple[list[int
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_filled_or_padded_where_sizes_divide(ranks: RankPool, mode: str) -> None:
     """Neither outputs of reductions nor what is gathered or reduced."""
-    for filled, reductions in ranks.run(_filled, 2, mode, 8):
+    for filled, reductions in ranks.run(_filled, 2, mode, 8, False):
         assert filled == []
         assert reductions == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_only_gaps_are_filled_where_sizes_do_not_divide(ranks: RankPool, mode: str) -> None:
-    """25 + 5 elements begin at multiples of 4: a gap of 3 behind the first, 1 at the end."""
-    for filled, _ in ranks.run(_filled, 2, mode, 5):
-        assert filled == [3] * 3
+    """25 + 5 elements begin at multiples of 4, in shards of whole rows: gaps of 3 and of 7."""
+    for filled, _ in ranks.run(_filled, 2, mode, 5, True):
+        assert filled == [3, 7] * 3

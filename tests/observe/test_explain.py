@@ -79,8 +79,8 @@ def _explanation() -> Explanation:
         device="cpu",
         world_size=2,
         units=(
-            UnitSummary("", "FULL_SHARD", 3, 4000, 2000),
-            UnitSummary("u0", "FULL_SHARD", 1, 8, 4),
+            UnitSummary("", "FULL_SHARD", 3, 4000, 2000, 80),
+            UnitSummary("u0", "FULL_SHARD", 1, 8, 4, 0),
         ),
         num_graphs=1,
         graph_breaks={"a call that cannot be traced\nmore": 2},
@@ -99,7 +99,7 @@ def test_text() -> None:
         str(_explanation()),
         """\
 graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
-flat parameters: 4.0 kB unsharded, 2.0 kB per rank
+flat parameters: 4.0 kB unsharded, 2.0 kB per rank, 80 B of padding
 
 times in ms; exposed: nothing is computed; measured: one step
 graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget

@@ -150,7 +150,7 @@ def _timeline_data(
         backend="",
         device="",
         world_size=_world_size(),
-        units=tuple(UnitSummary(unit, "", 0, 0, 0) for unit in units),
+        units=tuple(UnitSummary(unit, "", 0, 0, 0, 0) for unit in units),
         num_graphs=len(plans),
         graph_breaks={},
         graphs=tuple(report_of(planned) for planned in plans),

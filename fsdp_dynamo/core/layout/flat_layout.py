@@ -5,12 +5,11 @@ A flat parameter is one row of elements::
     | param 0 | gap | param 1 | param 2 | ... | padding |
     |<------ shard of rank 0 ------>|<-- rank 1 -->| ...
 
-Every parameter starts at a multiple of ``align_numel`` (gaps in between), and the whole is
-padded to a multiple of the world size. Rank r holds the r-th contiguous 1/N, which may begin and
-end inside a parameter::
+Every parameter starts at a multiple of ``align_numel``. Rank r holds the r-th contiguous 1/N, which
+may begin and end inside a parameter, but between two rows of it (``row_planner``)::
 
-    shard of rank 1    | rest of param 1 | param 2 | ... | padding |
-    ShardRange of 1    |<--------------->|               param_start = elements that rank 0 holds
+    shard of rank 1    | last rows of param 1 | param 2 | ... | padding |
+    ShardRange of 1    |<-------------------->|            param_start = elements that rank 0 holds
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from functools import cached_property
 
 import torch
 
+from fsdp_dynamo.core.layout.row_planner import plan_rows
 from graph_passes.markers import NO_VALUE
 
 ALIGN_BYTES = 16
@@ -35,11 +35,13 @@ class Slot:
         fqn: the parameter's FQN in the plain model, relative to its unit.
         shape: its original shape.
         offset: first element in the flat parameter.
+        row_shape: of what is never cut: ``shape[1:]``, or finer (``row_planner``).
     """
 
     fqn: str
     shape: tuple[int, ...]
     offset: int
+    row_shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -51,6 +53,10 @@ class Slot:
         """Where it ends in the flat parameter, in elements."""
         return self.offset + self.numel
 
+    def part_shape(self, numel: int) -> tuple[int, ...]:
+        """Shape ``(rows, *row_shape)`` of a part of so many elements."""
+        return (numel // max(1, math.prod(self.row_shape)), *self.row_shape)
+
 
 @dataclass(frozen=True)
 class ShardRange:
@@ -60,15 +66,18 @@ class ShardRange:
         param_start: first element of the part within the flattened parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
+        shape: of the part: ``(rows, *row_shape)``, or the parameter's where nothing is sharded.
     """
 
     param_start: int
     shard_start: int
     numel: int
+    shape: tuple[int, ...]
 
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """The part ``(numel,)`` of a tensor as large as the parameter."""
-        return param_like.reshape(-1)[self.param_start : self.param_start + self.numel]
+        """The part, in its shape, of a tensor as large as the parameter."""
+        flat = param_like.reshape(-1)
+        return flat[self.param_start : self.param_start + self.numel].view(self.shape)
 
 
 def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -87,13 +96,11 @@ class ShardLayout:
         start: first element of the shard in the flat parameter.
         numel: elements of the shard.
         ranges: one per parameter.
-        shapes: of the parts; ``None``: 1-D.
     """
 
     start: int
     numel: int
     ranges: tuple[ShardRange, ...]
-    shapes: tuple[tuple[int, ...], ...] | None
 
     def of(self, unsharded: torch.Tensor) -> torch.Tensor:
         """The shard ``(numel,)`` of a tensor ``(padded_numel,)``, a view."""
@@ -102,20 +109,13 @@ class ShardLayout:
     def split(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(numel,)`` into the parts of the parameters (views, often empty)."""
         flat = shard.detach() if shard.requires_grad else shard
-        sizes, index, all_held = self._pieces
-        pieces = torch.split_with_sizes(flat, sizes)
-        if all_held:
-            parts = [pieces[i] for i in index]
-        else:
-            empty = flat[:0]
-            parts = [pieces[i] if i >= 0 else empty for i in index]
-        if self.shapes is None:
-            return parts
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        sizes, index = self._pieces
+        pieces = (*torch.split_with_sizes(flat, sizes), flat[:0])
+        return [pieces[i].view(part.shape) for i, part in zip(index, self.ranges, strict=True)]
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Sizes that cut the shard; each parameter's piece (-1: none); whether all have one."""
+    def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes that cut the shard; each parameter's piece (-1: none)."""
         sizes: list[int] = []
         index: list[int] = []
         position = 0
@@ -130,7 +130,7 @@ class ShardLayout:
             position = part.shard_start + part.numel
         if self.numel > position:
             sizes.append(self.numel - position)
-        return tuple(sizes), tuple(index), -1 not in index
+        return tuple(sizes), tuple(index)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FlatLayout:
     Attributes:
         slots: one per parameter, by offset.
         unpadded_numel: end of the last parameter.
-        padded_numel: the same, up to a multiple of ``world_size``.
+        padded_numel: elements of all shards.
         world_size: number of shards.
     """
 
@@ -153,6 +153,11 @@ class FlatLayout:
     def shard_numel(self) -> int:
         """Elements of a shard."""
         return self.padded_numel // self.world_size
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no parameter, gaps included."""
+        return self.padded_numel - sum(slot.numel for slot in self.slots)
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
@@ -192,15 +197,20 @@ class FlatLayout:
         low, high = self.shard_bounds(rank)
         start, end = max(slot.offset, low), min(slot.end, high)
         if start >= end:
-            return ShardRange(param_start=0, shard_start=0, numel=0)
-        return ShardRange(start - slot.offset, start - low, end - start)
+            return ShardRange(0, 0, 0, (0, *slot.row_shape))
+        shape = slot.part_shape(end - start)
+        return ShardRange(start - slot.offset, start - low, end - start, shape)
 
-    def shard(self, rank: int, *, keeps_shapes: bool = False) -> ShardLayout:
-        """Layout of a rank's shard; ``keeps_shapes``: of whole parameters, where there is one."""
+    def shard(self, rank: int) -> ShardLayout:
+        """Layout of a rank's shard."""
         start, end = self.shard_bounds(rank)
         ranges = tuple(self.shard_range(i, rank) for i in range(len(self.slots)))
-        shapes = tuple(slot.shape for slot in self.slots) if keeps_shapes else None
-        return ShardLayout(start, end - start, ranges, shapes)
+        return ShardLayout(start, end - start, ranges)
+
+    def whole(self) -> ShardLayout:
+        """Layout of all shards as one, with parameters in their shapes."""
+        parts = (ShardRange(0, slot.offset, slot.numel, slot.shape) for slot in self.slots)
+        return ShardLayout(0, self.padded_numel, tuple(parts))
 
     def slots_within(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
         """Indices of parameters that have elements, all of them in one of some ranges."""
@@ -243,7 +253,7 @@ def make_layout(
     world_size: int,
     align_numel: int,
 ) -> FlatLayout:
-    """Lay parameters out in the order given.
+    """Lay parameters out in the order given, no row of them on two shards.
 
     Args:
         fqns: FQNs, one per parameter.
@@ -251,12 +261,11 @@ def make_layout(
         world_size: number of shards, at least 1.
         align_numel: every parameter starts at a multiple of it.
     """
-    slots: list[Slot] = []
-    position = 0
-    for fqn, shape in zip(fqns, shapes, strict=True):
-        offset = -(-position // align_numel) * align_numel
-        slot = Slot(fqn, tuple(shape), offset)
-        slots.append(slot)
-        position = slot.end
-    padded_numel = max(1, -(-position // world_size)) * world_size
-    return FlatLayout(tuple(slots), position, padded_numel, world_size)
+    plan = plan_rows(shapes, world_size, align_numel)
+    slots = tuple(
+        Slot(fqn, tuple(shape), offset, row_shape)
+        for fqn, shape, offset, row_shape in zip(
+            fqns, shapes, plan.offsets, plan.row_shapes, strict=True
+        )
+    )
+    return FlatLayout(slots, slots[-1].end, plan.shard_numel * world_size, world_size)
