@@ -2,7 +2,8 @@
 
 An optimizer that works element by element does not mind that it sees some rows only. One that works
 on matrices (Muon, Shampoo) or on blocks of elements (8-bit states) has to know what a rank's part
-is a part of: ``parameter_shards`` says it, and ``update_whole`` brings whole matrices to one rank each::
+is a part of: ``parameter_shards`` says it, and ``update_whole`` brings whole matrices to one rank
+each::
 
     rank 0   W[0:6]   V[0:2]                 W -> rank 0: update(W) -> parts back to all
     rank 1   W[6:9]   V[2:8]        ==>      V -> rank 1: update(V) -> parts back to all
