@@ -88,11 +88,16 @@ class TensorShard(torch.Tensor):
     # -- what scripts ask of a ShardedTensor or a DTensor ----------------------------------------
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, 1-D (often none); shared, not copied."""
-        return self.local
+        """This rank's rows, ``(rows, *shape[1:])``, often none; shared, not copied.
+
+        1-D where they are no whole rows.
+        """
+        if len(self.chunks) == 1:
+            return self.tensors()[0]
+        return self.local if self.chunks else self.local.view(0, *self.shape[1:])
 
     def local_tensor(self) -> torch.Tensor:
-        """This rank's only chunk, in its shape.
+        """This rank's only chunk, in its shape, as of a ShardedTensor.
 
         Raises:
             UnsupportedError: there are several, or none.
@@ -102,7 +107,7 @@ class TensorShard(torch.Tensor):
                 expected="one chunk on this rank",
                 got=str(len(self.chunks)),
                 where="local_tensor()",
-                fix="Use local_shards(), or to_local(), which is 1-D.",
+                fix="Use local_shards().",
             )
         return self.tensors()[0]
 

@@ -29,8 +29,8 @@ class FullyShardedDataParallel(WrapperAttributes):
     ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
 
     Args:
-        module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
-            view of this rank's part (``NO_SHARD``: a view in its original shape).
+        module: the module to wrap. Its parameters stay the same objects; each becomes a view
+            of this rank's rows, ``(rows, *shape[1:])`` (``NO_SHARD``: in its original shape).
         process_group: ranks to shard over; the default group if not given. With a hybrid
             strategy a pair (shard group, replicate group); not given, each node is a replica.
         sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
