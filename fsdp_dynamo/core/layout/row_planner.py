@@ -127,8 +127,8 @@ def _grow(
 ) -> _Placed | None:
     """Shards of at least ``least`` elements, a multiple of ``unit``, that hold everything."""
     while True:
-        unit = math.lcm(unit, *(block.row_numel for block in blocks if block.numel > least))
-        shard = _round_up(least, unit)
+        step = math.lcm(unit, *(block.row_numel for block in blocks if block.numel > least))
+        shard = _round_up(least, step)
         if shard > limit:
             return None
         offsets, end = _starts(blocks, shard, align)
