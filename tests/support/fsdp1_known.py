@@ -89,6 +89,15 @@ class Place:
         """Whether a call of that name is or was made."""
         return any(call[0] == name for call in self.calls[: self.number + 1])
 
+    @property
+    def was_written_without_writeback(self) -> bool:
+        """Whether this call discards what it writes; where parameters are not seen, or another."""
+        last = self.number if self.program.use_orig_params else 0
+        return any(
+            call[0] == "summon" and call[2].startswith("write") and "writeback" not in call[1]
+            for call in self.calls[last : self.number + 1]
+        )
+
     def _states(self) -> list[_State]:
         """After each call until this one."""
         state, found = _State(), []
@@ -167,6 +176,12 @@ KNOWN = (
         "combinations of arguments of summon_full_params",
         r"(raised by FSDP1|kinds of errors): NotImplementedError: (writeback=True and rank0_only"
         "=True|with_grads=True)",
+        ends=True,
+    ),
+    Known(
+        "summon_full_params without writeback",
+        r".*: \[.*, ours \[",
+        lambda place: place.program.strategy == "NO_SHARD" and place.was_written_without_writeback,
         ends=True,
     ),
     Known(
