@@ -52,6 +52,9 @@ class UnshardedSum:
     Attributes:
         total: the sum ``(padded_numel,)``, or ``None``. Its views have a version counter of their
             own: a graph that has saved ``total`` does not mind the user's changes.
+        keeps_reduced_apart: gradients that are reduced already do not go into the sum, because
+            its reduction is no mean (a communication hook); ``.grad`` does not show them, and has
+            them again when the sum is taken.
         accumulation: of the root.
         unit_fqn: for messages.
     """
@@ -63,6 +66,7 @@ class UnshardedSum:
         shard_layout: ShardLayout,
     ) -> None:
         self.total: torch.Tensor | None = None
+        self.keeps_reduced_apart = False
         self.unit_fqn = ""
         self.accumulation = Accumulation([self])  # until a root takes over
         self._originals = originals
@@ -70,18 +74,20 @@ class UnshardedSum:
         self._shard_layout = shard_layout
         self._params: list[nn.Parameter] = []  # that show the views
         self._views: list[torch.Tensor] = []
+        self._reduced: list[torch.Tensor | None] = []  # that are kept apart
 
     @torch.no_grad()
     def put(self, total: torch.Tensor, unused: Collection[int] | None = None) -> None:
-        """Let a sum wait for a reduction; gradients that are reduced already go into it.
+        """Let a sum wait for a reduction; gradients that are reduced already go into it, or apart.
 
         Args:
             total: the sum ``(padded_numel,)``.
             unused: indices of parameters that have no part in it; by default they are looked for.
         """
         grads = [original.param.grad for original in self._originals]
-        self._add_parts(total, grads)
         self.total = total
+        self._reduced = [None] * len(grads)
+        self._add_parts(total, grads)
         self._views = self._layout.split(total.data)
         self._params = [original.param for original in self._originals]
         if unused is None:
@@ -111,9 +117,12 @@ class UnshardedSum:
             return None
         self.drop_dropped()
         has_grad = any(param.grad is not None for param in self._params)
-        for param in self._params:
+        for param, reduced in zip(self._params, self._reduced, strict=True):
             param.grad = None
-        total, self.total, self._params, self._views = self.total, None, [], []
+            if reduced is not None:
+                _put_grad(param, reduced)
+        total, self.total = self.total, None
+        self._params, self._views, self._reduced = [], [], []
         return total if has_grad else None
 
     @torch.no_grad()
@@ -135,9 +144,10 @@ class UnshardedSum:
                     fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
                     "until a step without no_sync() has reduced it.",
                 )
-        for grad, view in zip(grads, self._views, strict=True):
+        for index, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
             if grad is None:
                 view.fill_(NO_VALUE)
+                self._reduced[index] = None
 
     def _show(self, unused: Collection[int]) -> None:
         for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
@@ -149,6 +159,12 @@ class UnshardedSum:
 
         Each rank adds its own parts only, so as many times as there are shards.
         """
+        if self.keeps_reduced_apart:
+            self._reduced = [
+                new if kept is None else kept if new is None else kept.add_(new)
+                for kept, new in zip(self._reduced, parts, strict=True)
+            ]
+            return
         own = self._shard_layout.split(self._shard_layout.of(total.data))
         for target, part in zip(own, parts, strict=True):
             if part is not None:

@@ -262,6 +262,11 @@ class FlatParameter:
 
     # -- gradients -------------------------------------------------------------------------
 
+    def set_comm_hook(self, hook: Callable[..., object]) -> None:
+        """Reduce with a hook, which sees each gradient once."""
+        self.comm_hook = hook
+        self.grad_sum.keeps_reduced_apart = True
+
     def gather_grads(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The unsharded gradient ``(padded_numel,)`` in ``reduce_dtype``.
 
@@ -290,8 +295,7 @@ class FlatParameter:
         """
         for original in self.originals:
             refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
-        if sharded_grad.dtype != self.dtype and not self.keep_low_precision_grads:
-            sharded_grad = sharded_grad.to(self.dtype)
+        sharded_grad = sharded_grad.to(self.grad_dtype)
         if self.is_offloaded:  # the host reads it next: not left in flight
             sharded_grad = sharded_grad.to(self.home)
         parts = self.shard_layout.split(sharded_grad)

@@ -159,7 +159,7 @@ class UserMethods(nn.Module):
                 fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
             )
         for flat in flats:
-            flat.comm_hook = partial(hook, HookState(flat.groups) if state is None else state)
+            flat.set_comm_hook(partial(hook, HookState(flat.groups) if state is None else state))
 
     def register_forward_method(self, name: str) -> None:
         """Let a method of the module run with this unit's parameters unsharded, like its forward.

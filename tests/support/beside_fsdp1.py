@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp1_hooks import COMPRESSING
 from fsdp1_known import FSDP1_DIES, Place, split_known
 from fsdp1_programs import Program, shrunk
 from fsdp1_sides import FSDP1, OURS, Seen, run_side
@@ -19,6 +20,8 @@ from module_trees import build
 from pool import RankFailedError, RankPool
 
 NUM_SHARDS = 2
+LOWERING = {("convert", "bfloat16")} | {("hook", kind) for kind in COMPRESSING}
+"""Calls after which values are compared as those of low precision."""
 
 Outcome = tuple[str, str]
 """A kind ("same", "both raise", "known: ...", "different"), and a text."""
@@ -131,7 +134,7 @@ def _of_value(program: Program, name: str, want: Any, got: Any) -> Iterable[str]
         yield f"{name}: shape {tuple(want.shape)}, ours {tuple(got.shape)}"
     else:
         low = "low" in program.precision or program.precision == "kept"
-        low |= any(call[:2] == ("convert", "bfloat16") for call in program.calls)
+        low |= any(call[:2] in LOWERING for call in program.calls)
         largest = want.nan_to_num(0, 0, 0).abs().max().item() if want.numel() else 0.0
         relative = (
             0.1 if low or largest > 1e6 else 1e-4

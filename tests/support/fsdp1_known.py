@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fsdp1_hooks import COMPRESSING
 from fsdp1_programs import Call, Program, leaves_of
 
 Applies = Callable[["Place"], bool]
@@ -88,6 +89,20 @@ class Place:
     def was_called(self, name: str) -> bool:
         """Whether a call of that name is or was made."""
         return any(call[0] == name for call in self.calls[: self.number + 1])
+
+    @property
+    def has_compressing_hook(self) -> bool:
+        hooks = {("hook", kind) for kind in COMPRESSING}
+        return bool(hooks & {*self.calls[: self.number + 1]})
+
+    @property
+    def was_reduced_twice(self) -> bool:
+        """Whether a hook that is no mean may have seen what it had reduced before."""
+        before = [_State(), *self._states()]
+        return ("hook", "user") in self.calls and any(
+            state.reduced and call[0] in ("backward", "train")
+            for call, state in zip(self.calls, before, strict=False)
+        )
 
     @property
     def was_written_without_writeback(self) -> bool:
@@ -254,6 +269,24 @@ KNOWN = (
         ends=True,
     ),
     Known(
+        "communication hooks",
+        _GRADIENT + "dtype torch.float32, ours",
+        lambda place: place.program.precision == "kept" and place.has_compressing_hook,
+        ends=True,
+    ),
+    Known(
+        "communication hooks",
+        r"raised by FSDP1: RuntimeError: .*dtype 'float' .*'Double'.*; by ours: nothing",
+        lambda place: "double" in place.has_kinds and place.has_compressing_hook,
+        ends=True,
+    ),
+    Known(
+        "communication hooks",
+        r"(.*gradient of|norm).*: \[.*, ours \[",
+        lambda place: place.program.strategy == "NO_SHARD" and place.was_reduced_twice,
+        ends=True,
+    ),
+    Known(
         "gradients under no_sync",
         r"raised by FSDP1: AssertionError: Expects tensor to be sharded",
         lambda place: place.is_unsynced,
@@ -304,7 +337,9 @@ KNOWN = (
         ends=True,
     ),
     Known(
-        "norms without gradients", r"norm: dtype torch.float32, ours", lambda place: place.is_low
+        "norms without gradients",
+        r"norm: dtype torch.float32, ours",
+        lambda place: place.is_low or "double" in place.has_kinds,
     ),
     Known(
         "parameters without a part in the loss",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp1_hooks import KINDS as HOOKS
 from module_trees import Branch, Leaf
 
 Call = tuple[Any, ...]
@@ -70,6 +71,7 @@ def draw(seed: int, mode: str = "eager", strategies: tuple[str, ...] = ()) -> Pr
     while len(calls.made) < NUM_CALLS:
         calls.add()
     calls.end()
+    hook = _hook(seed, mode)
     leaves = len(leaves_of(tree))
     return Program(
         tree,
@@ -83,8 +85,16 @@ def draw(seed: int, mode: str = "eager", strategies: tuple[str, ...] = ()) -> Pr
         else None,
         rng.choice([0.0, 0.0, 0.9]),
         mode,
-        tuple(calls.made),
+        (*hook, *calls.made),
     )
+
+
+def _hook(seed: int, mode: str) -> tuple[Call, ...]:
+    """In one program in eight, a communication hook; a graph refuses them."""
+    rng = random.Random(f"hook of {seed}")
+    if mode == "graph" or rng.random() >= 1 / 8:
+        return ()
+    return (("hook", rng.choice(HOOKS)),)
 
 
 # -- models ------------------------------------------------------------------------------------

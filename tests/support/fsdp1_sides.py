@@ -15,6 +15,7 @@ from typing import Any
 import module_trees as trees
 import torch
 import torch.distributed as dist
+from fsdp1_hooks import hook_of, on_cpu
 from fsdp1_programs import Program
 from modes import in_mode
 from torch import nn
@@ -190,6 +191,11 @@ class Side:
         output = self.run(torch.randn(3, trees.WIDTH, generator=generator))
         self.seen.values["output"] = output.detach().clone()
         return output.float().square().mean()
+
+    def hook(self, kind: str) -> None:
+        """Reduce by a communication hook from now on."""
+        is_sharded = self.program.strategy != "NO_SHARD"
+        self.model.register_comm_hook(*hook_of(kind, self.group, is_sharded))
 
     # -- gradients
 
@@ -388,7 +394,7 @@ def run_side(program: Program, api: Api, rank: int, fault: str | None = None) ->
     side = Side(program, api, rank, fault)
     seen: list[Seen] = []
     quiet = io.StringIO()  # FSDP1 prints stacks before it raises
-    with warnings.catch_warnings(), contextlib.redirect_stdout(quiet):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(quiet), on_cpu:
         warnings.simplefilter("ignore")
         with contextlib.redirect_stderr(quiet):
             for name, *arguments in (("wrap",), *program.calls, ("look_whole",)):

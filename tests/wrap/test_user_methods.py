@@ -123,6 +123,36 @@ def test_a_hook_of_the_users(ranks: RankPool) -> None:
             assert words in message
 
 
+def _doubled_once(rank: int, world_size: int, strategy: str) -> list[str]:
+    """Gradients of a reduced step, one under ``no_sync()`` and another, by a hook that doubles."""
+
+    def doubled(state: None, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        dist.all_reduce(grad)
+        grad.mul_(2 / world_size)
+        if output is not None:
+            output.copy_(grad.chunk(world_size)[rank])
+
+    plain = make_transformer(num_blocks=1)
+    for step in range(4):
+        for each in range(world_size):
+            (loss_of(plain, batch(each, step)) * 2 / world_size).backward()
+    model = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
+    model.register_comm_hook(object(), doubled)
+    loss_of(model, batch(rank, 0)).backward()
+    loss_of(model, batch(rank, 1)).backward()
+    with model.no_sync():
+        loss_of(model, batch(rank, 2)).backward()
+    loss_of(model, batch(rank, 3)).backward()
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+        return [name for (name, p), q in pairs if not torch.allclose(p.grad, q.grad, 1e-4, 1e-6)]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_hook_sees_each_gradient_once(ranks: RankPool, strategy: str) -> None:
+    assert ranks.run(_doubled_once, 2, strategy) == [[], []]
+
+
 # -- registered methods --------------------------------------------------------------------------
 
 
