@@ -6,7 +6,7 @@ A ``Program`` is data whose ``repr`` rebuilds it. ``draw`` makes the same one of
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def draw(seed: int, mode: str = "eager", strategies: tuple[str, ...] = ()) -> Pr
     tree = _branch(rng, 0)
     use_orig = mode != "eager" or rng.random() < 0.75
     if not use_orig:
-        tree = _map_leaves(tree, lambda leaf: replace(leaf, frozen="none"))
+        tree = map_leaves(tree, lambda leaf: replace(leaf, frozen="none"))
     tree = _tie(rng, tree) if policy in ("none", "custom", "hand") else tree
     if policy in ("custom", "lambda", "hand") and not any(_wrapped(tree.children)):
         policy = "none"
@@ -126,10 +126,11 @@ def _leaf(rng: random.Random) -> Leaf:
     )
 
 
-def _map_leaves(tree: Any, change: Any) -> Any:
+def map_leaves(tree: Any, change: Callable[[Leaf], Leaf]) -> Any:
+    """A tree with other leaves."""
     if isinstance(tree, Leaf):
         return change(tree)
-    return replace(tree, children=tuple(_map_leaves(child, change) for child in tree.children))
+    return replace(tree, children=tuple(map_leaves(child, change) for child in tree.children))
 
 
 def _wrapped(children: tuple[Leaf | Branch, ...]) -> Iterator[bool]:

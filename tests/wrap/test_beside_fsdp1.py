@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from beside_fsdp1 import campaign, reproducer
+from fsdp1_checkpoints import crossings, draw_crossing
 from fsdp1_known import FSDP1_DIES, KNOWN
 from fsdp1_programs import Program, draw
 from pool import RankPool
@@ -51,6 +52,25 @@ def test_many_programs(ranks: RankPool, request: pytest.FixtureRequest) -> None:
 @pytest.mark.timeout(1200)
 def test_hybrid_strategies(ranks: RankPool) -> None:
     _check(ranks, [draw(seed, strategies=HYBRID) for seed in range(40)], world_size=4)
+
+
+def _cross(ranks: RankPool, folder: Path, seeds: range) -> None:
+    programs = [draw_crossing(seed) for seed in seeds]
+    counts, different = zip(*ranks.run(crossings, 2, programs, str(folder)), strict=True)
+    print(counts)
+    assert counts[0] >= len(programs) // 2
+    assert list(different) == [[], []]
+
+
+def test_checkpoints_cross(ranks: RankPool, tmp_path: Path) -> None:
+    """Sharded ones, through torch.distributed.checkpoint; FSDP1's values are DTensors."""
+    _cross(ranks, tmp_path, range(5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_checkpoints_cross(ranks: RankPool, tmp_path: Path) -> None:
+    _cross(ranks, tmp_path, range(5, 60))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
