@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as upstream
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 
@@ -250,3 +253,71 @@ def _by_name(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_by_name(ranks: RankPool) -> None:
     ranks.run(_by_name, 2)
+
+
+# -- local states and torch.distributed.checkpoint -------------------------------------------------
+
+
+def _local(library: Library, strategy: str, offload: bool, folder: str) -> list[str]:
+    """Outcomes for the optimizer's local states: saved, saved in the background, loaded."""
+    found: list[str] = []
+    cls, form = library.FullyShardedDataParallel, library.StateDictType
+    model = _model(library, "whole", strategy)
+    optimizer = _optimizer(model, "adam")
+    _step(model, optimizer, "adam")
+    expected = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+    with cls.state_dict_type(model, form.SHARDED_STATE_DICT):
+        dcp.save(cls.optim_state_dict(model, optimizer), checkpoint_id=f"{folder}/0")
+    configs = library.LocalStateDictConfig(), library.LocalOptimStateDictConfig(offload)
+    with cls.state_dict_type(model, form.LOCAL_STATE_DICT, *configs):
+        states = cls.optim_state_dict(model, optimizer)
+        saves: list[Callable[..., Any]] = [dcp.save]
+        if library is fsdp_dynamo:  # torch copies no ShardedTensor for it
+            saves.append(lambda *args, **kwargs: dcp.async_save(*args, **kwargs).result())
+        for number, save in enumerate(saves):
+            path = f"{folder}/{number + 1}"
+            found.append(_outcome(lambda save=save, path=path: save(states, checkpoint_id=path)))
+        written = [0, *(n + 1 for n, outcome in enumerate(found) if outcome == "done")]
+        for number in written:
+            _step(model, optimizer, "adam")  # other states
+            path = f"{folder}/{number}"
+            found.append(_outcome(lambda path=path: dcp.load(states, checkpoint_id=path)))
+            if found[-1] == "done":
+                given = cls.optim_state_dict_to_load(model, optimizer, states)
+                optimizer.load_state_dict(given)
+                loaded = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+                found[-1] = str(_differences(_comparable(expected), _comparable(loaded), ""))
+    return found
+
+
+def _outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CheckpointException as error:
+        return "refused" if "got a LOCAL_STATE_DICT" in str(error) else str(error)
+    return "done"
+
+
+def _local_ones(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    warnings.simplefilter("ignore")
+    return {
+        f"{library.__name__} {strategy} {offload}": _local(
+            library, strategy, offload, f"{folder}/{library.__name__}{strategy}{offload}"
+        )
+        for library in (upstream, fsdp_dynamo)
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+        for offload in (False, True)
+    }
+
+
+def test_local_ones_and_files(ranks: RankPool, tmp_path: Path) -> None:
+    """Right or refused: FSDP1's are sharded values, ours rank-local ones where parts are."""
+    for found in ranks.run(_local_ones, 2, str(tmp_path)):
+        assert len(found) == 8
+        for what, outcomes in found.items():
+            saved, loaded = ["done"], ["[]"] * 2
+            if what.startswith("fsdp_dynamo"):
+                saved, loaded = ["done"] * 2, ["[]"] * 3
+            if what.startswith("fsdp_dynamo FULL_SHARD"):
+                saved, loaded = ["refused"] * 2, ["refused"]
+            assert outcomes == [*saved, *loaded], what
