@@ -102,7 +102,8 @@ class MixedPrecision:
     Attributes:
         param_dtype: of the unsharded parameters, and thus of forward and backward; ``None``: their
             own. Shards, and thus the optimizer's parameters, always keep their own.
-        reduce_dtype: of the gradient reduction; ``param_dtype`` if not given.
+        reduce_dtype: of the gradient reduction; ``param_dtype`` if not given. Sums under
+            ``no_sync()`` are in a dtype that holds both.
         buffer_dtype: of floating-point buffers; ``None``: their own.
         keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
             cast to that of the shards.

@@ -13,7 +13,7 @@ parameter views            original shapes      made at every unshard for autogr
                                                 see them (``ModuleParameters``)
 original parameters        (rows, *shape[1:])   always; views of ``sharded`` (with NO_SHARD:
                                                 original shapes)
-unsharded gradient         (padded_numel,)      ``gather_grads`` to the end of its reduction;
+unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the reduction's end;
                                                 under ``no_sync()`` in ``grad_sum``
 =========================  ===================  =============================================
 
@@ -27,6 +27,7 @@ the forward reads the values that were gathered again for the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,23 @@ from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_lay
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from graph_passes.markers import NO_VALUE
+
+
+class Dtypes(NamedTuple):
+    """Of a flat parameter while its unit runs.
+
+    Attributes:
+        param: of the unsharded flat parameter.
+        reduce: of its gradient's reduction.
+    """
+
+    param: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def sum(self) -> torch.dtype:
+        """Of gradients that wait for a reduction: as precise as each of them and the reduction."""
+        return torch.promote_types(self.param, self.reduce)
 
 
 class FlatParameter:
@@ -69,7 +87,7 @@ class FlatParameter:
         self.requires_grad = first.requires_grad
         self.dtype = first.dtype
         self.device = first.device
-        self.low_dtypes = (self.dtype, self.dtype)
+        self.low_dtypes = Dtypes(self.dtype, self.dtype)
         self.is_full_precision = False
         self.keep_low_precision_grads = False
         if precision is not None:
@@ -105,7 +123,7 @@ class FlatParameter:
 
     def _set_precision(self, precision: MixedPrecision) -> None:
         param_dtype = precision.param_dtype or self.dtype
-        self.low_dtypes = (param_dtype, precision.reduce_dtype or param_dtype)
+        self.low_dtypes = Dtypes(param_dtype, precision.reduce_dtype or param_dtype)
         self.keep_low_precision_grads = precision.keep_low_precision_grads
 
     @torch.no_grad()
@@ -132,19 +150,24 @@ class FlatParameter:
 
     # -- precision ---------------------------------------------------------------------
 
-    def dtypes(self, is_full_precision: bool) -> tuple[torch.dtype, torch.dtype]:
-        """Of the unsharded flat parameter, and of its gradient's reduction."""
-        return (self.dtype, self.dtype) if is_full_precision else self.low_dtypes
+    def dtypes(self, is_full_precision: bool) -> Dtypes:
+        """Those of low precision, or, in full precision, that of the shard."""
+        return Dtypes(self.dtype, self.dtype) if is_full_precision else self.low_dtypes
 
     @property
     def param_dtype(self) -> torch.dtype:
         """Of the unsharded flat parameter now."""
-        return self.dtypes(self.is_full_precision)[0]
+        return self.dtypes(self.is_full_precision).param
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the gradient's reduction now."""
-        return self.dtypes(self.is_full_precision)[1]
+        return self.dtypes(self.is_full_precision).reduce
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of gradients that wait for a reduction now."""
+        return self.dtypes(self.is_full_precision).sum
 
     def set_full_precision(self, wanted: bool) -> None:
         """Unshard in the dtype of the shard from now on, or in ``low_dtypes`` again.
@@ -238,8 +261,7 @@ class FlatParameter:
     def point_originals_to_shard(self) -> None:
         """Let each original parameter be this rank's part of ``sharded``."""
         keeps = self.keep_low_precision_grads and self.requires_grad
-        parts = self.shard_layout.split(self.sharded.data)
-        self.module_parameters.show_shard(parts, self.reduce_dtype if keeps else None)
+        self.module_parameters.show_shard(self.shard_layout.split(self.sharded.data), keeps)
 
     # -- freezing ------------------------------------------------------------------------
 
@@ -267,17 +289,29 @@ class FlatParameter:
         self.comm_hook = hook
         self.grad_sum.keeps_reduced_apart = True
 
-    def gather_grads(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The unsharded gradient ``(padded_numel,)`` in ``reduce_dtype``.
 
         With what steps under ``no_sync()`` have left. To be called without gradient tracking.
         """
-        flat = torch.empty(self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device)
-        self.layout.fill(flat, grads)
         total = None if self.grad_sum.total is None else self.grad_sum.take()
-        if total is not None:
-            flat.add_(total)
-            total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
+        if total is None:
+            return self._concatenated(grads, self.reduce_dtype)
+        flat = self._concatenated(grads, self.sum_dtype).add_(total)
+        total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
+        return flat.to(self.reduce_dtype)
+
+    def keep_grads(
+        self, grads: Sequence[torch.Tensor | None], unused: Collection[int] = frozenset()
+    ) -> None:
+        """Let gradients wait for the reduction of a later step. As ``grad_to_reduce``."""
+        self.grad_sum.add(self._concatenated(grads, self.sum_dtype), unused)
+
+    def _concatenated(
+        self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> torch.Tensor:
+        flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        self.layout.fill(flat, grads)
         return flat
 
     def accumulate_grad(self, sharded_grad: torch.Tensor, unused: Collection[int] = ()) -> None:
@@ -327,8 +361,9 @@ class FlatParameter:
         Original parameters become views of the new storage; their gradients must have been
         converted already.
         """
-        param, reduce = (shard.dtype if low == self.dtype else low for low in self.low_dtypes)
-        self.low_dtypes = (param, reduce)
+        self.low_dtypes = Dtypes(
+            *(shard.dtype if low == self.dtype else low for low in self.low_dtypes)
+        )
         self.free()
         self._other_unsharded = None
         self.dtype = shard.dtype

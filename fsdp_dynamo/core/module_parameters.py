@@ -38,7 +38,7 @@ class ModuleParameters:
         self.is_summoned = self.is_whole = False
         self.unit_fqn = ""
         self._parts: list[torch.Tensor] = []
-        self._grad_dtype: torch.dtype | None = None
+        self._frees_grad_dtype = False
         # For each place of an original: who holds it, its name, it, its elements and its address,
         # and whether it is trained.
         self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int, bool]] = []
@@ -66,18 +66,18 @@ class ModuleParameters:
         self._has_views = False
 
     @torch.no_grad()
-    def show_shard(self, parts: list[torch.Tensor], grad_dtype: torch.dtype | None) -> None:
+    def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
         """Let each original parameter be this rank's part of the shard.
 
         Args:
             parts: views of the shard, one per original.
-            grad_dtype: of their gradients; ``None``: that of the parameters.
+            frees_grad_dtype: whether gradients may have another dtype than the parameters.
         """
-        self._parts, self._grad_dtype = parts, grad_dtype
+        self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
         for original, part in zip(self._originals, parts, strict=True):
             original.param.data = part
-            if grad_dtype is not None:
-                original.param.grad_dtype = grad_dtype
+            if frees_grad_dtype:
+                original.param.grad_dtype = None
         self._remember()
 
     def _remember(self) -> None:
@@ -147,7 +147,7 @@ class ModuleParameters:
             if param is not self._originals[i].param:
                 self._originals[i].replace(param)
             parts[i].copy_(value)
-        self.show_shard(parts, self._grad_dtype)
+        self.show_shard(parts, self._frees_grad_dtype)
 
     def _are_as_left(self) -> bool:
         """Whether all originals are where and what they were; runs before every unshard."""

@@ -75,7 +75,7 @@ def reduce_sum(flat: FlatParameter) -> None:
     """Reduce the sum of steps under ``no_sync()``, and wait for it."""
     total = flat.grad_sum.take()
     if total is not None:
-        reduced = issue_reduce(flat, total.clone())
+        reduced = issue_reduce(flat, total.to(flat.reduce_dtype, copy=True))
         reduced.unused = range(len(flat.originals))  # by any of the steps
         total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
         reduced.finish()

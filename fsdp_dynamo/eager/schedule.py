@@ -244,9 +244,9 @@ class Root:
         for flat, own in call.grads_by_flat(grads):
             if self.accumulation.sync:
                 self._reduces.make_room()  # before the next flat gradient is made
-                self._reduces.issue(flat, flat.gather_grads(own), unused_of(own))
+                self._reduces.issue(flat, flat.grad_to_reduce(own), unused_of(own))
             else:
-                flat.grad_sum.add(flat.gather_grads(own), unused_of(own))
+                flat.keep_grads(own, unused_of(own))
 
     # -- errors and contexts -----------------------------------------------------------------
 

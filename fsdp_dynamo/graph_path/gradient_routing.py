@@ -37,9 +37,9 @@ def carrier_of(flat: FlatParameter) -> torch.Tensor:
 
     As large as the unsharded flat parameter to look at, one element in memory.
     """
-    one = torch.zeros((), dtype=flat.reduce_dtype, device=flat.device)
+    one = torch.zeros((), dtype=flat.sum_dtype, device=flat.device)
     carrier = one.expand(flat.layout.padded_numel)
-    carrier.requires_grad_(flat.reduce_dtype.is_floating_point)
+    carrier.requires_grad_(flat.sum_dtype.is_floating_point)
     setattr(carrier, _CARRIED, ref(flat))
     return carrier
 

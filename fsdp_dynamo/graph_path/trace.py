@@ -34,6 +34,7 @@ class TracedFlat(NamedTuple):
         requires_grad: whether there is a gradient to reduce.
         param_dtype: name of the unsharded flat parameter's dtype.
         reduce_dtype: name of the reduction's dtype.
+        sum_dtype: name of the dtype of gradients that wait for a reduction.
         grad_dtype: name of the dtype of the gradient that leaves the graph.
         gather_mark: mark of the all-gather.
         reduce_marks: a mark for each of ``reductions``.
@@ -51,6 +52,7 @@ class TracedFlat(NamedTuple):
     requires_grad: bool
     param_dtype: str
     reduce_dtype: str
+    sum_dtype: str
     grad_dtype: str
     gather_mark: str
     reduce_marks: tuple[str, ...]
@@ -116,7 +118,7 @@ def _describe_flat(
     reductions = tuple(group.group_name for group in flat.groups.reductions)
     # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
     second = ordinal if flat.is_sharded else ordinal + len(unit.flats)
-    param_dtype, reduce_dtype = flat.dtypes(unit.wants_full_precision)
+    dtypes = flat.dtypes(unit.wants_full_precision)
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
@@ -128,8 +130,9 @@ def _describe_flat(
         reductions=reductions,
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
-        param_dtype=_name(param_dtype),
-        reduce_dtype=_name(reduce_dtype),
+        param_dtype=_name(dtypes.param),
+        reduce_dtype=_name(dtypes.reduce),
+        sum_dtype=_name(dtypes.sum),
         grad_dtype=_name(flat.dtype),
         gather_mark=Mark(unit.fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_marks=tuple(
@@ -254,7 +257,7 @@ class TracedUnshardWithSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         (total,) = ctx.saved_tensors
-        return _reduce(_cast(grad, ctx.spec.reduce_dtype) + total, ctx.spec), None, None
+        return _reduce(_cast(grad, ctx.spec.sum_dtype) + total, ctx.spec), None, None
 
 
 class TracedUnshardNoReduce(torch.autograd.Function):
@@ -269,7 +272,7 @@ class TracedUnshardNoReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
-        return None, _cast(grad, ctx.spec.reduce_dtype), None
+        return None, _cast(grad, ctx.spec.sum_dtype), None
 
 
 def traced_forward(

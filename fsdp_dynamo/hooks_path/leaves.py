@@ -237,7 +237,7 @@ def fake_forward(
             [
                 torch.empty(
                     slot.shape,
-                    dtype=flat.dtypes(unit.wants_full_precision)[0],
+                    dtype=flat.dtypes(unit.wants_full_precision).param,
                     device=flat.device,
                     requires_grad=flat.is_trainable,
                 )

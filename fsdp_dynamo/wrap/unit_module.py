@@ -206,7 +206,7 @@ class UnitModule(UserMethods):
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
             if total is not None:
-                flat.grad_sum.put(fn(total).to(flat.reduce_dtype))
+                flat.grad_sum.put(fn(total).to(flat.sum_dtype))
         self._fsdp_root.accumulation.refresh()
         self._fsdp_share_shards()
         return self
