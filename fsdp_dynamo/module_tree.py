@@ -53,19 +53,22 @@ def plain_fqn(name: str) -> str:
 
 
 def raw_named_modules(
-    module: nn.Module, enters: Callable[[nn.Module], bool] = lambda _: True
+    module: nn.Module,
+    enters: Callable[[nn.Module], bool] = lambda _: True,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """``named_modules`` with the wrappers' own names kept.
 
     Args:
         module: where to begin.
         enters: whether to walk into a child.
+        remove_duplicate: as in ``named_modules``.
     """
     stack: list[tuple[str, nn.Module]] = [("", module)]
     seen: set[nn.Module] = set()
     while stack:
         name, current = stack.pop()
-        if current in seen:
+        if remove_duplicate and current in seen:
             continue
         seen.add(current)
         yield name, current

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import is_tensor_like
 
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import COMPILED, join_fqn, plain_fqn, without_wrapper_names
 from fsdp_dynamo.state_dict.conversion import (
     as_tensor_shard,
@@ -139,15 +141,12 @@ def _plain_prefix(prefix: str) -> str:
     return f"{name}." if name else ""
 
 
-def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-    """Replace values by this rank's part of them, for the default code to load."""
-    if assign:
-        raise UnsupportedError(
-            expected="load_state_dict(..., assign=False)",
-            got="assign=True",
-            where=f"unit '{unit.fqn}'",
-            fix="Sharded parameters are loaded in place: leave assign out.",
-        )
+def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, str]:
+    """Replace values by this rank's part of them, for the default code to load.
+
+    Returns:
+        The keys below ``prefix``, by plain FQNs.
+    """
     is_local = unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
     _refuse_flat_parameters(keys.values())
@@ -157,6 +156,64 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, assign: bool)
                 key = keys.get(fqn)
                 if key is not None and not is_local:
                     state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
+    return keys
+
+
+@torch.no_grad()
+def assign_in_place(
+    modules: Iterable[tuple[str, nn.Module]],
+    state_dict: dict[str, Any],
+    keys: Mapping[str, str],
+    buffer_dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Do what ``assign=True`` asks for, and let the default code assign parameters to themselves.
+
+    They cannot be other objects: they are views of the shard, and optimizers hold them. So their
+    values are copied. Those of another shape are left to the default code, which reports them.
+
+    Args:
+        modules: those of a unit with their FQNs.
+        state_dict: with this rank's values.
+        keys: its keys by plain FQNs.
+        buffer_dtypes: dtypes that buffers had before mixed precision, by FQN.
+
+    Raises:
+        FSDPValueError: a value has another dtype, which assigning would give the model, or none
+            at all (meta).
+    """
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for fqn, tensor in _tensors_of(modules):
+        key = keys.get(fqn)
+        value: Any = None if key is None else state_dict[key]
+        if key is None or not is_tensor_like(value) or value.shape != tensor.shape:
+            continue
+        value = torch.detach(value)  # loads the value of a file that is read as it is needed
+        dtype = buffer_dtypes.get(fqn, tensor.dtype)
+        if value.dtype != dtype or value.is_meta:
+            raise FSDPValueError(
+                expected=f"a value of {dtype} for load_state_dict(..., assign=True)",
+                got=f"{value.dtype} on the {value.device} device",
+                where=f"key '{plain_fqn(key)}'",
+                fix="Leave assign out to cast values, or convert the model first "
+                "(model.to(dtype)): its parameters take values, not dtypes.",
+            )
+        if isinstance(tensor, nn.Parameter):
+            copies.append((tensor, value))
+            state_dict[key] = tensor
+        else:
+            state_dict[key] = value.to(tensor.device, tensor.dtype)
+    for param, value in copies:
+        param.copy_(value)
+
+
+def _tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by FQN, for every place."""
+    for prefix, module in modules:
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            yield join_fqn(prefix, name), tensor
 
 
 def _refuse_flat_parameters(keys: Iterable[str]) -> None:

@@ -380,12 +380,14 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
 
 
-def managed_modules(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """``root`` and all modules below it that are neither ignored nor in a nested unit, each once,
-    with plain FQNs, in the order of ``modules()``."""
+def managed_modules(
+    root: nn.Module, ignored: Ignored, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """``root`` and all modules below it that are neither ignored nor in a nested unit, each once
+    (or once for each place that it has), with plain FQNs, in the order of ``modules()``."""
 
     def enters(module: nn.Module) -> bool:
         return module not in ignored.modules and not is_unit(module)
 
-    for name, module in raw_named_modules(root, enters):
+    for name, module in raw_named_modules(root, enters, remove_duplicate):
         yield plain_fqn(name), module

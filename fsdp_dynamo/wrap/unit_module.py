@@ -294,8 +294,12 @@ def _load_shards(
     module._fsdp_unit.write_back()
     module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    model.load_unit(module._fsdp_unit, source, prefix, assign)
+    keys = model.load_unit(module._fsdp_unit, source, prefix)
+    if local_metadata.get("assign_to_params_buffers", False):
+        managed = build.managed_modules(
+            module._fsdp_unit.module, module._fsdp_ignored, remove_duplicate=False
+        )
+        model.assign_in_place(managed, source, keys, module._fsdp_buffer_dtypes)
 
 
 def _loaded_hook(module: nn.Module, report: Any) -> None:

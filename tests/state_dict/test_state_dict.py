@@ -22,7 +22,6 @@ from fsdp_dynamo import (
     FullStateDictConfig,
     MixedPrecision,
     StateDictType,
-    UnsupportedError,
     fully_shard,
 )
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
@@ -172,32 +171,6 @@ def _wrong_shape(rank: int, world_size: int) -> None:
 def test_wrong_shape_names_the_key(ranks: RankPool) -> None:
     with pytest.raises(RankFailedError, match=r"key 'head.weight': expected .*\(31, 16\), got"):
         ranks.run(_wrong_shape, 2)
-
-
-def _assigned(rank: int, world_size: int, kind: str) -> tuple[str, bool, list[float], list[float]]:
-    """The error of ``assign=True``, whether anything has changed, and losses afterwards."""
-    plain = make_transformer(num_blocks=2)
-    expected, _ = train(plain, 0, steps=2)
-    model = make_transformer(num_blocks=2)
-    sharded = wrap(model) if kind != "fully_shard" else fully_shard(model, policy=BLOCKS)
-    target = sharded.module if kind == "the wrapped module" else sharded
-    before = sharded.state_dict()
-    message = "no error"
-    try:
-        target.load_state_dict({k: torch.zeros_like(v) for k, v in before.items()}, assign=True)
-    except UnsupportedError as error:
-        message = str(error)
-    after = sharded.state_dict()
-    same = all(torch.equal(after[name], value) for name, value in before.items())
-    return message, same, expected, train(sharded, 0, steps=2)[0]
-
-
-@pytest.mark.parametrize("kind", ["wrapper", "the wrapped module", "fully_shard"])
-def test_assign_is_refused(ranks: RankPool, kind: str) -> None:
-    for message, same, expected, losses in ranks.run(_assigned, 2, kind):
-        assert "expected load_state_dict(..., assign=False), got assign=True" in message
-        assert same
-        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 class _Scaled(nn.Module):
