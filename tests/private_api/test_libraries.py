@@ -39,16 +39,10 @@ def transformers() -> Iterator[Any]:
     state._reset_state(reset_partial_state=True)
 
 
-def _llama(transformers: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=8,
-        hidden_size=4,
-        intermediate_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-    )
-    return transformers.LlamaForCausalLM(config)
+def _llama() -> Any:
+    import hf_models  # of tests/support; needs transformers
+
+    return hf_models.make("llama")[0]
 
 
 def _trainer(transformers: Any, folder: Path, kind: type, **changed: Any) -> Any:
@@ -66,7 +60,7 @@ def _trainer(transformers: Any, folder: Path, kind: type, **changed: Any) -> Any
     }
     args = transformers.TrainingArguments(**{**settings, **changed})
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-    return kind(_llama(transformers), args, train_dataset=rows, eval_dataset=rows[:1])
+    return kind(_llama(), args, train_dataset=rows, eval_dataset=rows[:1])
 
 
 def _own_trainer(transformers: Any, calls: list[Any]) -> type:
@@ -243,7 +237,7 @@ def test_a_trainer_asks_a_model_for_its_name(transformers: Any, tmp_path: Path) 
 )
 def test_a_model_names_the_classes_of_its_layers(transformers: Any) -> None:
     with torch.device("meta"):
-        model = _llama(transformers)
+        model = _llama()
     present = {type(module).__name__ for module in model.modules()}
     assert [name for name in model._no_split_modules if name in present] == ["LlamaDecoderLayer"]
 

@@ -124,20 +124,6 @@ def test_a_state_dict_of_a_compiled_plain_model(ranks: RankPool, mode: str) -> N
 NUM_LAYERS = 6
 
 
-def _config(tied: bool) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=hf_models.VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-
-
 def _on_meta(folder: Path) -> FSDP:
     """The model of a folder, with random values."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -180,9 +166,10 @@ def _from_pretrained(
 
     folder = Path(name)
     if rank == 0:
-        torch.manual_seed(3)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS}
+        saved, _ = hf_models.make("llama", **sizes, tie_word_embeddings=tied)
         # Small files: the profiler takes one that is mapped into memory for an allocation.
-        LlamaForCausalLM(_config(tied)).save_pretrained(folder, max_shard_size="50KB")
+        saved.save_pretrained(folder, max_shard_size="50KB")
     dist.barrier()
     with peak_bytes() as peak:
         model = READERS[how](folder)

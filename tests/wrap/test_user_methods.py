@@ -158,27 +158,20 @@ def test_a_hook_sees_each_gradient_once(ranks: RankPool, strategy: str) -> None:
 
 def _generate(rank: int, world_size: int) -> tuple[list[list[int]], list[list[int]], float, float]:
     """Each rank generates until its own end token comes; then a training step."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    import hf_models
 
-    def build() -> Any:
-        torch.manual_seed(2)
-        config = GPT2Config(
-            vocab_size=24, n_positions=48, n_embd=16, n_layer=2, n_head=2,
-            bos_token_id=0, eos_token_id=0, pad_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-        return GPT2LMHeadModel(config).eval()
-
+    ends = {f"{kind}_token_id": 0 for kind in ("bos", "eos", "pad")}
+    sizes: dict[str, Any] = {"vocab_size": 24, "n_positions": 48, "use_cache": True}
+    model, layer = hf_models.make("gpt2", **sizes, **ends)
+    plain = copy.deepcopy(model.eval())
     generator = torch.Generator().manual_seed(rank)
     prompt = torch.randint(1, 24, (1, 4), generator=generator)
     how: dict[str, Any] = {"do_sample": True, "max_new_tokens": 30}
     how["attention_mask"] = torch.ones_like(prompt)
     how["eos_token_id"] = [0] if rank else list(range(8))  # rank 0 ends early
-    plain = build()
     torch.manual_seed(100 + rank)
     expected = plain.generate(prompt, **how, max_length=None)
-    model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({GPT2Block}))
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({layer}))
     model.register_forward_method("generate")
     torch.manual_seed(100 + rank)
     got = model.generate(prompt, **how, max_length=None)
