@@ -1,8 +1,8 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
-An optimizer holds states of this rank's rows, by number. A state as large as its parameter is saved as
-the parameter is: as the unsharded tensor, or as this rank's part of it. Other states (step counts,
-sums over rows of the unsharded parameter) stay as they are; they are the same on all ranks.
+An optimizer holds states of this rank's rows, by number. A state as large as its parameter is saved
+as the parameter is: as the unsharded tensor, or as this rank's part of it. Other states (step
+counts, sums over rows of the unsharded parameter) stay as they are; they are the same on all ranks.
 """
 
 from __future__ import annotations

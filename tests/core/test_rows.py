@@ -1,4 +1,4 @@
-"""Parameters of a wrapped model are rows of the whole ones, and must be used by their units only."""
+"""Parameters of a wrapped model are rows of the whole ones, for use by their units only."""
 
 from __future__ import annotations
 
