@@ -206,7 +206,10 @@ def _method(rank: int, world_size: int) -> tuple[bool, str, str]:
     model.score(batch(0, 0), scale=2.0).backward()
     shards = model.parameter_shards()
     same = all(
-        torch.allclose(shards[n].param.grad, p.grad.flatten()[shards[n].start :][: shards[n].numel])
+        torch.allclose(
+            shards[n].param.grad.flatten(),
+            p.grad.flatten()[shards[n].start :][: shards[n].numel],
+        )
         for n, p in plain.named_parameters()
     )
     return (
