@@ -14,7 +14,7 @@ from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.planning import note_kept
 from graph_passes.planner import Planner
 from graph_passes.regions.boundary import tidy_region_boundaries
-from graph_passes.scheduling.old_values import save_old_values
+from graph_passes.scheduling.old_values import changed_inputs, save_copies, save_old_values
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.selective_unshard import choose_kept
 from graph_passes.scheduling.shared_gathers import share_gathers
@@ -75,5 +75,9 @@ def _partition(
     save_old_values(gm.graph)
     tag_reshard_after_forward(gm.graph, kept)
     pair: tuple[fx.GraphModule, fx.GraphModule]
+    changed = changed_inputs(gm.graph)
     pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    if changed:
+        save_copies(pair[0].graph, changed, kwargs["num_fwd_outputs"])
+        pair[0].recompile()
     return pair

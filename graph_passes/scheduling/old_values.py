@@ -8,6 +8,9 @@ The tags of checkpointing have ``batch_norm`` computed again in the backward, fr
 has changed by then. After this pass it is computed from a copy, twice::
 
     mean (input) -> clone (saved) -> batch_norm -> output, new mean
+
+After the partition (a running mean that a layer adds): what the forward saves of an input that it
+changes is a copy, too.
 """
 
 from __future__ import annotations
@@ -48,6 +51,35 @@ def save_old_values(graph: fx.Graph) -> list[str]:
             reader.replace_input_with(node, clone)
         saved.append(node.name)
     return saved
+
+
+def changed_inputs(graph: fx.Graph) -> frozenset[str]:
+    """Names of the inputs that a joint graph changes."""
+    return frozenset(node.name for node in _changed(graph, graph.find_nodes(op="placeholder")))
+
+
+def save_copies(forward: fx.Graph, changed: frozenset[str], num_outputs: int) -> list[str]:
+    """Let a forward graph save copies of the inputs that it changes.
+
+    Args:
+        forward: the forward graph.
+        changed: names of the inputs that it changes.
+        num_outputs: of its outputs, which come before what it saves.
+
+    Returns:
+        Names of the inputs that are copied.
+    """
+    inputs, output = forward.find_nodes(op="placeholder"), forward.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    copied = {}
+    for node in dict.fromkeys(values[num_outputs:]):
+        if node in inputs and node.name in changed:
+            with forward.inserting_after(inputs[-1]):
+                copied[node] = forward.call_function(torch.ops.aten.clone.default, (node,))
+            copied[node].meta = {key: node.meta[key] for key in _SHARED_META if key in node.meta}
+    saved = [copied.get(value, value) for value in values[num_outputs:]]
+    output.args = ((*values[:num_outputs], *saved),)
+    return [node.name for node in copied]
 
 
 def _changed(graph: fx.Graph, inputs: list[fx.Node]) -> Iterator[fx.Node]:

@@ -218,6 +218,12 @@ KNOWN = (
         ends=True,
     ),
     Known(
+        "a forward without gradients inside summon_full_params",
+        r"raised by FSDP1: nothing; by ours: CompileRefusedError: .*inside summon_full_params",
+        lambda place: place.call[-1] == "forward" and place.program.mode == "graph",
+        ends=True,
+    ),
+    Known(
         "buffers in low precision",
         r"(buffer|state of|output).*: (dtype |\(\(.*\), )torch.b?float(64|32|16)\)?, ours",
         lambda place: place.is_low,

@@ -246,10 +246,9 @@ def test_a_unit_in_a_branch_is_refused(ranks: RankPool, mode: str) -> None:
 
 
 class _Normed(nn.Module):
-    """Batch norm, and perhaps a buffer whose old value the backward needs, checkpointed or not."""
+    """Batch norm, and a buffer whose old value the backward needs, checkpointed or not."""
 
     checkpointed = False
-    changes_gain = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,17 +261,16 @@ class _Normed(nn.Module):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(self.norm(x).relu()) * self.gain.clone()
-        if self.changes_gain:
-            with torch.no_grad():
-                self.gain.mul_(0.5)
+        with torch.no_grad():
+            self.gain.mul_(0.5)
         return y.sin()
 
 
-def _make_normed(checkpointed: bool, changes_gain: bool) -> nn.Sequential:
+def _make_normed(checkpointed: bool) -> nn.Sequential:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 6), _Normed(), _Normed(), nn.Linear(6, 3))
     for layer in model[1:3]:
-        layer.checkpointed, layer.changes_gain = checkpointed, changes_gain
+        layer.checkpointed = checkpointed
     return model
 
 
@@ -289,18 +287,20 @@ def _normed_steps(net: nn.Module, model: nn.Module) -> tuple[list[float], dict[s
     return losses, {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
-def _normed(rank: int, world_size: int, mode: str) -> Any:
-    gain = mode != "graph-inductor"  # plain torch.compile differentiates with the new value, too
-    plain = _make_normed(False, gain)
+def _normed(rank: int, world_size: int, mode: str, checkpointed: bool) -> Any:
+    plain = _make_normed(False)
     expected = _normed_steps(DistributedDataParallel(plain), plain)
-    model = FSDP(_make_normed(True, gain), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
+    model = FSDP(_make_normed(checkpointed), auto_wrap_policy=ModuleWrapPolicy({_Normed}))
     return expected, _normed_steps(in_mode(model, mode), model)
 
 
 @pytest.mark.parametrize("mode", ["graph", pytest.param("graph-inductor", marks=pytest.mark.slow)])
-def test_a_buffer_that_changes_is_recomputed_from_as_it_was(ranks: RankPool, mode: str) -> None:
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_buffer_that_changes_is_recomputed_from_as_it_was(
+    ranks: RankPool, mode: str, checkpointed: bool
+) -> None:
     """And changes once a step, as under torch.compile, as if there were no checkpoint."""
-    for expected, (losses, buffers) in ranks.run(_normed, 2, mode):
+    for expected, (losses, buffers) in ranks.run(_normed, 2, mode, checkpointed):
         assert losses == pytest.approx(expected[0], rel=1e-5)
         for name, values in expected[1].items():
             assert buffers[name] == pytest.approx(values, rel=1e-5), name
