@@ -6,6 +6,8 @@ check_torch()  # before any import that an older torch would fail in a way of it
 check_distributed()
 
 # ruff: noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
 import fsdp_dynamo.api
 import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
 import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
@@ -64,6 +66,7 @@ __all__ = [
     "FSDP",
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CheckpointError",
     "CustomPolicy",
     "DivergenceError",
@@ -82,7 +85,9 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ParameterShard",

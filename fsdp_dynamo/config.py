@@ -6,7 +6,7 @@ only the errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import TypeVar
@@ -112,6 +112,9 @@ class MixedPrecision:
         cast_root_forward_inputs: cast those of the root in any case.
         _module_classes_to_ignore: modules of these classes stay in their own data type; their
             inputs are cast to it and their outputs cast back.
+        output_dtype: cast a unit's floating-point outputs to it; ``None``: not cast. (FSDP2's.)
+        _param_dtype_override_fn: gives for a parameter its own dtype, where it is to compute in
+            that, or ``None``. (FSDP2's.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -121,6 +124,8 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+    output_dtype: torch.dtype | None = None
+    _param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
 
 @dataclass
@@ -131,9 +136,11 @@ class CPUOffload:
 
     Attributes:
         offload_params: offload parameters, and with them gradients and the optimizer's state.
+        _pin_memory: whether that memory may be pinned. (FSDP2's.)
     """
 
     offload_params: bool = False
+    _pin_memory: bool = True
 
 
 class StateDictType(Enum):

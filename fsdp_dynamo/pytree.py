@@ -27,7 +27,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """A copy of ``value`` with ``fn`` applied to each tensor in tuples, lists and dicts.
 
-    Other objects are passed through as they are.
+    Other objects are passed through as they are: code that is given them may change them.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -37,4 +37,21 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return [map_tensors(fn, item) for item in value]
     if type(value) is tuple:
         return tuple([map_tensors(fn, item) for item in value])
+    return value
+
+
+def map_output(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``map_tensors`` for what a forward returns: in named tuples and dataclasses, too."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changed = {name: map_output(fn, getattr(value, name)) for name in names}
+        return dataclasses.replace(value, **changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[map_output(fn, item) for item in value])
+    if type(value) is dict:
+        return {key: map_output(fn, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([map_output(fn, item) for item in value])
     return value

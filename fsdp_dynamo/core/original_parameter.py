@@ -24,12 +24,14 @@ class OriginalParameter:
         fqn: FQN relative to the unit.
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
+        keeps_dtype: whether mixed precision leaves it in its own dtype.
     """
 
     param: nn.Parameter
     fqn: str
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
+    keeps_dtype: bool = False
 
     def take_local(self) -> None:
         """Put a plain parameter in the place of a DTensor: its local tensor."""

@@ -109,6 +109,12 @@ class Unit:
         return (precision.param_dtype or precision.reduce_dtype) is not None
 
     @property
+    def output_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point outputs are cast to now; ``None``: not cast."""
+        precision = self.config.precision
+        return None if precision is None or self.wants_full_precision else precision.output_dtype
+
+    @property
     def trainable(self) -> tuple[FlatParameter, ...]:
         """Flat parameters of which something is trained, as of the last forward."""
         return tuple([flat for flat in self.flats if flat.is_trainable])

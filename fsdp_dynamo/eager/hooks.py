@@ -18,7 +18,7 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
-from fsdp_dynamo.pytree import map_tensors, tensors_of
+from fsdp_dynamo.pytree import map_output, map_tensors, tensors_of
 
 
 def run_unit(
@@ -43,7 +43,7 @@ def run_unit(
         # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
         # its views already.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        return body(*args, **kwargs)
+        return cast_output(unit.output_dtype, body(*args, **kwargs))
     outermost = root.is_outside
     try:
         call = root.pre_forward(unit)
@@ -54,7 +54,7 @@ def run_unit(
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with profiler_range("forward", unit.fqn):
-            output = body(*args, **kwargs)
+            output = cast_output(unit.output_dtype, body(*args, **kwargs))
     except BaseException as error:
         outside = used_outside(error, run_unit.__code__)
         root.fail_forward(unit)
@@ -101,6 +101,13 @@ def prepare_inputs(
         return tensor
 
     return map_tensors(convert, args), map_tensors(convert, kwargs)
+
+
+def cast_output(dtype: torch.dtype | None, output: Any) -> Any:
+    """Cast the floating-point tensors of an output to ``dtype`` (``None``: do not)."""
+    if dtype is None:
+        return output
+    return map_output(_Caster(dtype).cast, output)
 
 
 def keep_module_precision(module: nn.Module, own: torch.dtype, low: torch.dtype | None) -> None:

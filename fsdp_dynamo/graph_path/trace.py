@@ -18,7 +18,7 @@ from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError, with_side_effects
-from fsdp_dynamo.eager.hooks import prepare_inputs
+from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 
@@ -67,12 +67,14 @@ class TracedUnit(NamedTuple):
     Attributes:
         fqn: the unit's FQN.
         input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
+        output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
         device: where inputs are moved to; ``""``: they stay.
         flats: its flat parameters.
     """
 
     fqn: str
     input_dtype: str
+    output_dtype: str
     device: str
     flats: tuple[TracedFlat, ...]
 
@@ -102,7 +104,8 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
         _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
     )
     device = "" if unit.device is None else str(unit.device)
-    return TracedUnit(unit.fqn, _name(module._fsdp_input_dtype), device, flats)
+    input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
+    return TracedUnit(unit.fqn, input_dtype, output_dtype, device, flats)
 
 
 def _describe_flat(
@@ -190,8 +193,8 @@ def constants_of(name: str) -> tuple[Any, ...]:
             where=unit_name(module._fsdp_unit.fqn),
             fix="Leave one of them out, or compile without fullgraph (hooks mode).",
         )
-    fqn, input_dtype, device, flats = _describe(module)
-    return (fqn, input_dtype, device, tuple([tuple(flat) for flat in flats]))
+    *constants, flats = _describe(module)
+    return (*constants, tuple([tuple(flat) for flat in flats]))
 
 
 def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -297,7 +300,7 @@ def traced_forward(
         args: positional inputs.
         kwargs: keyword inputs.
     """
-    fqn, input_dtype, device, flats = constants_of(name)
+    fqn, input_dtype, output_dtype, device, flats = constants_of(name)
     if input_dtype or device:
         dtype = getattr(torch, input_dtype) if input_dtype else None
         target = torch.device(device) if device else None
@@ -335,6 +338,8 @@ def traced_forward(
         with_side_effects(_put, shown)
         output = body(*args, **kwargs)
         with_side_effects(_put, originals)
+        if output_dtype:
+            output = cast_output(getattr(torch, output_dtype), output)
     return output
 
 

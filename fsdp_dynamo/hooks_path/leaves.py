@@ -245,7 +245,7 @@ def fake_forward(
             ]
         )
     try:
-        return unit_module._fsdp_body()(*args, **kwargs)
+        return hooks.cast_output(unit.output_dtype, unit_module._fsdp_body()(*args, **kwargs))
     finally:
         for module, attributes, *_ in kept:
             _restore(module.__dict__, attributes)

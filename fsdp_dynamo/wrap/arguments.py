@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
     CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
     coerce_enum,
     coerce_mixed_precision,
@@ -106,61 +104,6 @@ def strategy_of(strategy: object | None) -> ShardingStrategy:
     return coerce_enum(ShardingStrategy, strategy, "sharding_strategy")
 
 
-def fully_shard_strategy(
-    strategy: ShardingStrategy | None, reshard_after_forward: bool | None, mesh: DeviceMesh | None
-) -> object | None:
-    """The strategy requested by any of the arguments of ``fully_shard``."""
-    if reshard_after_forward is None:
-        if strategy is None and mesh is not None and mesh.ndim == 2:
-            return ShardingStrategy.HYBRID_SHARD
-        return strategy
-    if strategy is not None or not isinstance(reshard_after_forward, bool):
-        raise FSDPValueError(
-            expected="True, False or None, and no strategy beside it",
-            got=f"{reshard_after_forward!r} with strategy {strategy}",
-            where="argument 'reshard_after_forward'",
-            fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not; resharding to "
-            "fewer ranks is not supported.",
-        )
-    if mesh is not None and mesh.ndim == 2:
-        hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
-        return hybrid[reshard_after_forward]
-    return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
-
-
-def fully_shard_precision(mixed_precision: object, mp_policy: object) -> object | None:
-    """The precision requested of ``fully_shard``, by our argument or by upstream's.
-
-    ``mp_policy`` is a ``torch.distributed.fsdp.MixedPrecisionPolicy``: no module keeps its own
-    precision, and all units treat their inputs alike.
-    """
-    if mp_policy is None:
-        return mixed_precision
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
-        raise FSDPTypeError(
-            expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
-            got=repr(mp_policy),
-            where="argument 'mp_policy'",
-            fix="Pass one of the two.",
-        )
-    param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
-    if output_dtype is not None:
-        raise UnsupportedError(
-            expected="output_dtype=None",
-            got=str(output_dtype),
-            where="argument 'mp_policy'",
-            fix="Cast the output in the module's forward.",
-        )
-    return MixedPrecision(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cast_forward_inputs=casts,
-        cast_root_forward_inputs=casts,
-        _module_classes_to_ignore=(),
-    )
-
-
 def effective_strategy(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
     """The strategy in force: NO_SHARD in a group of one rank."""
     return ShardingStrategy.NO_SHARD if groups.shard.size() == 1 else strategy
@@ -201,12 +144,21 @@ def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
             where="argument 'cpu_offload'",
             fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
         )
-    return CPUOffload(offload_params=wanted)
+    return CPUOffload(wanted, getattr(cpu_offload, "_pin_memory", True))
 
 
 def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
     """Whether shards and gradients are kept in host memory while another device computes."""
-    return cpu_offload.offload_params and device.type != "cpu"
+    wanted = cpu_offload.offload_params and device.type != "cpu"
+    if wanted and not cpu_offload._pin_memory:
+        raise UnsupportedError(
+            expected="CPUOffloadPolicy(pin_memory=True)",
+            got="pin_memory=False",
+            where="argument 'offload_policy'",
+            fix="Leave it out: copies between an accelerator and host memory that is not pinned "
+            "would stop the host, so shards are pinned always.",
+        )
+    return wanted
 
 
 def prefetch_of(backward_prefetch: object | None) -> BackwardPrefetch | None:

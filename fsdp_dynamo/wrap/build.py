@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import WRAPPER_NAMES, is_unit, join_fqn, plain_fqn, raw_named_modules
+from fsdp_dynamo.wrap.fsdp2_arguments import keeps_dtype
 from fsdp_dynamo.wrap.initial_values import InitialValues
 
 _SPLIT_BYTES = 1 << 20
@@ -146,6 +147,7 @@ def plan_units(
             fqn = join_fqn(paths[owner], original.fqn)
             _check_parameter(original.param, fqn)
             check_parallel(original.param, fqn, config_of(owner).groups.all)
+            original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
     values.check([original for originals in owned.values() for original in originals])
     return Planned(owned, paths, late)
 
@@ -279,21 +281,24 @@ def _build_unit(
     precision = config.precision
     kept = _modules_in_own_precision(originals, precision)
     late = late if _is_worth_splitting(originals, late) else set()
-    groups: dict[tuple[torch.dtype, bool, bool, bool], list[OriginalParameter]] = {}
+    overridden = None if precision is None else replace(precision, param_dtype=None)
+    groups: dict[tuple[torch.dtype, bool, int, bool], list[OriginalParameter]] = {}
     for original in originals:
-        own_precision = original.sites[0][0] in kept
         param = original.param
-        key = (param.dtype, param.requires_grad, own_precision, id(original) in late)
+        chosen = 1 if original.keeps_dtype else 0
+        if original.sites[0][0] in kept:
+            chosen = 2
+        key = (param.dtype, param.requires_grad, chosen, id(original) in late)
         groups.setdefault(key, []).append(original)
     flats = [
         FlatParameter(
             members,
             config.groups,
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
-            precision=None if own_precision else precision,
+            precision=(precision, overridden, None)[chosen],
             offload=config.offload,
         )
-        for (_, _, own_precision, _), members in groups.items()
+        for (_, _, chosen, _), members in groups.items()
     ]
     return Unit(module, flats, config)
 

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.wrap.arguments import (
-    check_module,
-    fully_shard_precision,
-    fully_shard_strategy,
-    without_forward,
-)
+from fsdp_dynamo.wrap.arguments import check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
+from fsdp_dynamo.wrap.fsdp2_arguments import (
+    PlacementFn,
+    offload_for,
+    precision_for,
+    strategy_for,
+)
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
@@ -107,7 +108,9 @@ def fully_shard(
     strategy: ShardingStrategy | None = None,
     reshard_after_forward: bool | None = None,
     mixed_precision: MixedPrecision | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: object | None = None,
+    offload_policy: object | None = None,
     cpu_offload: CPUOffload | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool | None = None,
@@ -135,7 +138,11 @@ def fully_shard(
         reshard_after_forward: in place of ``strategy``: ``False`` keeps parameters unsharded until
             the backward.
         mixed_precision: its argument of this name.
+        shard_placement_fn: called with each parameter, before anything is changed; may return
+            ``None`` or ``Shard(0)``.
         mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, in place of ``mixed_precision``.
+        offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp``, in
+            place of ``cpu_offload``.
         cpu_offload: its argument of this name.
         backward_prefetch: its argument of this name.
         forward_prefetch: its argument of this name.
@@ -154,7 +161,8 @@ def fully_shard(
         FSDPError: one of its subclasses, before anything is changed.
 
     Source: ``torch.distributed.fsdp.fully_shard``, whose ``mesh``, ``reshard_after_forward``,
-    ``mp_policy`` and ``ignored_params`` these are; FSDP (arXiv:2304.11277).
+    ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
+    (arXiv:2304.11277).
     """
     target = module
     if isinstance(module, torch._dynamo.OptimizedModule):
@@ -166,11 +174,11 @@ def fully_shard(
         target,
         Arguments(
             process_group=process_group,
-            sharding_strategy=fully_shard_strategy(strategy, reshard_after_forward, mesh),
-            cpu_offload=cpu_offload,
+            sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+            cpu_offload=offload_for(cpu_offload, offload_policy),
             auto_wrap_policy=policy,
             backward_prefetch=backward_prefetch,
-            mixed_precision=fully_shard_precision(mixed_precision, mp_policy),
+            mixed_precision=precision_for(mixed_precision, mp_policy),
             ignored_modules=ignored_modules,
             ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
             param_init_fn=param_init_fn,
@@ -179,6 +187,7 @@ def fully_shard(
             forward_prefetch=forward_prefetch,
             device_mesh=mesh,
             reduction_group=reduction_group,
+            shard_placement_fn=shard_placement_fn,
         ),
     )
     for owner, unit in made.units.items():

@@ -22,12 +22,14 @@ from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.parts import note_parts
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import hint_at_cause
+from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
     effective_strategy,
     strategy_of,
     warn_of_cpu_start,
 )
+from fsdp_dynamo.wrap.fsdp2_arguments import PlacementFn, check_placements
 from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
 from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
 
@@ -54,6 +56,7 @@ class Arguments:
     device_mesh: DeviceMesh | None
     reduction_group: dist.ProcessGroup | None
     limit_all_gathers: bool = True
+    shard_placement_fn: PlacementFn | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,11 @@ def _plan(
     configs = chosen.configs
     planned = build.plan_units(
         module, list(configs), ignored, lambda owner: configs.get(owner, config), values
+    )
+    every = [(owner, original) for owner, found in planned.owned.items() for original in found]
+    check_placements(
+        given.shard_placement_fn,
+        [(join_fqn(planned.paths[owner], o.fqn), o.param) for owner, o in every],
     )
     arguments.warn_of_containers(planned.owned)
     return _Plan(planned, ignored, chosen, config, values)

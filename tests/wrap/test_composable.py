@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from fsdp_dynamo import (
     FSDP,
+    CPUOffload,
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecision,
+    OffloadPolicy,
     ShardingStrategy,
     fully_shard,
     record_events,
@@ -349,6 +354,20 @@ def test_unshard_and_reshard_by_hand(ranks: RankPool) -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Overriding:
+    """A ``MixedPrecisionPolicy`` of torch 2.15: biases compute in another dtype."""
+
+    param_dtype: torch.dtype
+    wanted: torch.dtype
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def param_dtype_override_fn(self, param: nn.Parameter) -> torch.dtype | None:
+        return self.wanted if param.ndim == 1 else None
+
+
 def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
     """What is refused, and how upstream's spellings are read."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -365,8 +384,14 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         "no mixed_precision beside it": lambda: fully_shard(
             nn.Linear(2, 2), mp_policy=half, mixed_precision=MixedPrecision()
         ),
-        "output_dtype=None": lambda: fully_shard(
-            nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)
+        "no cpu_offload beside it": lambda: fully_shard(
+            nn.Linear(2, 2), cpu_offload=CPUOffload(), offload_policy=OffloadPolicy()
+        ),
+        "None or Shard(0)": lambda: fully_shard(
+            nn.Linear(2, 2), shard_placement_fn=lambda param: Shard(1)
+        ),
+        "the parameter's own torch.float32": lambda: fully_shard(
+            nn.Linear(2, 2), mp_policy=_Overriding(param_dtype=torch.bfloat16, wanted=torch.half)
         ),
     }
     missing = []
@@ -378,6 +403,10 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
             if f"expected {words}" not in str(error) and words not in str(error):
                 missing.append(f"{words}: {error}")
     mesh = init_device_mesh("cpu", (1, 2))
+    fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    kept = fully_shard(
+        nn.Linear(2, 2), mp_policy=_Overriding(param_dtype=torch.bfloat16, wanted=torch.float32)
+    )
     models = [
         fully_shard(nn.Linear(2, 2), reshard_after_forward=False),
         fully_shard(nn.Linear(2, 2), mesh=mesh),
@@ -391,6 +420,7 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         strategies,
         str(models[-1](torch.ones(1, 2)).dtype),
         [tuple(p.shape) for p in bias.parameters()],
+        [str(flat.param_dtype) for flat in kept._fsdp_unit.flats],
     ]
 
 
@@ -401,4 +431,5 @@ def test_arguments(ranks: RankPool) -> None:
             ["SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "FULL_SHARD"],
             "torch.bfloat16",
             [(1, 2), (2,)],
+            ["torch.bfloat16", "torch.float32"],
         ]
