@@ -49,7 +49,8 @@ from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
 from fsdp_dynamo.warmup import limit_recompiles, warmup
-from fsdp_dynamo.wrap.composable import FSDPModule, UnshardHandle, fully_shard, replicate
+from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
+from fsdp_dynamo.wrap.fsdp2_methods import GradientReductionHandle, UnshardHandle
 from fsdp_dynamo.wrap_policy import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -81,6 +82,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "Inspection",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -161,16 +161,19 @@ def issue_reduce_mean(
     group: dist.ProcessGroup,
     event: events.Event | None = None,
     label: str = "",
+    *,
+    sums_only: bool = False,
 ) -> InFlight:
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
     ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
-    itself (an all-reduce). ``label``: see ``issue_all_gather``.
+    itself (an all-reduce). ``label``: see ``issue_all_gather``. ``sums_only``: divide first, then
+    sum.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel())
     with profiler_range(kind, label):
-        return _issue_reduce_mean(output, unsharded, group, event, entry)
+        return _issue_reduce_mean(output, unsharded, group, event, entry, sums_only)
 
 
 def _issue_reduce_mean(
@@ -179,8 +182,9 @@ def _issue_reduce_mean(
     group: dist.ProcessGroup,
     event: events.Event | None,
     entry: collective_log.Entry,
+    sums_only: bool,
 ) -> InFlight:
-    op, divisor = _divide_first(unsharded, group)
+    op, divisor = divide_first(unsharded, group, sums_only)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
         return InFlight([work], (unsharded,), event, group=group, entry=entry)
@@ -209,9 +213,14 @@ def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: int) -> None:
         output.data.div_(divisor)
 
 
-def _divide_first(unsharded: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, int]:
-    """The reduction, and the divisor of a local sum; float16 is divided here, in place."""
-    if unsharded.dtype != torch.float16:
+def divide_first(
+    unsharded: torch.Tensor, group: dist.ProcessGroup, sums_only: bool = False
+) -> tuple[Any, int]:
+    """The reduction, and the divisor of a local sum; float16 is divided here, in place.
+
+    With ``sums_only`` so are the other dtypes.
+    """
+    if unsharded.dtype != torch.float16 and not sums_only:
         return dist.ReduceOp.AVG, group.size()
     unsharded.div_(group.size())
     return dist.ReduceOp.SUM, 1
@@ -268,7 +277,7 @@ def issue_reduce_means(
     kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
     calls = []
     for output, grad in zip(outputs, unsharded, strict=True):
-        op, _ = _divide_first(grad, group)
+        op, _ = divide_first(grad, group)
         tensors = (grad,) if output is grad else (output, grad)
         collective: Callable[..., Any] = (
             dist.all_reduce if output is grad else reduce_scatter_single

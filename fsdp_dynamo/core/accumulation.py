@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter
+from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.module_tree import join_fqn
 from graph_passes.markers import NO_VALUE
@@ -25,7 +26,7 @@ class Accumulation:
     Compiled code is guarded by both flags.
 
     Attributes:
-        sync: whether the step that runs reduces its gradients.
+        sync: whether all units reduce their gradients in the step that runs.
         has_sums: whether a flat parameter holds a sum of unsharded gradients.
     """
 
@@ -37,8 +38,9 @@ class Accumulation:
             one.accumulation = self
 
     def refresh(self) -> None:
-        """Set ``has_sums`` anew, after sums came or went."""
+        """Set both anew, after sums came or went or settings were changed."""
         self.has_sums = any(one.total is not None for one in self._sums)
+        self.sync = all(one.settings.reduces for one in self._sums)
 
 
 class UnshardedSum:
@@ -55,6 +57,9 @@ class UnshardedSum:
         keeps_reduced_apart: gradients that are reduced already do not go into the sum, because
             its reduction is no mean (a communication hook); ``.grad`` does not show them, and has
             them again when the sum is taken.
+        partial: a gradient that is reduced in its shard group and waits for the reduction over
+            replicas, or ``None``.
+        settings: of the unit.
         accumulation: of the root.
         unit_fqn: for messages.
     """
@@ -67,6 +72,8 @@ class UnshardedSum:
     ) -> None:
         self.total: torch.Tensor | None = None
         self.keeps_reduced_apart = False
+        self.partial: torch.Tensor | None = None
+        self.settings = UnitSettings()  # until a unit takes over
         self.unit_fqn = ""
         self.accumulation = Accumulation([self])  # until a root takes over
         self._originals = originals
@@ -168,7 +175,8 @@ class UnshardedSum:
         own = self._shard_layout.split(self._shard_layout.of(total.data))
         for target, part in zip(own, parts, strict=True):
             if part is not None:
-                target.add_(part.to(target.device), alpha=self._layout.world_size)
+                alpha = self._layout.world_size / self.settings.grad_scale
+                target.add_(part.to(target.device), alpha=alpha)
 
 
 def _put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ class PendingReduce:
         in_flight: the collective issued last.
         sharded_grad: its output.
         over_replicas: starts the reduction over replicas, once; ``None`` where there are none.
+        is_partial: whether the reduction over replicas is left to a later backward.
         unused: indices of parameters of which this rank has no gradient.
     """
 
@@ -36,6 +37,7 @@ class PendingReduce:
     sharded_grad: torch.Tensor
     over_replicas: Callable[[], collectives.InFlight] | None = None
     unused: Collection[int] = ()
+    is_partial: bool = False
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -47,15 +49,31 @@ class PendingReduce:
         """Wait, then add the result to the original parameters' gradients."""
         self.advance()
         self.in_flight.wait()
+        waiting = self.flat.grad_sum
+        if self.is_partial:
+            if waiting.partial is not None:
+                self.sharded_grad.add_(waiting.partial)
+            waiting.partial = self.sharded_grad
+            return
+        if waiting.settings.all_reduce_hook is not None:
+            waiting.settings.all_reduce_hook(self.sharded_grad)
+        if waiting.settings.grad_scale != 1:
+            self.sharded_grad.mul_(waiting.settings.grad_scale)
         self.flat.accumulate_grad(self.sharded_grad, self.unused)
 
 
 def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
     """Start the mean over ranks of an unsharded gradient ``(padded_numel,)``."""
     groups = flat.groups.reductions
-    if not groups:
-        return PendingReduce(flat, collectives.InFlight([]), unsharded_grad)
+    is_all_reduced = len(groups) > 1 or not flat.is_sharded
+    is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
+    if is_partial:
+        groups = groups[:1] if flat.is_sharded else ()
+    elif not flat.is_sharded:
+        _add_partial(flat, unsharded_grad)
     output = unsharded_grad
+    if not groups:
+        return PendingReduce(flat, collectives.InFlight([]), output, is_partial=is_partial)
     if flat.is_sharded:
         output = unsharded_grad.new_empty(flat.layout.shard_numel)
     if flat.comm_hook is not None:
@@ -67,18 +85,8 @@ def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingRe
     in_flight = _issue_mean(flat, groups[0], output, unsharded_grad)
     over_replicas = None
     if len(groups) > 1:
-        over_replicas = partial(_issue_mean, flat, groups[1], output, output)
-    return PendingReduce(flat, in_flight, output, over_replicas)
-
-
-def reduce_sum(flat: FlatParameter) -> None:
-    """Reduce the sum of steps under ``no_sync()``, and wait for it."""
-    total = flat.grad_sum.take()
-    if total is not None:
-        reduced = issue_reduce(flat, total.to(flat.reduce_dtype, copy=True))
-        reduced.unused = range(len(flat.originals))  # by any of the steps
-        total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
-        reduced.finish()
+        over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
+    return PendingReduce(flat, in_flight, output, over_replicas, is_partial=is_partial)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
@@ -86,11 +94,33 @@ def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
     return frozenset(index for index, grad in enumerate(grads) if grad is None)
 
 
+def _issue_over_replicas(
+    flat: FlatParameter, group: dist.ProcessGroup, output: torch.Tensor
+) -> collectives.InFlight:
+    if flat.is_sharded:
+        _add_partial(flat, output)
+    return _issue_mean(flat, group, output, output)
+
+
+def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
+    """Add what earlier backwards have left to the reduction over replicas."""
+    if flat.grad_sum.partial is not None:
+        grad.add_(flat.grad_sum.partial)
+        flat.grad_sum.partial = None
+
+
 def _issue_mean(
     flat: FlatParameter, group: dist.ProcessGroup, output: torch.Tensor, grad: torch.Tensor
 ) -> collectives.InFlight:
     event = _begin(flat, output, grad)
-    return collectives.issue_reduce_mean(output, grad, group, event, flat.unit_fqn)
+    settings = flat.grad_sum.settings
+    if settings.reduce_scatter is None or output is grad:
+        return collectives.issue_reduce_mean(
+            output, grad, group, event, flat.unit_fqn, sums_only=settings.sums_only
+        )
+    op, _ = collectives.divide_first(grad, group, settings.sums_only)
+    work = settings.reduce_scatter(output, grad, group, op, async_op=True)
+    return collectives.InFlight([work] if work else [], (output, grad), event)
 
 
 def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> events.Event | None:
@@ -118,9 +148,20 @@ class ReduceQueue:
         self, flat: FlatParameter, unsharded_grad: torch.Tensor, unused: Collection[int]
     ) -> None:
         """Start another one; ``unused`` are indices of parameters without a gradient."""
+        if flat.grad_sum.partial is not None:
+            unused = range(len(flat.originals))  # by any of the backwards
         pending = issue_reduce(flat, unsharded_grad)
         pending.unused = unused
         self._pending.append(pending)
+
+    def issue_sum(self, flat: FlatParameter) -> None:
+        """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""
+        total = flat.grad_sum.take()
+        if total is not None:
+            self.make_room()
+            grad = total.to(flat.reduce_dtype, copy=True)
+            self.issue(flat, grad, range(len(flat.originals)))  # unused by any of the steps
+            total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
 
     def finish(self) -> None:
         """Finish all."""

@@ -27,6 +27,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
+from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 
 
@@ -73,6 +74,9 @@ class Unit:
         self.fqn = ""
         self.late_parameters: LateParameterCheck | None = None  # until its modules are complete
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
+        self.settings = UnitSettings()
+        for flat in self.flats:
+            flat.grad_sum.settings = self.settings
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
@@ -80,6 +84,7 @@ class Unit:
         self.state_dict_settings = StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
+        self._gathered_versions: list[int] = []
 
     def rename(self, fqn: str) -> None:
         """Set the unit's FQN relative to its root."""
@@ -161,14 +166,35 @@ class Unit:
                 output.copy_(shard)
                 continue
             event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
-            gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
+            custom = self.settings.all_gather
+            if custom is not None:
+                work = custom(output, shard, flat.group, async_op=True)
+                gather = collectives.InFlight([work] if work else [], (output, shard), event)
+            else:
+                gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
             self._gathers.append(gather)
 
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""
         self.set_full_precision(self.wants_full_precision)
         self.issue_unshard("forward")
-        self.is_ahead = True
+        self.stay_unsharded()
+
+    def stay_unsharded(self) -> None:
+        """Let its next forward take what is unsharded now, unless parameters change before."""
+        if self.is_unsharded:
+            self.is_ahead = True
+            self._gathered_versions = self._versions()
+
+    def drop_outdated(self) -> None:
+        """Reshard before a forward if parameters have changed since they were gathered for it."""
+        if self.is_ahead:
+            self.require_gathered_values()
+            if self._versions() != self._gathered_versions:
+                self.reshard("forward")
+
+    def _versions(self) -> list[int]:
+        return [original.param._version for original in self.originals()]
 
     def wait_unshard(self) -> None:
         """Wait for the all-gathers of ``issue_unshard``."""
@@ -183,10 +209,17 @@ class Unit:
         self.wait_unshard()
         self.is_unsharded = self.is_ahead = False
         freed_bytes = 0
-        for flat in self.flats:
+        for flat in self.flats if not self.settings.keeps_storage else ():
             freed_bytes += flat.free()
         if freed_bytes:
             events.instant(self.fqn, "reshard", phase, freed_bytes)
+
+    def end_backward(self) -> None:
+        """Reshard after its backward, or stay unsharded for the next forward."""
+        if self.settings.reshards_after_backward:
+            self.reshard("backward")
+        else:
+            self.stay_unsharded()
 
     def abandon(self) -> None:
         """Free the unsharded flat parameters after an error, with gathers in any state."""

@@ -11,7 +11,7 @@ of the one that computes, and a few gradients are being reduced (``ReduceQueue``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
-from fsdp_dynamo.core.reduction import ReduceQueue, reduce_sum, unused_of
+from fsdp_dynamo.core.reduction import ReduceQueue, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
@@ -35,12 +35,18 @@ class Root:
     Args:
         units: every unit with its FQN, in left-to-right depth-first order; the first is the
             outermost.
+
+    Attributes:
+        is_last_backward: whether backwards wait for the reductions that they have started.
+        ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
 
     def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
         self.changes_state = False  # its forward changes Python state, seen in a trace
+        self.is_last_backward = True
+        self.ends_backward_by_hand = False
         self._depth = 0
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs
@@ -73,15 +79,14 @@ class Root:
         if self.is_outside:
             collective_log.begin_step()
             self._begin_forward()
-        if unit.is_ahead:
-            unit.require_gathered_values()
+        if not recomputes:
+            unit.drop_outdated()
         if not recomputes and (unit.is_ahead or not unit.is_unsharded):
             unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
         unit.set_full_precision(unit.wants_full_precision)
         unit.issue_unshard("forward")
         unit.wait_unshard()
-        unit.is_ahead = False
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
@@ -101,6 +106,8 @@ class Root:
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
+            elif not torch.is_grad_enabled():
+                unit.stay_unsharded()
         unit.machine.advance(UnitState.IDLE)
         if outermost and not recomputes:
             self._end_forward()
@@ -120,19 +127,24 @@ class Root:
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if self._stays_unsharded:
             return False
+        if unit.settings.reshards_after_forward is not None:
+            return unit.settings.reshards_after_forward
         if not torch.is_grad_enabled():
             return True
         return unit.config.strategy.reshards_after_forward and not outermost
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        """Issue the all-gather of the unit that came after this one in the last forward."""
-        if not _prefetches_forward(unit):
-            return
-        following = self.execution_order.following()
-        if following is not None and following.machine.state is UnitState.IDLE:
-            following.check_originals()
-            following.set_full_precision(following.wants_full_precision)
-            following.issue_unshard("forward")
+        """Issue the all-gathers that the user wants, or of what came next in the last forward."""
+        chosen = unit.settings.forward_prefetch
+        if not chosen and _prefetches_forward(unit):
+            following = self.execution_order.following()
+            chosen = () if following is None else (following,)
+        for other in chosen:
+            if other.machine.state is UnitState.IDLE:
+                other.drop_outdated()
+                other.check_originals()
+                other.set_full_precision(other.wants_full_precision)
+                other.issue_unshard("forward")
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -150,8 +162,9 @@ class Root:
         call.segment_grads = None
         unit.pending_calls += 1
         unit.set_full_precision(call.is_full_precision)
-        unit.issue_unshard("backward")
-        unit.wait_unshard()
+        if unit.settings.unshards_in_backward:
+            unit.issue_unshard("backward")
+            unit.wait_unshard()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
         call.show_views()
@@ -200,13 +213,15 @@ class Root:
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
             if not self._stays_unsharded:
-                unit.reshard("backward")
+                unit.end_backward()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(call)
         self._reduce(call, grads)
 
     def _begin_backward(self) -> None:
-        if self.accumulation.sync:  # before any state changes: it may raise
+        if any(
+            unit.settings.reduces for unit in self.units
+        ):  # before any state changes: it may raise
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
@@ -218,12 +233,13 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
-        self._reduces.finish()
+        if self.is_last_backward and not self.ends_backward_by_hand:
+            self._reduces.finish()
         self._stays_unsharded = self._creates_graph
         for unit in self.units:
             unit.use_sharded_views()
             if not self._stays_unsharded:
-                unit.reshard("backward")
+                unit.end_backward()
             unit.pending_calls = 0
             unit.machine.advance(UnitState.IDLE)
         if not self._stays_unsharded:
@@ -232,17 +248,19 @@ class Root:
         self.machine.advance(RootState.IDLE)
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
-        """Issue the all-gather of the unit whose forward ended before this call's."""
-        for unit in self.execution_order.ended_before(call):
-            if not unit.is_unsharded and unit.needs_unshard:
+        """Issue the all-gathers that the user wants, or of what ended before in the forward."""
+        chosen = call.unit.settings.backward_prefetch
+        for unit in chosen or self.execution_order.ended_before(call):
+            if not unit.is_unsharded and unit.needs_unshard and unit.settings.unshards_in_backward:
                 unit.issue_unshard("backward")
-                return
+                if not chosen:
+                    return
 
     @torch.no_grad()
     def _reduce(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         self._reduces.advance()
         for flat, own in call.grads_by_flat(grads):
-            if self.accumulation.sync:
+            if flat.grad_sum.settings.reduces:
                 self._reduces.make_room()  # before the next flat gradient is made
                 self._reduces.issue(flat, flat.grad_to_reduce(own), unused_of(own))
             else:
@@ -281,12 +299,14 @@ class Root:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Sum unsharded gradients locally, without communication, while open."""
-        before = self.accumulation.sync
-        self.set_sync_gradients(False)
+        before = [(unit, unit.settings.reduces) for unit in self.units]
+        self.set_sync_gradients(False, self.units)
         try:
             yield
         finally:
-            self.accumulation.sync = before
+            for unit, reduces in before:
+                unit.settings.reduces = reduces
+            self.accumulation.refresh()
 
     @torch.no_grad()
     def reduce_sums(self) -> None:
@@ -294,11 +314,26 @@ class Root:
         if self.accumulation.has_sums:
             for unit in self.units:
                 for flat in unit.flats:
-                    reduce_sum(flat)
-            self.accumulation.refresh()
+                    self._reduces.issue_sum(flat)
+        self._reduces.finish()
+        self.accumulation.refresh()
 
-    def set_sync_gradients(self, wanted: bool) -> None:
-        """Reduce the gradients of the steps to come, or sum them unsharded."""
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """Start what backwards have left to do since they are ended by hand: see ``wait_ended``."""
+        for unit in reversed(self.units):
+            for flat in unit.flats if unit.settings.reduces else ():
+                self._reduces.issue_sum(flat)
+            unit.end_backward()
+
+    @torch.no_grad()
+    def wait_ended(self) -> None:
+        """Finish the reductions of ``finalize_backward``."""
+        self._reduces.finish()
+        self.accumulation.refresh()
+
+    def set_sync_gradients(self, wanted: bool, units: Iterable[Unit]) -> None:
+        """Reduce the units' gradients in the steps to come, or sum them unsharded."""
         if not self.is_outside:
             raise FSDPStateError(
                 expected="gradients to be reduced or not for whole steps",
@@ -307,7 +342,9 @@ class Root:
                 fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
                 "the forward or after the backward.",
             )
-        self.accumulation.sync = wanted
+        for unit in units:
+            unit.settings.reduces = wanted
+        self.accumulation.refresh()
 
 
 def _graph_of_grads_error(unit: Unit) -> UnsupportedError:

@@ -50,7 +50,7 @@ def _no_flat() -> None:
 
 def _grad_handler(flat: FlatParameter) -> GradHandler:
     """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
-    total = flat.grad_sum.total if flat.grad_sum.accumulation.sync else None
+    total = flat.grad_sum.total if flat.grad_sum.settings.reduces else None
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
         if total is not None:

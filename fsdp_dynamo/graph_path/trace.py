@@ -36,6 +36,7 @@ class TracedFlat(NamedTuple):
         reduce_dtype: name of the reduction's dtype.
         sum_dtype: name of the dtype of gradients that wait for a reduction.
         grad_dtype: name of the dtype of the gradient that leaves the graph.
+        grad_scale: factor of reduced gradients.
         gather_mark: mark of the all-gather.
         reduce_marks: a mark for each of ``reductions``.
         offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
@@ -54,6 +55,7 @@ class TracedFlat(NamedTuple):
     reduce_dtype: str
     sum_dtype: str
     grad_dtype: str
+    grad_scale: float
     gather_mark: str
     reduce_marks: tuple[str, ...]
     offloaded_from: str
@@ -98,7 +100,9 @@ class TracedTensors(NamedTuple):
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """A unit's constants as they are now."""
     unit = module._fsdp_unit
-    reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
+    reshards = unit.settings.reshards_after_forward
+    if reshards is None:
+        reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
     paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
     flats = tuple(
         _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
@@ -137,6 +141,7 @@ def _describe_flat(
         reduce_dtype=_name(dtypes.reduce),
         sum_dtype=_name(dtypes.sum),
         grad_dtype=_name(flat.dtype),
+        grad_scale=unit.settings.grad_scale,
         gather_mark=Mark(unit.fqn, "all_gather", "forward", ordinal, reshards).encode(),
         reduce_marks=tuple(
             Mark(unit.fqn, kind, "backward", ordinal if i == 0 else second).encode()
@@ -183,9 +188,19 @@ def constants_of(name: str) -> tuple[Any, ...]:
     """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
 
     Raises:
-        CompileRefusedError: buffers would have to be cast between training and evaluation.
+        CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be
+            cast between training and evaluation.
     """
     module = registered(name)
+    refused = module._fsdp_unit.settings.eager_only()
+    if refused is not None:
+        setter, reason = refused
+        raise CompileRefusedError(
+            expected="settings that a whole graph can follow",
+            got=f"{setter}: {reason}",
+            where=unit_name(module._fsdp_unit.fqn),
+            fix="Leave it out, or compile without fullgraph (hooks mode).",
+        )
     if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
         raise CompileRefusedError(
             expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",
@@ -229,6 +244,8 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
                 reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
         scatters = False
+    if spec.grad_scale != 1:
+        grad = grad * spec.grad_scale
     grad = _cast(grad, spec.grad_dtype)
     return grad.to("cpu") if spec.offloaded_from else grad
 

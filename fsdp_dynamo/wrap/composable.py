@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.wrap.arguments import check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
@@ -25,10 +24,11 @@ from fsdp_dynamo.wrap.fsdp2_arguments import (
     precision_for,
     strategy_for,
 )
+from fsdp_dynamo.wrap.fsdp2_methods import FSDP2Methods
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
-class FSDPModule(UnitModule):
+class FSDPModule(UnitModule, FSDP2Methods):
     """Methods that ``fully_shard`` adds to a module's class.
 
     Source: the methods' names are those of ``torch.distributed.fsdp.FSDPModule``.
@@ -43,60 +43,6 @@ class FSDPModule(UnitModule):
     def _fsdp_body(self) -> Callable[..., Any]:
         body: Callable[..., Any] = super()._call_impl
         return body
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters ahead of its next forward (eager and hooks path).
-
-        They are gathered once: change no parameter before that forward. To read or change whole
-        parameters use ``summon_full_params``.
-
-        Args:
-            async_op: return at once, with something to wait for.
-
-        Raises:
-            FSDPStateError: a parameter was removed, frozen or given another shape after the module
-                became a unit, or ``summon_full_params`` is open.
-        """
-        unit = self._fsdp_unit
-        unit.check_originals()
-        unit.unshard_ahead()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's unsharded parameters; its next forward or backward gathers them again.
-
-        Raises:
-            FSDPStateError: the unit is in its forward or backward.
-        """
-        self._fsdp_unit.require_idle("reshard()")
-        self._fsdp_unit.reshard("forward")
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the next steps reduce gradients, or sum them unsharded as in ``no_sync()``.
-
-        Args:
-            requires_gradient_sync: reduce them.
-
-        Raises:
-            FSDPStateError: not on the outermost module, or within a step.
-        """
-        self._fsdp_require_outermost("set_requires_gradient_sync()")
-        self._fsdp_root.set_sync_gradients(requires_gradient_sync)
-
-
-class UnshardHandle:
-    """Handle of an unshard in progress, returned by ``unshard(async_op=True)``."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait until the parameters are unsharded."""
-        self._unit.wait_unshard()
 
 
 def fully_shard(

@@ -65,6 +65,7 @@ class UnitModule(UserMethods):
         self._fsdp_ignored = ignored
         self._fsdp_may_compile = may_compile
         self._fsdp_own_root = Root([("", unit)])
+        self._fsdp_graph_settings = unit.settings.in_graphs()
         self._fsdp_low_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
@@ -150,6 +151,7 @@ class UnitModule(UserMethods):
             if self._fsdp_full_precision_in_eval:
                 _ = self.training  # a guard: graphs for training and evaluation differ
             if mode == GRAPH_MODE:
+                _ = self._fsdp_graph_settings  # another guard
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
                 return traced_forward(
@@ -170,7 +172,7 @@ class UnitModule(UserMethods):
         accumulation = self._fsdp_own_root.accumulation
         sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
         carriers = sums
-        if not accumulation.sync:
+        if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
             carriers = self._fsdp_carriers
         elif accumulation.has_sums and is_first_call(self._fsdp_name):  # a sum is added once
             sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])

@@ -36,6 +36,7 @@ class UserMethods(nn.Module):
     _fsdp_own_root: Root
     _fsdp_own_unit: Unit
     _fsdp_runs_method: bool
+    _fsdp_graph_settings: str
 
     # After a backward that raised, views of freed storage are left in the modules: autograd has no
     # hook for it. These properties recover before they return; traced code reads the attributes.
@@ -92,12 +93,12 @@ class UserMethods(nn.Module):
         Raises:
             FSDPStateError: set within a step, or not on the outermost unit.
         """
-        return self._fsdp_root.accumulation.sync
+        return all(unit.settings.reduces for unit in self._fsdp_root.units)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, wanted: bool) -> None:
         self._fsdp_require_outermost("require_backward_grad_sync")
-        self._fsdp_root.set_sync_gradients(bool(wanted))
+        self._fsdp_root.set_sync_gradients(bool(wanted), self._fsdp_root.units)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; every rank must call it.
