@@ -50,6 +50,7 @@ from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
+from fsdp_dynamo.wrap.fsdp2_identity import register_fsdp_forward_method
 from fsdp_dynamo.wrap.fsdp2_methods import GradientReductionHandle, UnshardHandle
 from fsdp_dynamo.wrap_policy import (
     CustomPolicy,
@@ -117,6 +118,7 @@ __all__ = [
     "record_events",
     "record_flight",
     "record_plans",
+    "register_fsdp_forward_method",
     "replicate",
     "set_agreement_timeout",
     "size_based_auto_wrap_policy",

@@ -48,7 +48,7 @@ def map_output(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         names = [field.name for field in dataclasses.fields(value) if field.init]
         changed = {name: map_output(fn, getattr(value, name)) for name in names}
         return dataclasses.replace(value, **changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return type(value)(*[map_output(fn, item) for item in value])
     if type(value) is dict:
         return {key: map_output(fn, item) for key, item in value.items()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-
 _PLANNED = "the plan of a graph places its all-gathers"
 _NODES = "the reductions of a graph are its own nodes"
 _BUFFERS = "unsharded parameters are the graph's own buffers"

@@ -106,7 +106,7 @@ class Root:
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 unit.reshard("forward")
-            elif not torch.is_grad_enabled():
+            else:
                 unit.stay_unsharded()
         unit.machine.advance(UnitState.IDLE)
         if outermost and not recomputes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry  # no public way to ask
+from torch.distributed._composable.contract import STATE_KEY, _get_registry  # no public way to ask
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -89,6 +90,11 @@ def collect_ignored(
 def _is_replicated_by_torch(module: nn.Module) -> bool:
     """Whether torch's own composable ``replicate`` averages the gradients of a subtree."""
     return "replicate" in (_get_registry(module) or ())
+
+
+def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
+    """Let ``api.state(module)`` of a composable function of torch's be ``state``."""
+    module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,19 @@ from fsdp_dynamo.wrap.arguments import check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
     PlacementFn,
+    check_apart,
     offload_for,
     precision_for,
     strategy_for,
 )
-from fsdp_dynamo.wrap.fsdp2_methods import FSDP2Methods
+from fsdp_dynamo.wrap.fsdp2_identity import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 
-class FSDPModule(UnitModule, FSDP2Methods):
+class FSDPModule(UnitModule, TorchFSDPModule):
     """Methods that ``fully_shard`` adds to a module's class.
 
-    Source: the methods' names are those of ``torch.distributed.fsdp.FSDPModule``.
+    An instance of ``torch.distributed.fsdp.FSDPModule``, too, whose methods they are.
     """
 
     _fsdp_entry = "_call_impl"
@@ -46,7 +47,7 @@ class FSDPModule(UnitModule, FSDP2Methods):
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,
     policy: object | None = None,
     mesh: DeviceMesh | None = None,
@@ -67,7 +68,7 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
-) -> nn.Module:
+) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
     Without a policy call it innermost first: on every block, then on the model. The outermost
@@ -76,7 +77,8 @@ def fully_shard(
     are this rank's parts.
 
     Args:
-        module: what to shard; a compiled module is sharded below its ``torch.compile``.
+        module: what to shard; a compiled module is sharded below its ``torch.compile``. Of a list
+            each module becomes a unit.
         policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
         mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
         process_group: its argument of this name.
@@ -101,7 +103,8 @@ def fully_shard(
         reduction_group: its argument of this name.
 
     Returns:
-        The same object; its class is now a subclass of ``FSDPModule`` and of its own.
+        The same object, or a list of those given; its class is now a subclass of ``FSDPModule`` and
+        of its own.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
@@ -110,36 +113,54 @@ def fully_shard(
     ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
     (arXiv:2304.11277).
     """
-    target = module
+    given = Arguments(
+        process_group=process_group,
+        sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
+        cpu_offload=offload_for(cpu_offload, offload_policy),
+        auto_wrap_policy=policy,
+        backward_prefetch=backward_prefetch,
+        mixed_precision=precision_for(mixed_precision, mp_policy),
+        ignored_modules=[*(ignored_modules or ())],
+        ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
+        param_init_fn=param_init_fn,
+        device_id=device_id,
+        sync_module_states=sync_module_states,
+        forward_prefetch=forward_prefetch,
+        device_mesh=mesh,
+        reduction_group=reduction_group,
+        shard_placement_fn=shard_placement_fn,
+    )
+    if not isinstance(module, (list, tuple)):
+        return _shard(module, given)
+    for one in module:
+        _target_of(one)
+    check_apart(module)
+    return [_shard(one, given) for one in module]
+
+
+def _target_of(module: nn.Module) -> nn.Module:
+    """The module to shard, of a compiled one what is compiled.
+
+    Raises:
+        FSDPError: it cannot be a unit.
+    """
+    target: nn.Module = module
     if isinstance(module, torch._dynamo.OptimizedModule):
         target = module._orig_mod
     check_module(target)
     if isinstance(target, (nn.ModuleList, nn.ModuleDict)):
         raise without_forward(target)
-    made = construct(
-        target,
-        Arguments(
-            process_group=process_group,
-            sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
-            cpu_offload=offload_for(cpu_offload, offload_policy),
-            auto_wrap_policy=policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=precision_for(mixed_precision, mp_policy),
-            ignored_modules=ignored_modules,
-            ignored_states=[*(ignored_states or ()), *(ignored_params or ())],
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            device_mesh=mesh,
-            reduction_group=reduction_group,
-            shard_placement_fn=shard_placement_fn,
-        ),
-    )
+    return target
+
+
+def _shard(module: nn.Module, given: Arguments) -> nn.Module:
+    target = _target_of(module)
+    made = construct(target, given)
     for owner, unit in made.units.items():
         owner.__class__ = _class_for(type(owner))
         assert isinstance(owner, FSDPModule)
         owner._fsdp_setup(unit, made.ignored, may_compile=True)
+        let_pipelines_end_backwards(owner)
     assert isinstance(target, FSDPModule)
     target._fsdp_become_root()
     return module
@@ -161,7 +182,8 @@ def replicate(module: nn.Module, **arguments: Any) -> nn.Module:
     Raises:
         FSDPError: see ``fully_shard``.
     """
-    return fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
+    made: nn.Module = fully_shard(module, strategy=ShardingStrategy.NO_SHARD, **arguments)
+    return made
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

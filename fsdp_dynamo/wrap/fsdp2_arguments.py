@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,3 +121,19 @@ def check_placements(
                 fix="Leave the placement to the unit: its parameters are flattened and sharded as "
                 "one tensor, which has no other dimension and one group of ranks.",
             )
+
+
+def check_apart(modules: Sequence[nn.Module]) -> None:
+    """Raise for a list of modules that share parameters: each becomes a unit of its own."""
+    seen: set[nn.Parameter] = set()
+    for position, module in enumerate(modules):
+        own = set(module.parameters())
+        if own & seen:
+            raise FSDPValueError(
+                expected="modules without common parameters, each in one of them",
+                got=f"a {type(module).__name__} with one of another module",
+                where=f"argument 'module', position {position}",
+                fix="Each module of a list becomes a unit: call fully_shard on the module that "
+                "holds both, which then owns the parameters that they share.",
+            )
+        seen |= own

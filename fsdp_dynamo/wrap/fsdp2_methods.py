@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import fsdp
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.core.unit import Unit
@@ -18,8 +19,10 @@ from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, unit_name
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
+__all__ = ["FSDP2Methods", "GradientReductionHandle", "UnshardHandle"]
 
-class UnshardHandle:
+
+class UnshardHandle(fsdp.UnshardHandle):
     """Handle of an unshard in progress, returned by ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:

@@ -157,6 +157,22 @@ def test_a_module_says_that_torch_replicates_it(group: dist.ProcessGroup) -> Non
 
 
 @pytest.mark.private(
+    "torch.distributed._composable.contract.STATE_KEY",
+    need="stages of torch.distributed.pipelining end the backwards of FSDP2's modules through "
+    "fully_shard.state(module), up to torch 2.14; no public function sets that",
+    instead="users of such a torch end them: stage.submod.finalize_backward() after each step",
+)
+def test_a_modules_state_is_ours() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_dynamo.wrap.build import set_composable_state
+
+    module, state = nn.Linear(2, 2), object()
+    set_composable_state(module, fully_shard, state)
+    assert fully_shard.state(module) is state  # type: ignore[attr-defined]
+
+
+@pytest.mark.private(
     "torch.distributed.fsdp.wrap._Policy._run_policy",
     need="upstream's policies, of torch.distributed.fsdp.wrap, as auto_wrap_policy; those with "
     "overrides have no public way to be asked",

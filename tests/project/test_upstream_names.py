@@ -94,6 +94,8 @@ def _compared_members(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, 
         for key in vars(cls) if cls.__module__.startswith("torch.distributed.fsdp") else ():
             if not key.startswith("_"):
                 own = getattr(ours, key, _ABSENT)
+                if own is getattr(theirs, key):  # inherited: it works on upstream's own state
+                    own = _ABSENT
                 yield f"{name}.{key}", _same(own, True)
                 if callable(own):
                     yield from _compared_arguments(f"{name}.{key}", getattr(theirs, key), own)

@@ -38,6 +38,7 @@ CASES: dict[str, Arguments] = {
     "2-D": lambda library, model: {
         "mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     },
+    "list": lambda library, model: {"list": True},
     "precision": lambda library, model: {"mp_policy": _policy(library, **HALF)},
     "output": lambda library, model: {
         "mp_policy": _policy(library, **HALF, output_dtype=torch.float32)
@@ -57,6 +58,9 @@ def _rows_of_matrices(param: nn.Parameter) -> Shard | None:
 def _shard(library: Any, arguments: Arguments) -> Any:
     model = make_transformer(num_blocks=2)
     given = {"mesh": init_device_mesh("cpu", (2,)), **arguments(library, model)}
+    if given.pop("list", False):
+        listed = library.fully_shard([model.norm, model.head], **given)
+        assert listed == [model.norm, model.head]
     inner = dict(given)
     if "mp_policy" in given:  # blocks give what the next block takes
         inner["mp_policy"] = dataclasses.replace(given["mp_policy"], output_dtype=None)
