@@ -53,7 +53,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     process_group: object | None = None,
     strategy: ShardingStrategy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: object | None = None,

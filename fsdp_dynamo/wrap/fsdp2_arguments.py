@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -22,6 +23,8 @@ def strategy_for(
         if strategy is None and mesh is not None and mesh.ndim == 2:
             return ShardingStrategy.HYBRID_SHARD
         return strategy
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        reshard_after_forward = _to_all_or_none(reshard_after_forward, mesh)
     if strategy is not None or not isinstance(reshard_after_forward, bool):
         raise FSDPValueError(
             expected="True, False or None, and no strategy beside it",
@@ -33,6 +36,24 @@ def strategy_for(
         hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
         return hybrid[reshard_after_forward]
     return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
+
+
+def _to_all_or_none(num_ranks: int, mesh: DeviceMesh | None) -> bool:
+    """Whether resharding to this number of ranks is resharding, or none.
+
+    Raises:
+        UnsupportedError: it is resharding to fewer ranks than hold the shards.
+    """
+    num_shards = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    if num_ranks not in (1, num_shards):
+        raise UnsupportedError(
+            expected=f"True, False, None, 1 or the number of shards, {num_shards}",
+            got=str(num_ranks),
+            where="argument 'reshard_after_forward'",
+            fix="Units are resharded to all ranks or kept whole until the backward (True, False); "
+            "with a 2-D mesh (replicas, shards) the all-gathers stay among fewer ranks.",
+        )
+    return num_ranks != 1
 
 
 def precision_for(mixed_precision: object, mp_policy: object) -> object | None:

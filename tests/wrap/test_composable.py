@@ -376,7 +376,10 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         "no strategy beside it": lambda: fully_shard(
             nn.Linear(2, 2), reshard_after_forward=True, strategy=ShardingStrategy.NO_SHARD
         ),
-        "True, False or None": lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2),
+        "True, False or None": lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="2"),
+        "1 or the number of shards, 2": lambda: fully_shard(
+            nn.Linear(2, 2), reshard_after_forward=3
+        ),
         "no mixed_precision beside it": lambda: fully_shard(
             nn.Linear(2, 2), mp_policy=half, mixed_precision=MixedPrecision()
         ),
@@ -404,10 +407,10 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         nn.Linear(2, 2), mp_policy=_Overriding(param_dtype=torch.bfloat16, wanted=torch.float32)
     )
     models = [
-        fully_shard(nn.Linear(2, 2), reshard_after_forward=False),
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=1),
         fully_shard(nn.Linear(2, 2), mesh=mesh),
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=False),
-        fully_shard(nn.Linear(2, 2), mp_policy=half),
+        fully_shard(nn.Linear(2, 2), mp_policy=half, reshard_after_forward=2),
     ]
     strategies = [model._fsdp_unit.config.strategy.name for model in models]
     bias = nn.Linear(2, 2)
