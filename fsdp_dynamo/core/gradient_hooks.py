@@ -47,9 +47,10 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     given them to the parameter, and a hook to an autograd node that is in no graph here.
     """
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    for key, hook in tuple(hooks.items()) if hooks else ():
-        if key != _GUARD:
-            hook(param)
+    if hooks and (len(hooks) > 1 or _GUARD not in hooks):
+        for key, hook in tuple(hooks.items()):
+            if key != _GUARD:
+                hook(param)
     optimizers = getattr(param, "_in_backward_optimizers", ())
     if optimizers and param.grad is not None:
         for optimizer in optimizers:

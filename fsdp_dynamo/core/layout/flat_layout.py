@@ -109,13 +109,18 @@ class ShardLayout:
     def split(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(numel,)`` into the parts of the parameters (views, often empty)."""
         flat = shard.detach() if shard.requires_grad else shard
-        sizes, index = self._pieces
-        pieces = (*torch.split_with_sizes(flat, sizes), flat[:0])
-        return [pieces[i].view(part.shape) for i, part in zip(index, self.ranges, strict=True)]
+        sizes, places, lacks_some = self._pieces
+        pieces = torch.split_with_sizes(flat, sizes)
+        if lacks_some:
+            pieces = (*pieces, flat[:0])
+        return [
+            pieces[index] if shape is None else pieces[index].view(shape) for index, shape in places
+        ]
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes that cut the shard; each parameter's piece (-1: none)."""
+    def _pieces(self) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...] | None]], bool]:
+        """Sizes that cut the shard; each parameter's piece (-1: none) and shape (``None``: 1-D);
+        whether some have none."""
         sizes: list[int] = []
         index: list[int] = []
         position = 0
@@ -130,7 +135,8 @@ class ShardLayout:
             position = part.shard_start + part.numel
         if self.numel > position:
             sizes.append(self.numel - position)
-        return tuple(sizes), tuple(index)
+        shapes = [None if len(part.shape) == 1 else part.shape for part in self.ranges]
+        return tuple(sizes), list(zip(index, shapes, strict=True)), -1 in index
 
 
 @dataclass(frozen=True)
