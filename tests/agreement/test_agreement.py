@@ -106,9 +106,9 @@ def run_differently(rank: int, world_size: int, how: str, mode: str) -> tuple[st
 
 
 DIVERGENCES = {
-    "other shape": ["collective 0", "unit 'blocks.0'", "136 float32", "204 float32"],
+    "other shape": ["collective 0", "unit 'blocks.0'", "144 float32", "208 float32"],
     "other branch": ["collective 0", "unit 'blocks.0'", "unit 'blocks.1'"],
-    "other dtype": ["collective 0", "136 float32", "136 bfloat16"],
+    "other dtype": ["collective 0", "144 float32", "144 bfloat16"],
     "a unit skipped": ["collective 2", "unit 'blocks.2'", "got no further collective"],
     "an extra recompile": [
         f"nothing from rank(s) 0 within {SHORT_S:g} s",

@@ -76,7 +76,7 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     said = _run(tmp_path, "raises")
     assert "2 of 2 ranks have left a record." in said
     assert "rank 1: ValueError: no more data" in said
-    missed = "the all-gather of unit '0' (20 elements, forward, step 3)"
+    missed = "the all-gather of unit '0' (24 elements, forward, step 3)"
     assert f"rank 1 did not come to {missed}" in said
     assert "Look first at rank 1:" in said
     assert 'raise ValueError("no more data")' in said
