@@ -144,6 +144,8 @@ def _plain_prefix(prefix: str) -> str:
 def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, str]:
     """Replace values by this rank's part of them, for the default code to load.
 
+    Inside ``summon_full_params`` parameters take whole values.
+
     Returns:
         The keys below ``prefix``, by plain FQNs.
     """
@@ -151,10 +153,11 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, 
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
     _refuse_flat_parameters(keys.values())
     for flat in unit.flats:
-        for index, original in enumerate(flat.originals):
+        takes_parts = not is_local and not flat.module_parameters.is_whole
+        for index, original in enumerate(flat.originals if takes_parts else ()):
             for _, _, fqn in original.sites:
                 key = keys.get(fqn)
-                if key is not None and not is_local:
+                if key is not None:
                     state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
     return keys
 

@@ -285,3 +285,19 @@ def test_inside_another_module(ranks: RankPool) -> None:
     expected = [f"net.{key}" for key in make_transformer(num_blocks=1).state_dict()]
     for keys in ranks.run(_nested_prefix, 2):
         assert keys == expected
+
+
+def _loaded_inside_summon(rank: int, world_size: int, rank0_only: bool) -> list[str]:
+    """Names whose values are not those that were loaded."""
+    wrapped = wrap(make_transformer(num_blocks=2))
+    plain = make_transformer(num_blocks=2)
+    wanted = {name: value + 1 for name, value in plain.state_dict().items()}
+    with FSDP.summon_full_params(wrapped, rank0_only=rank0_only):
+        wrapped.load_state_dict(wanted)
+    got = wrapped.state_dict()
+    return [name for name, value in wanted.items() if not torch.equal(got[name], value)]
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_loading_whole_parameters(ranks: RankPool, rank0_only: bool) -> None:
+    assert ranks.run(_loaded_inside_summon, 2, rank0_only) == [[], []]
