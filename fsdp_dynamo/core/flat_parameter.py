@@ -100,6 +100,7 @@ class FlatParameter:
             [o.param.shape for o in originals],
             num_shards,
             max(1, align),
+            [o.rows_together for o in originals],
         )
         whole = not sharded_strategy
         self.shard_layout = self.layout.whole() if whole else self.layout.shard(self.rank)

@@ -25,6 +25,7 @@ class OriginalParameter:
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
+        rows_together: how many rows of it stay on one rank; the last ones may be fewer.
     """
 
     param: nn.Parameter
@@ -32,6 +33,7 @@ class OriginalParameter:
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
     keeps_dtype: bool = False
+    rows_together: int = 1
 
     def take_local(self) -> None:
         """Put a plain parameter in the place of a DTensor: its local tensor."""

@@ -27,6 +27,26 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.module_tree import is_unit
 
+RowsTogether = Callable[[str, nn.Parameter], int]
+"""From a parameter's FQN and the parameter, how many of its rows are to stay on one rank."""
+
+
+def rows_together_of(choose: RowsTogether | None, fqn: str, param: nn.Parameter) -> int:
+    """How many rows of a parameter stay on one rank.
+
+    Raises:
+        FSDPValueError: the user's function gives no positive number.
+    """
+    rows = 1 if choose is None else choose(fqn, param)
+    if not isinstance(rows, int) or rows < 1:
+        raise FSDPValueError(
+            expected="a positive number of rows",
+            got=repr(rows),
+            where=f"rows_together of parameter '{fqn}'",
+            fix="Return 1 where any rows may be on different ranks.",
+        )
+    return rows
+
 
 def check_module(module: object) -> None:
     """Raise unless ``module`` is a module that is not wrapped yet."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_dynamo.wrap.arguments import check_module, without_forward
+from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
     PlacementFn,
@@ -68,6 +68,7 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
+    rows_together: RowsTogether | None = None,
 ) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
@@ -101,6 +102,7 @@ def fully_shard(
         device_id: its argument of this name.
         sync_module_states: its argument of this name.
         reduction_group: its argument of this name.
+        rows_together: its argument of this name.
 
     Returns:
         The same object, or a list of those given; its class is now a subclass of ``FSDPModule`` and
@@ -128,6 +130,7 @@ def fully_shard(
         forward_prefetch=forward_prefetch,
         device_mesh=mesh,
         reduction_group=reduction_group,
+        rows_together=rows_together,
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):

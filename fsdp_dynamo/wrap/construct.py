@@ -57,6 +57,7 @@ class Arguments:
     reduction_group: dist.ProcessGroup | None
     limit_all_gathers: bool = True
     shard_placement_fn: PlacementFn | None = None
+    rows_together: arguments.RowsTogether | None = None
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,11 @@ def _plan(
         module, list(configs), ignored, lambda owner: configs.get(owner, config), values
     )
     every = [(owner, original) for owner, found in planned.owned.items() for original in found]
-    check_placements(
-        given.shard_placement_fn,
-        [(join_fqn(planned.paths[owner], o.fqn), o.param) for owner, o in every],
-    )
+    named = [(join_fqn(planned.paths[owner], o.fqn), o) for owner, o in every]
+    check_placements(given.shard_placement_fn, [(fqn, o.param) for fqn, o in named])
+    for fqn, original in named:
+        original.rows_together = arguments.rows_together_of(
+            given.rows_together, fqn, original.param
+        )
     arguments.warn_of_containers(planned.owned)
     return _Plan(planned, ignored, chosen, config, values)

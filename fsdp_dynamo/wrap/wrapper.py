@@ -14,7 +14,7 @@ from fsdp_dynamo import module_tree
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
-from fsdp_dynamo.wrap.arguments import check_module
+from fsdp_dynamo.wrap.arguments import RowsTogether, check_module
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
 from fsdp_dynamo.wrap.user_methods import summon_full_params
@@ -57,6 +57,9 @@ class FullyShardedDataParallel(WrapperAttributes):
         reduction_group: another process group of the ranks that shard, for the gradients: its
             reduce-scatters do not queue behind all-gathers in one communicator. By default the
             two share a group.
+        rows_together: called with the FQN and each parameter, gives how many of its rows are to
+            stay on one rank: 32 for a quantiser of blocks, ``len(param)`` for an optimizer of whole
+            matrices. That may cost padding, of which ``explain()`` tells the bytes.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -85,6 +88,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
+        rows_together: RowsTogether | None = None,
     ) -> None:
         check_module(module)
         compile_context = None
@@ -108,6 +112,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 forward_prefetch=forward_prefetch,
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
+                rows_together=rows_together,
                 limit_all_gathers=limit_all_gathers,
             ),
         )

@@ -112,6 +112,17 @@ def test_blocks_of_known_models_keep_their_rows(
     assert list(plan.row_shapes) == [shape[1:] for shape in shapes]
 
 
+@given(shapes=LARGE, world_size=st.integers(2, 70), rows=st.sampled_from([2, 32, 10**6]))
+def test_rows_together(shapes: list[tuple[int, ...]], world_size: int, rows: int) -> None:
+    """Bounds of shards fall between blocks of rows, whatever the padding."""
+    plan = plan_rows(shapes, world_size, 4, [rows] * len(shapes))
+    for start, shape in zip(plan.offsets, shapes, strict=True):
+        block, end = rows * math.prod(shape[1:]), start + math.prod(shape)
+        bounds = range(-(-start // plan.shard_numel) * plan.shard_numel, end, plan.shard_numel)
+        assert all((bound - start) % block == 0 for bound in bounds)
+        assert end <= plan.shard_numel * world_size
+
+
 def test_stacked_experts_are_cut_between_rows_of_matrices() -> None:
     shapes = _mixtral_block(is_stacked=True)
     plan = plan_rows(shapes, 64, 8)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loops import error_of
-from models import batch, loss_of, make_transformer, wrap
+from models import batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
@@ -49,6 +49,41 @@ def test_parts_are_rows(ranks: RankPool, world_size: int, mode: str, composable:
         grads = [part_grad for _, part_grad in parts if part_grad is not None]
         assert grad is not None
         torch.testing.assert_close(torch.cat(grads), grad, rtol=1e-4, atol=1e-6)
+
+
+def _blocks_of_rows(
+    rank: int, world_size: int, whole: bool
+) -> tuple[dict[str, tuple[int, ...]], list[float], list[float], str]:
+    """Shapes of parts, losses of two steps with them and without, and the error of a bad number."""
+
+    def rows(name: str, param: nn.Parameter) -> int:
+        return (len(param) if whole else 8) if param.ndim > 1 else 1
+
+    plain = make_transformer(num_blocks=2)
+    policy = ModuleWrapPolicy({type(plain.blocks[0])})
+    model = FSDP(plain, auto_wrap_policy=policy, rows_together=rows)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    expected, got = (
+        train(each, rank, steps=2)[0] for each in (wrap(make_transformer(num_blocks=2)), model)
+    )
+    error = error_of(lambda: FSDP(nn.Linear(2, 2), rows_together=lambda name, param: 0))
+    return shapes, expected, got, error
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_rows_that_stay_together(ranks: RankPool, whole: bool) -> None:
+    shapes = {name: len(param) for name, param in make_transformer(num_blocks=2).named_parameters()}
+    results = ranks.run(_blocks_of_rows, 3, whole)
+    for name, rows in shapes.items():
+        held = [parts[name] for parts, *_ in results]
+        if len(held[0]) > 1 and whole:
+            assert sorted(part[0] for part in held) == [0, 0, rows]
+        elif len(held[0]) > 1:
+            firsts = [sum(part[0] for part in held[: rank + 1]) for rank in range(3)]
+            assert all(first % 8 == 0 or first == rows for first in firsts)
+    for _, expected, got, error in results:
+        assert got == pytest.approx(expected, rel=1e-6)
+        assert "rows_together of parameter 'weight': expected a positive number" in error
 
 
 class _Tied(nn.Module):

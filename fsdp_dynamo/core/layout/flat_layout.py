@@ -258,6 +258,7 @@ def make_layout(
     shapes: Sequence[Sequence[int]],
     world_size: int,
     align_numel: int,
+    rows_together: Sequence[int] | None = None,
 ) -> FlatLayout:
     """Lay parameters out in the order given, no row of them on two shards.
 
@@ -266,8 +267,9 @@ def make_layout(
         shapes: original shapes, one per parameter.
         world_size: number of shards, at least 1.
         align_numel: every parameter starts at a multiple of it.
+        rows_together: how many rows of each stay on one shard; one by default.
     """
-    plan = plan_rows(shapes, world_size, align_numel)
+    plan = plan_rows(shapes, world_size, align_numel, rows_together)
     slots = tuple(
         Slot(fqn, tuple(shape), offset, row_shape)
         for fqn, shape, offset, row_shape in zip(

@@ -23,11 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 MAX_PADDING_PERCENT = 3
 """Of all elements; rows are made finer where there would be more, and more than ``FREE_NUMEL``."""
 FREE_NUMEL = 1024
 """Elements of padding per shard that take no time worth cutting rows for."""
+
+
+_SMALL_STEPS = 64
+"""Sizes of shards that are tried one by one before the steps become larger."""
 
 
 @dataclass(frozen=True)
@@ -46,45 +51,65 @@ class RowPlan:
     shard_numel: int
 
 
-def plan_rows(shapes: Sequence[Sequence[int]], num_shards: int, align_numel: int) -> RowPlan:
+def plan_rows(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    align_numel: int,
+    rows_together: Sequence[int] | None = None,
+) -> RowPlan:
     """Lay parameters out in the order given, with no row on two shards.
 
     Equal arguments give an equal plan, so ranks need not talk about it. Padding, gaps included, is
     at most the larger of ``MAX_PADDING_PERCENT`` of all elements and ``FREE_NUMEL`` a shard, beyond
-    what alignment costs.
+    what alignment costs; where rows are to stay together, it may be more.
 
     Args:
         shapes: of the parameters.
         num_shards: at least 1.
         align_numel: every parameter starts at a multiple of it.
+        rows_together: how many rows of each stay on one shard; by default one, and where that would
+            cost too much, less.
     """
     row_shapes = [tuple(shape[1:]) for shape in shapes]
+    together = rows_together or [1] * len(shapes)
+    unpadded = sum(_round_up(math.prod(shape), align_numel) for shape in shapes)
+    limit = unpadded + max(unpadded * MAX_PADDING_PERCENT // 100, FREE_NUMEL * num_shards)
     while True:
-        blocks = [
-            _Block(math.prod(shape), max(1, math.prod(row_shape)))
-            for shape, row_shape in zip(shapes, row_shapes, strict=True)
-        ]
-        unpadded = sum(_round_up(block.numel, align_numel) for block in blocks)
-        padding = max(unpadded * MAX_PADDING_PERCENT // 100, FREE_NUMEL * num_shards)
-        placed = _place(blocks, num_shards, align_numel, unpadded + padding)
+        blocks = [_Block(*one) for one in zip(shapes, row_shapes, together, strict=True)]
+        placed = _place(blocks, num_shards, align_numel, limit)
         if placed is not None:
             return RowPlan(placed.offsets, tuple(row_shapes), placed.shard_numel)
-        crossing = [
-            b for b in blocks if b.numel * num_shards > unpadded and b.row_numel > 1
-        ] or blocks
-        largest = max(block.row_numel for block in crossing)
+        may_be_cut = [block for block in blocks if block.rows == 1 and block.row_numel > 1]
+        if not may_be_cut:
+            limit = unpadded * (num_shards + 1)  # rows that stay together cost what they cost
+            continue
+        crossing = [block for block in may_be_cut if block.numel * num_shards > unpadded]
+        largest = max(block.row_numel for block in crossing or may_be_cut)
         row_shapes = [
-            _finer(row_shape) if block.row_numel > largest * 7 // 8 else row_shape
-            for block, row_shape in zip(blocks, row_shapes, strict=True)
+            _finer(block.row_shape)
+            if block.rows == 1 and block.row_numel > largest * 7 // 8
+            else block.row_shape
+            for block in blocks
         ]
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Elements of a parameter, and of a row of it."""
+    """A parameter's shape, that of a row of it, and how many rows stay together."""
 
-    numel: int
-    row_numel: int
+    shape: Sequence[int]
+    row_shape: tuple[int, ...]
+    rows: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements of what is never cut."""
+        return max(1, min(self.numel, self.rows * math.prod(self.row_shape)))
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,7 @@ def _grow(
     blocks: Sequence[_Block], least: int, num_shards: int, align: int, unit: int, limit: int
 ) -> _Placed | None:
     """Shards of at least ``least`` elements, a multiple of ``unit``, that hold everything."""
+    attempts = 0
     while True:
         step = math.lcm(unit, *(block.row_numel for block in blocks if block.numel > least))
         shard = _round_up(least, step)
@@ -135,6 +161,9 @@ def _grow(
         if end <= shard * num_shards:
             return _Placed(offsets, shard)
         least = max(shard + 1, -(-end // num_shards))
+        attempts += 1
+        if attempts > _SMALL_STEPS:
+            least += shard // 256
 
 
 def _starts(blocks: Sequence[_Block], shard: int, align: int) -> tuple[tuple[int, ...], int]:
