@@ -149,8 +149,8 @@ class StateDictType(Enum):
     - ``FULL_STATE_DICT``: unsharded tensors, on every rank or only on the first.
     - ``SHARDED_STATE_DICT``: this rank's part of each tensor, for ``torch.distributed.checkpoint``;
       nothing is gathered, and another number of ranks can load it.
-    - ``LOCAL_STATE_DICT``: this rank's rows, for one file per rank (``torch.save``), which only the
-      same sharding can load. The values share the parameters' memory.
+    - ``LOCAL_STATE_DICT``: this rank's parameters, for one file per rank (``torch.save``), which
+      only the same sharding can load. The values share the parameters' memory.
     """
 
     FULL_STATE_DICT = auto()

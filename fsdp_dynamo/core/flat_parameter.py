@@ -11,8 +11,8 @@ tensor                     shape                lives
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
                                                 see them (``ModuleParameters``)
-original parameters        (rows, *shape[1:])   always; views of ``sharded`` (with NO_SHARD:
-                                                original shapes)
+original parameters        (range.numel,)       always; views of ``sharded`` (of rows: ``(rows,
+                                                *shape[1:])``; with NO_SHARD: original shapes)
 unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the reduction's end;
                                                 under ``no_sync()`` in ``grad_sum``
 =========================  ===================  =============================================
@@ -68,6 +68,7 @@ class FlatParameter:
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
         offload: keep the shard and its gradient in host memory.
+        keeps_rows: let original parameters be rows; otherwise they are 1-D.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FlatParameter:
         sharded_strategy: bool,
         precision: MixedPrecision | None,
         offload: bool = False,
+        keeps_rows: bool = False,
     ) -> None:
         first = originals[0].param
         self.is_offloaded = offload
@@ -101,6 +103,7 @@ class FlatParameter:
             num_shards,
             max(1, align),
             [o.rows_together for o in originals],
+            keeps_rows=keeps_rows,
         )
         whole = not sharded_strategy
         self.shard_layout = self.layout.whole() if whole else self.layout.shard(self.rank)

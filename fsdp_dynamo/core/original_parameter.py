@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fsdp_dynamo.core.gradient_hooks import hand_over_guard
 from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
 
 _OWNER = "_fsdp_dynamo_owner"
@@ -54,7 +53,6 @@ class OriginalParameter:
         """
         old, self.param = self.param, new
         old.data = old.data.clone()
-        hand_over_guard(old, new)
         for mark in (_OWNER, _UPSTREAMS_MARK):
             setattr(new, mark, getattr(old, mark))
             delattr(old, mark)

@@ -1,9 +1,8 @@
 """Original parameters as shards, for optimizers that need more than elements.
 
-An optimizer that works element by element does not mind that it sees some rows only. One that works
-on matrices (Muon, Shampoo) or on blocks of elements (8-bit states) has to know what a rank's part
-is a part of: ``parameter_shards`` says it, and ``update_whole`` brings whole matrices to one rank
-each::
+An optimizer that works element by element does not mind that it sees parts only. One that works on
+matrices (Muon, Shampoo) or on blocks of elements (8-bit states) has to know what a rank's part is a
+part of: ``parameter_shards`` says it, and ``update_whole`` brings whole matrices to one rank each::
 
     rank 0   W[0:6]   V[0:2]                 W -> rank 0: update(W) -> parts back to all
     rank 1   W[6:9]   V[2:8]        ==>      V -> rank 1: update(V) -> parts back to all
@@ -32,7 +31,8 @@ class ParameterShard:
     """What one rank holds of an original parameter.
 
     Attributes:
-        param: the parameter: this rank's rows, or in its original shape where it is not sharded.
+        param: the parameter: this rank's part, 1-D (or rows of it), or in its original shape where
+            it is not sharded.
         shape: its original, global shape.
         start: where the part begins in the parameter, flattened row by row.
         numel: elements of the part; 0 where this rank holds nothing of it.

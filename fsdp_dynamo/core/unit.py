@@ -39,6 +39,7 @@ class UnitConfig:
         offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
         limit_all_gathers: as given; nothing depends on it.
         full_precision_in_eval: whether evaluation leaves ``precision`` out.
+        keeps_rows: whether parameters are rows, not 1-D.
     """
 
     groups: Groups
@@ -50,6 +51,7 @@ class UnitConfig:
     cpu_offload: CPUOffload
     limit_all_gathers: bool
     full_precision_in_eval: bool
+    keeps_rows: bool
 
 
 class Unit:

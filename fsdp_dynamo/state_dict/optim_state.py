@@ -1,7 +1,7 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
-An optimizer holds states of this rank's rows, by number. A state as large as its parameter is saved
-as the parameter is: as the unsharded tensor, or as this rank's part of it. Other states (step
+An optimizer holds states of this rank's parts, by number. A state as large as its parameter is
+saved as the parameter is: as the unsharded tensor, or as this rank's part of it. Other states (step
 counts, sums over rows of the unsharded parameter) stay as they are; they are the same on all ranks.
 """
 

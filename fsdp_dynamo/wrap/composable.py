@@ -69,6 +69,7 @@ def fully_shard(
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
     rows_together: RowsTogether | None = None,
+    keep_rows: bool = False,
 ) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
@@ -103,6 +104,7 @@ def fully_shard(
         sync_module_states: its argument of this name.
         reduction_group: its argument of this name.
         rows_together: its argument of this name.
+        keep_rows: its argument of this name.
 
     Returns:
         The same object, or a list of those given; its class is now a subclass of ``FSDPModule`` and
@@ -131,6 +133,7 @@ def fully_shard(
         device_mesh=mesh,
         reduction_group=reduction_group,
         rows_together=rows_together,
+        keep_rows=keep_rows,
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):

@@ -58,6 +58,7 @@ class Arguments:
     limit_all_gathers: bool = True
     shard_placement_fn: PlacementFn | None = None
     rows_together: arguments.RowsTogether | None = None
+    keep_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
+        keeps_rows=given.keep_rows,
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):

@@ -29,8 +29,8 @@ class FullyShardedDataParallel(WrapperAttributes):
     ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
 
     Args:
-        module: the module to wrap. Its parameters stay the same objects; each becomes a view
-            of this rank's rows, ``(rows, *shape[1:])`` (``NO_SHARD``: in its original shape).
+        module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
+            view of this rank's part (``NO_SHARD``: a view in its original shape).
         process_group: ranks to shard over; the default group if not given. With a hybrid
             strategy a pair (shard group, replicate group); not given, each node is a replica.
         sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
@@ -60,6 +60,10 @@ class FullyShardedDataParallel(WrapperAttributes):
         rows_together: called with the FQN and each parameter, gives how many of its rows are to
             stay on one rank: 32 for a quantiser of blocks, ``len(param)`` for an optimizer of whole
             matrices. That may cost padding, of which ``explain()`` tells the bytes.
+        keep_rows: let parameters be this rank's rows, ``(rows, *shape[1:])``, so that code may tell
+            matrices from vectors by ``ndim``. Such a parameter must be used by its unit only: a
+            module that is called by itself would compute with these rows, where 1-D ones are an
+            error.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -89,6 +93,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
         rows_together: RowsTogether | None = None,
+        keep_rows: bool = False,
     ) -> None:
         check_module(module)
         compile_context = None
@@ -113,6 +118,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
                 rows_together=rows_together,
+                keep_rows=keep_rows,
                 limit_all_gathers=limit_all_gathers,
             ),
         )

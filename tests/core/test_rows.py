@@ -1,8 +1,6 @@
-"""Parameters of a wrapped model are rows of the whole ones, for use by their units only."""
+"""With ``keep_rows``, parameters of a wrapped model are rows of the whole ones."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from models import batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
-from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -28,10 +25,10 @@ def _rows(rank: int, world_size: int, mode: str, composable: bool) -> tuple[Rows
     plain.zero_grad()
     if composable:
         for block in plain.blocks:
-            fully_shard(block)
-        model = fully_shard(plain)
+            fully_shard(block, keep_rows=True)
+        model = fully_shard(plain, keep_rows=True)
     else:
-        model = wrap(plain)
+        model = wrap(plain, keep_rows=True)
     loss_of(in_mode(model, mode), batch(rank, 0)).backward()
     return {name: (p.detach(), p.grad) for name, p in plain.named_parameters()}, whole
 
@@ -61,7 +58,7 @@ def _blocks_of_rows(
 
     plain = make_transformer(num_blocks=2)
     policy = ModuleWrapPolicy({type(plain.blocks[0])})
-    model = FSDP(plain, auto_wrap_policy=policy, rows_together=rows)
+    model = FSDP(plain, auto_wrap_policy=policy, rows_together=rows, keep_rows=True)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     expected, got = (
         train(each, rank, steps=2)[0] for each in (wrap(make_transformer(num_blocks=2)), model)
@@ -84,37 +81,3 @@ def test_rows_that_stay_together(ranks: RankPool, whole: bool) -> None:
     for _, expected, got, error in results:
         assert got == pytest.approx(expected, rel=1e-6)
         assert "rows_together of parameter 'weight': expected a positive number" in error
-
-
-class _Tied(nn.Module):
-    """Uses the weight of a unit below by hand, as a head that is tied to an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 4)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.layer(self.embedding(tokens)), self.embedding.weight)
-
-
-def _used_outside(rank: int, world_size: int, mode: str) -> dict[str, str]:
-    torch.manual_seed(0)
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    head = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model: Any = FSDP(nn.Sequential(head, nn.Tanh()), auto_wrap_policy=ModuleWrapPolicy(set()))
-    tied = FSDP(_Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))
-    run = in_mode(tied, mode)
-    return {
-        "by itself": error_of(lambda: model.module[0][0](torch.ones(2, 4)).sum().backward()),
-        "by hand": error_of(lambda: run(tokens).sum().backward()),
-    }
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_rows_are_refused(ranks: RankPool, mode: str) -> None:
-    """No shape is wrong there: the layer computes fewer features, on some ranks none."""
-    for errors in ranks.run(_used_outside, 2, mode):
-        for name, error in errors.items():
-            assert "expected its parameters to be used in the forward of their unit" in error, name
-        assert "'embedding.weight'" in errors["by hand"]

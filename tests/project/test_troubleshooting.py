@@ -212,7 +212,9 @@ def _silent(rank: int, world_size: int) -> dict[str, Any]:
     model = FSDP(_small())
     _gradients_of(model)
     found["norms"] = _norm_of_gradients(model.parameters()), model.clip_grad_norm_(1e9).item()
-    layer: Any = FSDP(nn.Linear(8, 4, bias=False)).module
+    found["dimensions"] = {p.ndim for p in model.parameters()}
+    found["dimensions of rows"] = [p.ndim for p in FSDP(_small(), keep_rows=True).parameters()]
+    layer: Any = FSDP(nn.Linear(8, 4, bias=False), keep_rows=True).module
     with torch.no_grad():
         found["features"] = layer(torch.ones(1, 8)).shape[1]
 
@@ -242,6 +244,8 @@ def test_what_is_wrong_without_a_message(ranks: RankPool) -> None:
         assert found["values, True"] == [True, False]
         seen, right = found["norms"]
         assert seen < right
+        assert found["dimensions"] == {1}
+        assert found["dimensions of rows"] == [p.ndim for p in _small().parameters()]
         assert found["features"] == 2  # of 4
         assert not found["asked for"]
         seen, right = found["sizes, 0"]

@@ -429,6 +429,6 @@ def test_arguments(ranks: RankPool) -> None:
         assert found == [
             ["SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "FULL_SHARD"],
             "torch.bfloat16",
-            [(1, 2), (2,)],
+            [(2,), (2,)],
             ["torch.bfloat16", "torch.float32"],
         ]

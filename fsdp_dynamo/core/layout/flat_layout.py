@@ -66,7 +66,8 @@ class ShardRange:
         param_start: first element of the part within the flattened parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part: ``(rows, *row_shape)``, or the parameter's where nothing is sharded.
+        shape: of the part: 1-D, or ``(rows, *row_shape)``, or the parameter's where nothing is
+            sharded.
     """
 
     param_start: int
@@ -148,12 +149,14 @@ class FlatLayout:
         unpadded_numel: end of the last parameter.
         padded_numel: elements of all shards.
         world_size: number of shards.
+        keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
     """
 
     slots: tuple[Slot, ...]
     unpadded_numel: int
     padded_numel: int
     world_size: int
+    keeps_rows: bool
 
     @property
     def shard_numel(self) -> int:
@@ -203,8 +206,8 @@ class FlatLayout:
         low, high = self.shard_bounds(rank)
         start, end = max(slot.offset, low), min(slot.end, high)
         if start >= end:
-            return ShardRange(0, 0, 0, (0, *slot.row_shape))
-        shape = slot.part_shape(end - start)
+            return ShardRange(0, 0, 0, slot.part_shape(0) if self.keeps_rows else (0,))
+        shape = slot.part_shape(end - start) if self.keeps_rows else (end - start,)
         return ShardRange(start - slot.offset, start - low, end - start, shape)
 
     def shard(self, rank: int) -> ShardLayout:
@@ -259,6 +262,8 @@ def make_layout(
     world_size: int,
     align_numel: int,
     rows_together: Sequence[int] | None = None,
+    *,
+    keeps_rows: bool = False,
 ) -> FlatLayout:
     """Lay parameters out in the order given, no row of them on two shards.
 
@@ -268,6 +273,7 @@ def make_layout(
         world_size: number of shards, at least 1.
         align_numel: every parameter starts at a multiple of it.
         rows_together: how many rows of each stay on one shard; one by default.
+        keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
     """
     plan = plan_rows(shapes, world_size, align_numel, rows_together)
     slots = tuple(
@@ -276,4 +282,4 @@ def make_layout(
             fqns, shapes, plan.offsets, plan.row_shapes, strict=True
         )
     )
-    return FlatLayout(slots, slots[-1].end, plan.shard_numel * world_size, world_size)
+    return FlatLayout(slots, slots[-1].end, plan.shard_numel * world_size, world_size, keeps_rows)
