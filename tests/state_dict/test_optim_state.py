@@ -148,7 +148,7 @@ def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple
     [
         ("blocks", 4, "adamw", [("blocks", 4), ("one unit", 3), ("composable", 1)]),
         ("composable", 2, "sgd", [("composable", 2), ("replicas", 4), ("not sharded", 2)]),
-        ("one unit", 2, "factored", [("one unit", 2), ("blocks", 3)]),
+        ("one unit", 2, "factored", [("one unit", 2), ("blocks", 4)]),
     ],
 )
 def test_another_sharding_loads_it(
