@@ -1,11 +1,11 @@
 """Starts of parameters, and a shard size, so that shards begin and end between rows.
 
-A row is a slice of a parameter's dimension 0. With starts chosen freely, every parameter would
-be cut somewhere in a row; here parameters are shifted, and shards made a little larger::
+A row is a slice of a parameter's dimension 0. One behind the other, parameters would be cut
+somewhere in a row; here they are shifted, and shards made a little larger. Two ranks, ``w`` of the
+shape (5, 4), ``b`` of 5 elements and ``v`` of the shape (5, 6), a character for each element::
 
-    shards     |             |             |             |
-    any start  [ a a a|a a a|a][ b b|b b|b b|b b ]           a row of b is cut
-    rows       [ a a a|a a a|a]..[ b b|b b|b b|b b ]...      none is
+    any starts  |wwwwwwwwwwwwwwwwwwwwbbbbbvvv|vvvvvvvvvvvvvvvvvvvvvvvvvvv.|
+    rows        |wwwwwwwwwwwwwwwwwwwwbbbbb.....|vvvvvvvvvvvvvvvvvvvvvvvvvvvvvv|
 
 A parameter larger than a shard crosses several bounds, so its row must divide the shard size. One
 that crosses a single bound only has to begin at the right distance from it.
