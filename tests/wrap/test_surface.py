@@ -175,8 +175,13 @@ ATTRIBUTES = (
 )
 
 
+OURS_ONLY = {"_pin_memory", "output_dtype", "_param_dtype_override_fn"}
+"""Fields of FSDP2's policies, which the dataclasses of FSDP1 lack."""
+
+
 def _comparable(value: object) -> object:
-    return getattr(value, "name", None) or getattr(value, "__dict__", None) or str(value)
+    fields = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in OURS_ONLY}
+    return getattr(value, "name", None) or fields or str(value)
 
 
 def _attributes(library: Library, setting: str) -> list[Any]:
