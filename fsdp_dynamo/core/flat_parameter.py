@@ -105,8 +105,7 @@ class FlatParameter:
             [o.rows_together for o in originals],
             keeps_rows=keeps_rows,
         )
-        whole = not sharded_strategy
-        self.shard_layout = self.layout.whole() if whole else self.layout.shard(self.rank)
+        self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
         self.sharded = self._make_shard()
         self.grad_sum = UnshardedSum(self.originals, self.layout, self.shard_layout)
         self.module_parameters = ModuleParameters(self.originals)

@@ -219,9 +219,8 @@ class Root:
         self._reduce(call, grads)
 
     def _begin_backward(self) -> None:
-        if any(
-            unit.settings.reduces for unit in self.units
-        ):  # before any state changes: it may raise
+        # Before any state changes: it may raise.
+        if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so

@@ -134,7 +134,7 @@ def _place(blocks: Sequence[_Block], num_shards: int, align: int, allowed: int) 
     if num_shards == 1:
         offsets, end = _starts(blocks, allowed, align)
         return _Placed(offsets, max(1, end))
-    smallest = max(1, -(-sum(block.numel for block in blocks) // num_shards))
+    smallest = max(1, _ceil_div(sum(block.numel for block in blocks), num_shards))
     limit = allowed // num_shards
     best: _Placed | None = None
     for least in [smallest, *sorted({b.numel for b in blocks if smallest < b.numel <= limit})]:
@@ -160,7 +160,7 @@ def _grow(
         offsets, end = _starts(blocks, shard, align)
         if end <= shard * num_shards:
             return _Placed(offsets, shard)
-        least = max(shard + 1, -(-end // num_shards))
+        least = max(shard + 1, _ceil_div(end, num_shards))
         attempts += 1
         if attempts > _SMALL_STEPS:
             least += shard // 256
@@ -191,5 +191,9 @@ def _between_rows(bound: int, least: int, row_numel: int, align: int) -> int | N
     return next((start for start in candidates if start % align == 0), None)
 
 
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
 def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return _ceil_div(number, multiple) * multiple
