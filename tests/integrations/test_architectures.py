@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from pool import RankPool
 
 from benchmarks.measure.models.cell import MODES, Cell, Outcome, Result
@@ -83,10 +82,7 @@ def test_ends_as_recorded(ranks: RankPool, name: str, mode: str) -> None:
     if recorded is None:
         pytest.skip("not in the record")
     result = _result(ranks, cell)
-    allowed = [recorded.outcome]
-    if _record().cells[cell.key]["versions"]["torch"] != torch.__version__:
-        allowed.append(Outcome.CLOSE)  # another version may round otherwise
-    assert SEVERITY.index(result.outcome) <= max(map(SEVERITY.index, allowed)), result
+    assert SEVERITY.index(result.outcome) <= SEVERITY.index(recorded.outcome), result
 
 
 @pytest.mark.slow
