@@ -265,11 +265,11 @@ def _replaced(rank: int, world_size: int, mode: str, kind: str) -> str:
     wrapped = wrap(make_transformer(num_blocks=2))
     model = in_mode(wrapped, mode)
     loss_of(model, batch(rank, 0)).backward()
-    proj = wrapped.blocks[1].proj  # each rank has half of its bias
+    up = wrapped.blocks[1].up
     if kind == "object":
-        proj.bias = nn.Parameter(torch.zeros(16))
+        up.weight = nn.Parameter(torch.zeros(32, 16))
     else:
-        proj.bias.data = torch.zeros(16)
+        up.weight.data = torch.zeros(32, 16)
     return _message(lambda: model(batch(rank, 0)))
 
 
@@ -277,7 +277,7 @@ def _replaced(rank: int, world_size: int, mode: str, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["object", "data"])
 def test_parameter_changed_behind_the_back(ranks: RankPool, kind: str, mode: str) -> None:
     for message in ranks.run(_replaced, 2, mode, kind):
-        assert "parameter 'blocks.1.proj.bias': expected the wrapped parameter" in message
+        assert "parameter 'blocks.1.up.weight': expected the wrapped parameter" in message
 
 
 def _refused_then_mended(rank: int, world_size: int, mode: str) -> tuple[str, Any, Any]:

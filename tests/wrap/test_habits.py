@@ -203,8 +203,7 @@ def test_quantised_parameters(ranks: RankPool, kind: str, mode: str) -> None:
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # No rank has as many rows of one's weight as of its bias.
-        self.embed, self.linear = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.embed, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)
@@ -218,7 +217,7 @@ class _Borrowing(nn.Module):
         self.layers = nn.ModuleList(_Layer() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0].embed(x)[:, :4]
+        x = self.layers[0].embed(x)
         for layer in self.layers:
             x = layer(x)
         return x.sum()
@@ -259,7 +258,7 @@ def _by_itself(rank: int, world_size: int) -> dict[str, str]:
     policy = ModuleWrapPolicy({_Layer})
     model = FSDP(nn.Sequential(_Layer(), _Layer()), auto_wrap_policy=policy)
     whole = FSDP(_Layer(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    linear = model.module[1].module.embed
+    linear = model.module[1].module.linear
 
     def of_another_cause() -> None:
         raise KeyError(linear)
@@ -280,7 +279,7 @@ def test_a_module_of_a_unit_by_itself(ranks: RankPool) -> None:
     for said in ranks.run(_by_itself, 2):
         hint = said.pop("by itself")
         assert hint.startswith("Perhaps the cause: module Linear: expected its parameters to be")
-        assert "'1.embed.weight' sharded" in hint
+        assert "'1.linear.weight' sharded" in hint
         assert "FSDP.summon_full_params(model)" in hint
         assert set(said.values()) == {""}
 
