@@ -158,6 +158,12 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
     )
 
 
+def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """``device`` if the group communicates there, else the first one where it does."""
+    served = [kind.type for kind in group._device_types]
+    return device if device.type in served else torch.device(served[0])
+
+
 # -- replicas --------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter
+from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.module_tree import join_fqn
@@ -79,7 +80,7 @@ class UnshardedSum:
         self._originals = originals
         self._layout = layout
         self._shard_layout = shard_layout
-        self._params: list[nn.Parameter] = []  # that show the views
+        self._shown: list[tuple[OriginalParameter, nn.Parameter]] = []  # who shows the views
         self._views: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor | None] = []  # that are kept apart
 
@@ -91,12 +92,12 @@ class UnshardedSum:
             total: the sum ``(padded_numel,)``.
             unused: indices of parameters that have no part in it; by default they are looked for.
         """
-        grads = [original.param.grad for original in self._originals]
+        grads = [original.grad for original in self._originals]
         self.total = total
         self._reduced = [None] * len(grads)
         self._add_parts(total, grads)
         self._views = self._layout.split(total.data)
-        self._params = [original.param for original in self._originals]
+        self._shown = [(original, original.param) for original in self._originals]
         if unused is None:
             unused = [index for index, has in enumerate(has_value(self._views)) if not has]
         self._show({index for index in unused if grads[index] is None})
@@ -123,13 +124,13 @@ class UnshardedSum:
         if self.total is None:
             return None
         self.drop_dropped()
-        has_grad = any(param.grad is not None for param in self._params)
-        for param, reduced in zip(self._params, self._reduced, strict=True):
+        has_grad = any(param.grad is not None for _, param in self._shown)
+        for (original, param), reduced in zip(self._shown, self._reduced, strict=True):
             param.grad = None
             if reduced is not None:
-                _put_grad(param, reduced)
+                _put_grad(param, original.as_param(reduced))
         total, self.total = self.total, None
-        self._params, self._views, self._reduced = [], [], []
+        self._shown, self._views, self._reduced = [], [], []
         return total if has_grad else None
 
     @torch.no_grad()
@@ -141,7 +142,7 @@ class UnshardedSum:
         """
         if self.total is None:
             return
-        grads = [param.grad for param in self._params]
+        grads = [param.grad for _, param in self._shown]
         for original, grad, view in zip(self._originals, grads, self._views, strict=True):
             if grad is not None and grad is not view:
                 raise FSDPStateError(
@@ -157,7 +158,7 @@ class UnshardedSum:
                 self._reduced[index] = None
 
     def _show(self, unused: Collection[int]) -> None:
-        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+        for index, ((_, param), view) in enumerate(zip(self._shown, self._views, strict=True)):
             if index not in unused and param.grad is not view:
                 _put_grad(param, view)
 
@@ -181,6 +182,11 @@ class UnshardedSum:
 
 def _put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Set ``.grad``, whose shape, dtype and device autograd compares with those of the data."""
+    if isinstance(param, RowDTensor):
+        if grad.dtype != param.dtype:
+            param.grad_dtype = None
+        param.grad = grad
+        return
     data = param.data
     param.data = grad
     param.grad = grad

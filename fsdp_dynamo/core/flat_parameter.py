@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import MixedPrecision
@@ -39,6 +40,9 @@ from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumu
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
+from fsdp_dynamo.core.row_dtensor import Placing
+from fsdp_dynamo.core.rows import rows_in
+from fsdp_dynamo.module_tree import join_fqn
 from graph_passes.markers import NO_VALUE
 
 
@@ -68,7 +72,7 @@ class FlatParameter:
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
         offload: keep the shard and its gradient in host memory.
-        keeps_rows: let original parameters be rows; otherwise they are 1-D.
+        mesh: let them be DTensors on it, if it is sharded; on one that is made, if it is ``True``.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class FlatParameter:
         sharded_strategy: bool,
         precision: MixedPrecision | None,
         offload: bool = False,
-        keeps_rows: bool = False,
+        mesh: DeviceMesh | bool | None = None,
     ) -> None:
         first = originals[0].param
         self.is_offloaded = offload
@@ -103,7 +107,7 @@ class FlatParameter:
             num_shards,
             max(1, align),
             [o.rows_together for o in originals],
-            keeps_rows=keeps_rows,
+            keeps_rows=bool(mesh),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
         self.sharded = self._make_shard()
@@ -113,6 +117,8 @@ class FlatParameter:
         self.unit_fqn = ""
         self.ordinal = 0  # in its unit
         self.runs_hooks = True
+        if mesh and sharded_strategy:
+            self._show_dtensors(None if mesh is True else mesh)
         self.point_originals_to_shard()
         self.unsharded = self._make_unsharded()  # when the originals' storage is free
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
@@ -120,6 +126,9 @@ class FlatParameter:
     def rename(self, unit_fqn: str) -> None:
         """Set the FQN of its unit relative to the root."""
         self.unit_fqn = unit_fqn
+        for original in self.originals:
+            if original.placing is not None:
+                original.placing.rows.fqn = join_fqn(unit_fqn, original.fqn)
         self.grad_sum.unit_fqn = self.module_parameters.unit_fqn = unit_fqn
 
     # -- construction ------------------------------------------------------------------
@@ -140,6 +149,13 @@ class FlatParameter:
                 target = shard[part.shard_start : part.shard_start + part.numel]
                 target.view(part.shape).copy_(part.of(original.param.detach()))
         return shard.requires_grad_(self.requires_grad)
+
+    def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
+        """Let the originals be DTensors over this rank's parts."""
+        parts = self.shard_layout.split(self.sharded.detach())
+        for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
+            rows = rows_in(self.layout, index, self.group, original.fqn, original.parallel)
+            original.become_dtensor(Placing(rows, mesh, self.device), part)
 
     def _make_unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter; without storage unless it is never sharded."""
@@ -348,9 +364,9 @@ class FlatParameter:
         if dropped:
             used = [pair for index, pair in enumerate(used) if index not in dropped]
         for original, part in used:
-            grad = original.param.grad
+            grad = original.grad
             if grad is None:
-                original.param.grad = part
+                original.grad = part
             else:
                 grad.add_(part)
         for original, _ in used if self.runs_hooks else ():

@@ -56,8 +56,8 @@ def clip_grad_norm(
         for original in flat.originals:
             splits = () if original.parallel is None else original.parallel.splitting_groups
             same = spread.setdefault(shard + splits, [])
-            if original.param.grad is not None:
-                same.append(original.param.grad)
+            if original.grad is not None:
+                same.append(original.grad)
         if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
             dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
     grads = [grad for same in spread.values() for grad in same]

@@ -17,6 +17,8 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import join_fqn
 
+_Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
+
 
 class ModuleParameters:
     """What modules see in the places of the original parameters of one flat parameter.
@@ -39,9 +41,9 @@ class ModuleParameters:
         self.unit_fqn = ""
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
-        # For each place of an original: who holds it, its name, it, its elements and its address,
-        # and whether it is trained.
-        self._as_left: list[tuple[dict[str, Any], str, nn.Parameter, int, int, bool]] = []
+        # For each place of an original: who holds it, its name, it, the tensor whose memory it has,
+        # that one's elements and address, and whether it is trained.
+        self._as_left: list[_Facts] = []
 
     def set_views(self, views: Sequence[torch.Tensor]) -> None:
         """Let every module see the views in place of its parameters.
@@ -75,7 +77,8 @@ class ModuleParameters:
         """
         self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
         for original, part in zip(self._originals, parts, strict=True):
-            original.param.data = part
+            original.show_part(part)
+            original.end_whole()
             if frees_grad_dtype:
                 original.param.grad_dtype = None
         self._remember()
@@ -85,7 +88,8 @@ class ModuleParameters:
         self._as_left = []
         for original in self._originals:
             param = original.param
-            facts = (param, param.numel(), param.data_ptr(), param.requires_grad)
+            memory = param if original.placing is None else original.part
+            facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
                 self._as_left.append((module._parameters, name, *facts))
         self.frozen = frozenset(
@@ -107,7 +111,7 @@ class ModuleParameters:
                 fix="Leave the context first, or call the model under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
-        if self._has_views or self._are_as_left():
+        if self._has_views or self.are_as_left():
             return
         self.write_back()
         for original in self._originals:
@@ -117,7 +121,7 @@ class ModuleParameters:
 
     def require_gathered_values(self) -> None:
         """Raise if an original was given other values since they were gathered."""
-        if self._has_views or self._are_as_left():
+        if self._has_views or self.are_as_left():
             return
         for index in self._replaced():
             got = "other values after they were gathered"
@@ -140,22 +144,23 @@ class ModuleParameters:
         if not replaced:
             return
         parts = self._parts
-        new = {i: self.replacement(self._originals[i], parts[i].shape) for i in replaced}
+        originals = self._originals
+        new = {i: self.replacement(originals[i], originals[i].shape_of(parts[i])) for i in replaced}
         # Copies: a new value may lie in another one's place.
-        values = [param.detach().clone() for param in new.values()]
+        values = [originals[i].part_of(param).clone() for i, param in new.items()]
         for (i, param), value in zip(new.items(), values, strict=True):
-            if param is not self._originals[i].param:
-                self._originals[i].replace(param)
+            if param is not originals[i].param:
+                originals[i].replace(param)
             parts[i].copy_(value)
         self.show_shard(parts, self._frees_grad_dtype)
 
-    def _are_as_left(self) -> bool:
+    def are_as_left(self) -> bool:
         """Whether all originals are where and what they were; runs before every unshard."""
-        for holder, name, param, numel, address, requires_grad in self._as_left:
+        for holder, name, param, memory, numel, address, requires_grad in self._as_left:
             if (
                 holder.get(name) is not param
-                or param.data_ptr() != address
-                or param.numel() != numel
+                or memory.data_ptr() != address
+                or memory.numel() != numel
                 or param.requires_grad is not requires_grad
             ):
                 return False
@@ -167,8 +172,8 @@ class ModuleParameters:
             i
             for i, (original, part) in enumerate(zip(self._originals, self._parts, strict=True))
             if any(param is not original.param for param in original.present())
-            or original.param.data_ptr() != part.data_ptr()
-            or original.param.numel() != part.numel()
+            or original.address != part.data_ptr()
+            or original.part.numel() != part.numel()
         ]
 
     def replacement(self, original: OriginalParameter, shape: torch.Size) -> nn.Parameter:
@@ -177,12 +182,12 @@ class ModuleParameters:
         Raises:
             FSDPStateError: it is none that can be the original.
         """
-        param, *others = original.present() or [original.param]
+        param, *others = original.present() or [original.held]
         if others:
             raise self._changed_error(original, "two parameters in places that were tied")
         if not isinstance(param, nn.Parameter):
             raise self._changed_error(original, f"a {type(param).__name__}")
-        if param is not original.param and owner_of(param) is not None:
+        if param is not original.held and owner_of(param) is not None:
             raise self._changed_error(original, f"'{owner_of(param)}', which a unit holds already")
         if param.shape != shape or param.dtype != self._dtype:
             got = f"a tensor of shape {tuple(param.shape)} and {param.dtype}"

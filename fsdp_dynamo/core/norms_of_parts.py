@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from fsdp_dynamo.core.parts import parts_now
+from fsdp_dynamo.core.row_dtensor import RowDTensor, norm_of_rows
 from fsdp_dynamo.errors import UnsupportedError
 
 
@@ -28,6 +29,8 @@ def refuse_norms_of_parts() -> None:
         if torch.compiler.is_compiling():
             return original(tensors, *arguments, **named)
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(isinstance(tensor, RowDTensor) for tensor in given):
+            return norm_of_rows(given, *arguments, **named)
         _refuse_parts(given)
         return original(given, *arguments, **named)
 

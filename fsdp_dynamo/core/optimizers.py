@@ -18,7 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gradient_scalers import refuse_plain_scaler
-from fsdp_dynamo.core.parts import has_parts
+from fsdp_dynamo.core.original_parameter import REPLACED
+from fsdp_dynamo.core.parts import has_plain_parts
+from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
@@ -79,6 +81,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.compiler.disable(reason="an optimizer is checked once, eagerly")  # type: ignore[untyped-decorator]
 def _check(optimizer: Optimizer) -> None:
+    _refuse_replaced(optimizer)
     managed = list(_managed_parameters(optimizer))
     sharded = _sharded_places(optimizer)
     if sharded:
@@ -114,17 +117,30 @@ def _managed_parameters(
 
 
 def _sharded_places(optimizer: Optimizer) -> dict[int, Place]:
-    """By the ``id`` of each of its parameters of which ranks have different parts, the place."""
+    """By the ``id`` of each of its parameters that is a plain part, the place."""
     return {
         id(param): (flat, index)
         for param, flat, index in _managed_parameters(optimizer)
-        if has_parts(flat)
+        if has_plain_parts(flat)
     }
 
 
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    """Raise for parameters in whose place DTensors are: no gradient goes to them any more."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if hasattr(param, REPLACED):
+                raise FSDPStateError(
+                    expected="parameters of the sharded model",
+                    got=f"one of shape {tuple(param.shape)} in whose place a DTensor is now",
+                    where=f"{type(optimizer).__name__}.step()",
+                    fix="Make the optimizer after the model is sharded, of its parameters().",
+                )
+
+
 def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: int) -> None:
-    if not flat.is_sharded:
-        return
+    if not flat.is_sharded or flat.originals[index].placing is not None:
+        return  # a DTensor refuses by itself what it cannot do
     for cls in type(optimizer).__mro__:
         if cls.__name__.lower() in _NAMES and cls.__module__.partition(".")[0] in _LIBRARIES:
             raise UnsupportedError(
@@ -145,14 +161,19 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
         FSDPStateError: state of torch's own optimizers that is of neither size.
     """
     state = optimizer.state[param]
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-    if any(value.shape == param.shape for value in tensors.values()):
+    tensors = {
+        k: v
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and v.dim() and not isinstance(v, RowDTensor)
+    }
+    is_dtensor = isinstance(param, RowDTensor)
+    if not is_dtensor and any(value.shape == param.shape for value in tensors.values()):
         return
     whole = flat.layout.slots[index].shape
     part = flat.shard_layout.ranges[index]
     for key, value in tensors.items():
         if value.shape == whole:
-            state[key] = part.of(value).clone()
+            state[key] = flat.originals[index].as_param(part.of(value).clone())
         elif type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(
                 expected=f"state of this rank's part, {tuple(param.shape)}, or of the whole "

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
+from fsdp_dynamo.core import row_operators
+from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
+from fsdp_dynamo.core.row_dtensor import Placing, RowDTensor, local_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
 
 _OWNER = "_fsdp_dynamo_owner"
 _UPSTREAMS_MARK = "_fsdp_flattened"
+REPLACED = "_fsdp_dynamo_replaced"
+"""Mark of a parameter in whose place a DTensor is."""
 
 
 @dataclass
@@ -25,6 +31,8 @@ class OriginalParameter:
         parallel: how tensor parallelism has split it, if it has.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
         rows_together: how many rows of it stay on one rank; the last ones may be fewer.
+        placing: of its DTensors, if ``param`` is one.
+        whole: a plain parameter that modules hold in the place of a DTensor while it is summoned.
     """
 
     param: nn.Parameter
@@ -33,13 +41,105 @@ class OriginalParameter:
     parallel: TensorParallel | None = None
     keeps_dtype: bool = False
     rows_together: int = 1
+    placing: Placing | None = None
+    whole: nn.Parameter | None = None
 
     def take_local(self) -> None:
         """Put a plain parameter in the place of a DTensor: its local tensor."""
         self.param, self.parallel = as_local_parameter(self.param)
         if self.parallel is not None:
-            for module, name, _ in self.sites:
-                module._parameters[name] = self.param
+            self._put_into_modules(self.param)
+
+    # -- this rank's part, a plain tensor whether the parameter is one or a DTensor ----------------
+
+    def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
+        """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
+        old = self.param
+        self.placing = placing
+        self.param = nn.Parameter(placing.dtensor(part), requires_grad=old.requires_grad)
+        self.param.__dict__.update({k: v for k, v in old.__dict__.items() if k != "_placing"})
+        hand_over_hooks(old, self.param)
+        setattr(old, REPLACED, True)
+        self._put_into_modules(self.param)
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's elements."""
+        return local_of(self.param.detach())
+
+    def shape_of(self, part: torch.Tensor) -> torch.Size:
+        """The parameter's shape where this rank has ``part``."""
+        return part.shape if self.placing is None else self.param.shape
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a tensor that has the parameter's shape."""
+        value = value.detach()
+        return value if self.placing is None else row_operators.rows_of(self.param, value)
+
+    @property
+    def address(self) -> int:
+        """Of the part."""
+        return self.part.data_ptr()
+
+    def show_part(self, part: torch.Tensor) -> None:
+        """Let the parameter be ``part``."""
+        if self.placing is None:
+            self.param.data = part
+        else:
+            assert isinstance(self.param, RowDTensor)
+            self.param.move_to(part)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's elements of the gradient."""
+        grad = self.param.grad
+        if grad is None or self.placing is None:
+            return grad
+        if not isinstance(grad, RowDTensor):  # of a use outside of the model's forward
+            assert isinstance(self.param, RowDTensor)
+            grad = self.param.grad = self.placing.dtensor(self.param.rows_of(grad).clone())
+        return grad._local_tensor  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, part: torch.Tensor | None) -> None:
+        is_dtensor = self.placing is not None and part is not None
+        self.param.grad = self.as_param(part) if is_dtensor else part  # type: ignore[arg-type]
+
+    def as_param(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's kind of which this rank has ``part``."""
+        return part if self.placing is None else self.placing.dtensor(part)
+
+    def holds_as(self, tensor: RowDTensor) -> bool:
+        """Whether a DTensor has the rows that this one has."""
+        return self.placing is not None and self.placing.rows.holds_as(tensor._placing.rows)
+
+    def show_whole(self, value: torch.Tensor) -> None:
+        """Let modules hold the whole parameter, until ``show_part``."""
+        if self.placing is None:
+            self.param.data = value
+        else:
+            self.whole = nn.Parameter(value, requires_grad=self.param.requires_grad)
+            self.whole.__dict__.update(
+                {k: v for k, v in self.param.__dict__.items() if k != "_placing"}
+            )
+            self._put_into_modules(self.whole)
+
+    def end_whole(self) -> None:
+        """Let modules hold the DTensor again."""
+        if self.whole is not None:
+            self.whole = None
+            self._put_into_modules(self.param)
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The object that modules hold between steps."""
+        return self.param if self.whole is None else self.whole
+
+    def _put_into_modules(self, param: nn.Parameter) -> None:
+        for module, name, _ in self.sites:
+            module._parameters[name] = param
+
+    # -- its places ------------------------------------------------------------------------------
 
     def present(self) -> Sequence[object]:
         """The objects that modules hold now, each once; none where it was removed."""
@@ -49,8 +149,14 @@ class OriginalParameter:
     def replace(self, new: nn.Parameter) -> None:
         """Hold ``new``, which the modules hold already; the object before it is free again.
 
-        It keeps its values, in storage of its own, and no gradient goes to it any more.
+        It keeps its values, in storage of its own, and no gradient goes to it any more. A DTensor
+        stays: only values of ``new`` are taken.
         """
+        if self.placing is not None:
+            if self.whole is not None:
+                self.whole = new
+            self._put_into_modules(self.held)
+            return
         old, self.param = self.param, new
         old.data = old.data.clone()
         for mark in (_OWNER, _UPSTREAMS_MARK):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.row_dtensor import local_of, rows_like
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
@@ -31,8 +32,8 @@ class ParameterShard:
     """What one rank holds of an original parameter.
 
     Attributes:
-        param: the parameter: this rank's part, 1-D (or rows of it), or in its original shape where
-            it is not sharded.
+        param: the parameter: this rank's part, 1-D, or a DTensor; in its original shape where it is
+            not sharded.
         shape: its original, global shape.
         start: where the part begins in the parameter, flattened row by row.
         numel: elements of the part; 0 where this rank holds nothing of it.
@@ -80,12 +81,14 @@ def update_whole(
     Args:
         units: whose parameters they are.
         parts: by plain FQN, this rank's part of a tensor of the parameter's shape: its gradient,
-            a momentum, or the parameter itself. As large as the part of the parameter.
+            a momentum, or the parameter itself. As large as the part of the parameter, or a
+            DTensor.
         update: called with the FQN and the whole tensor, on one rank (on all where a parameter is
             not sharded); returns a tensor of the same shape.
 
     Returns:
-        This rank's part of what ``update`` returned, by FQN, in the shape of ``parts``.
+        This rank's part of what ``update`` returned, by FQN, in the shape of ``parts``; a DTensor
+        where that was one.
 
     Raises:
         FSDPValueError: an unknown name, or a part of another size.
@@ -114,6 +117,7 @@ def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch
         )
     flat, index = known[fqn]
     numel = flat.shard_layout.ranges[index].numel
+    part = local_of(part)
     if part.numel() != numel:
         raise FSDPValueError(
             expected=f"this rank's part of '{fqn}', {numel} elements",
@@ -142,8 +146,8 @@ class _WholeUpdate:
         self.shape = flat.layout.slots[index].shape
         self.numel = flat.layout.slots[index].numel
         self.owner = flat.rank
-        self._home = part.device
-        self._part = part.to(flat.device)  # collectives work there
+        self._given = part
+        self._part = local_of(part).to(flat.device)  # collectives work there
         self._received = torch.empty_like(self._part)
         ranks = range(flat.layout.world_size)
         self._ranges = [flat.layout.shard_range(index, rank) for rank in ranks]
@@ -152,7 +156,8 @@ class _WholeUpdate:
     @property
     def result(self) -> torch.Tensor:
         """This rank's part of what was returned, where the part was."""
-        return self._received.to(self._home)
+        part = self._received.to(self._given.device)
+        return rows_like(self._given, part)
 
     def gather(self) -> Iterator[_Transfer]:
         """Transfers of the parts to the owner."""

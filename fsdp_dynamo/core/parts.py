@@ -15,7 +15,7 @@ _sharded: WeakSet[FlatParameter] = WeakSet()
 
 def note_parts(flats: Iterable[FlatParameter]) -> bool:
     """Note the parameters of which ranks have different parts; returns whether there are any."""
-    found = [flat for flat in flats if has_parts(flat)]
+    found = [flat for flat in flats if has_plain_parts(flat)]
     _sharded.update(found)
     return bool(found)
 
@@ -23,6 +23,11 @@ def note_parts(flats: Iterable[FlatParameter]) -> bool:
 def has_parts(flat: FlatParameter) -> bool:
     """Whether ranks have different parts of a flat parameter."""
     return flat.is_sharded and flat.layout.world_size > 1
+
+
+def has_plain_parts(flat: FlatParameter) -> bool:
+    """Whether it has parts that are plain tensors, which do not say what they are."""
+    return has_parts(flat) and flat.originals[0].placing is None
 
 
 def parts_now() -> Iterator[tuple[torch.Tensor, str]]:

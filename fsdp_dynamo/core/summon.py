@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.row_dtensor import local_of
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.training_state import UnitState
@@ -107,9 +108,9 @@ class _SummonedFlat:
         for i, original in enumerate(flat.originals):
             if self._moves_grads:
                 original.param.grad = None  # of another shape
-            original.param.data = values[i]
+            original.show_whole(values[i])
             if grads is not None and self._has_grads is not None and self._has_grads[i]:
-                original.param.grad = grads[i]
+                original.held.grad = grads[i]
 
     def _any_rank_has_grad(self) -> list[bool]:
         """Whether any rank has a gradient, per original parameter."""
@@ -118,7 +119,9 @@ class _SummonedFlat:
         return [bool(flag) for flag in flags.tolist()]
 
     def _sharded_grad(self) -> torch.Tensor:
-        return shard_of(self._flat, self._grads)
+        return shard_of(
+            self._flat, [grad if grad is None else local_of(grad) for grad in self._grads]
+        )
 
     def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Whole tensors made of every rank's shard; copies, on every rank."""
@@ -146,8 +149,8 @@ class _SummonedFlat:
         except FSDPStateError:
             self.restore()
             raise
-        values = [original.param.data for original in originals]
-        grads = [original.param.grad for original in originals]
+        values = [original.held.data for original in originals]
+        grads = [original.held.grad for original in originals]
         shard = self._flat.sharded.detach()
         self.restore()
         if not self._options.writeback:
@@ -162,7 +165,7 @@ class _SummonedFlat:
         for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
             shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
             param = flat.module_parameters.replacement(original, shape)
-            if param is not original.param:
+            if param is not original.held:
                 original.replace(param)
                 self._grads[i] = None
 
@@ -173,7 +176,7 @@ class _SummonedFlat:
         parts = self._flat.shard_layout.split(sharded_grad)
         for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
             if has:
-                original.param.grad = part
+                original.grad = part
 
     def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write this rank's part of whole values into ``shard``."""

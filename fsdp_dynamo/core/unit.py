@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
@@ -20,8 +21,12 @@ from fsdp_dynamo.config import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
+    StateDictType,
+    settings_of,
 )
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
@@ -29,6 +34,13 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, unit_name
+
+_DTENSORS = settings_of(
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(shares_memory=True),
+    ShardedOptimStateDictConfig(shares_memory=True),
+)
+"""Of state dicts with DTensors, as FSDP2's are."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class UnitConfig:
         offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
         limit_all_gathers: as given; nothing depends on it.
         full_precision_in_eval: whether evaluation leaves ``precision`` out.
-        keeps_rows: whether parameters are rows, not 1-D.
+        dtensor_mesh: of DTensors that parameters are; ``True``: one to be made, ``False``: none.
     """
 
     groups: Groups
@@ -51,7 +63,7 @@ class UnitConfig:
     cpu_offload: CPUOffload
     limit_all_gathers: bool
     full_precision_in_eval: bool
-    keeps_rows: bool
+    dtensor_mesh: DeviceMesh | bool
 
 
 class Unit:
@@ -83,7 +95,7 @@ class Unit:
         self.is_unsharded = False
         self.is_ahead = False
         self.is_summoned = False
-        self.state_dict_settings = StateDictSettings()
+        self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
         self._gathered_versions: list[int] = []

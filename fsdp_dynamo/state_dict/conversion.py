@@ -10,9 +10,10 @@ from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of
+from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.state_dict.shard_holders import Holders
 from fsdp_dynamo.state_dict.tensor_shard import RankLocalTensor, TensorShard, require_same_shard
 from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
@@ -33,7 +34,7 @@ def gather_states(
 
     A tensor that is ``None`` must be so on every rank.
     """
-    shard = shard_of(flat, locals_)
+    shard = shard_of(flat, [one if one is None else local_of(one) for one in locals_])
     for value, local in zip(_gathered(flat, shard), locals_, strict=True):
         yield value if local is not None else None
 
@@ -48,17 +49,26 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
 def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
     """A tensor as large as a local original parameter, as a shard of the unsharded tensor.
 
-    Memory is shared. If nothing is sharded, the result is a plain tensor of the original shape.
+    Memory is shared. A DTensor where the parameter is one. If nothing is sharded, the result is a
+    plain tensor of the original shape.
     """
+    original = flat.originals[index]
+    if original.placing is not None and flat.layout.slots[index].numel:
+        return original.as_param(local_of(local))
+    return _tensor_shard(flat, index, local)
+
+
+def _tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
+    original = flat.originals[index]
     part, slot = flat.shard_layout.ranges[index], flat.layout.slots[index]
-    parallel = flat.originals[index].parallel
+    parallel = original.parallel
     if parallel is not None:
         within = (tuple(parallel.shape), parallel.offsets(slot.shape))
         return TensorShard(local.view(-1), slot.shape, part.param_start, within)
     if flat.is_sharded and slot.numel:
-        holders = Holders(flat, index)
+        holders = rows_in(flat.layout, index, flat.group, flat.unit_fqn)
         return TensorShard(local.view(-1), slot.shape, part.param_start, holders=holders)
-    return local.view(slot.shape)
+    return local_of(local).view(slot.shape)
 
 
 def mark_rank_local(flat: FlatParameter, value: Any) -> Any:
@@ -82,16 +92,19 @@ def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
 def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
     """This rank's part of an unsharded tensor or ``TensorShard``, without communication.
 
-    Of a ShardedTensor or DTensor too, which all ranks gather together.
+    Of a ShardedTensor or DTensor too, which all ranks gather together. The part is a DTensor where
+    the parameter is one.
 
     Raises:
         FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
     part, original = flat.shard_layout.ranges[index], flat.originals[index]
+    if isinstance(value, RowDTensor) and original.holds_as(value):
+        return original.as_param(value._local_tensor)
     if isinstance(value, TensorShard):
-        own = as_tensor_shard(flat, index, original.param.detach())
+        own = _tensor_shard(flat, index, original.part)
         require_same_shard(own, value, f"key '{key}'")
-        return value.local.view(original.param.shape)
+        return original.as_param(value.local.view(part.shape))
     value = whole_tensor(value)
     shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
     if shape != unsharded_shape(flat, index):
@@ -104,4 +117,4 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
     value = torch.detach(value)  # loads the value of a file that is read as it is needed
     if original.parallel is not None:
         value = original.parallel.local(value)
-    return part.of(value) if flat.is_sharded else value
+    return original.as_param(part.of(value)) if flat.is_sharded else value

@@ -120,12 +120,12 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
 def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
     """This rank's part of each original parameter, or all of it if it is not sharded."""
     for index, original in enumerate(flat.originals):
-        yield as_tensor_shard(flat, index, original.param.detach())
+        yield as_tensor_shard(flat, index, original.part)
 
 
 def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
     """The local parameters as they are."""
-    return (mark_rank_local(flat, original.param.detach()) for original in flat.originals)
+    return (mark_rank_local(flat, original.part) for original in flat.originals)
 
 
 _VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {

@@ -26,6 +26,7 @@ from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.config import StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
+from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of
 from fsdp_dynamo.core.state_origin import with_origins_of, without_origin
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
@@ -228,6 +229,8 @@ def save_several(
 
 
 def _is_like_param(place: ParamPlace, value: object) -> bool:
+    if isinstance(place.param, RowDTensor):
+        return isinstance(value, RowDTensor)
     return isinstance(value, torch.Tensor) and value.shape == place.param.shape
 
 
@@ -235,7 +238,7 @@ def _value_to_save(place: ParamPlace, value: Any, form: StateDictType) -> Any:
     if place.flat is None:
         return value
     if form is StateDictType.LOCAL_STATE_DICT:
-        return mark_rank_local(place.flat, value)
+        return mark_rank_local(place.flat, tree_map(local_of, value))
     return (
         as_tensor_shard(place.flat, place.index, value) if _is_like_param(place, value) else value
     )
@@ -328,6 +331,8 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
     """Values of all tensors of one element, by ``id``, with one copy per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for value in values:
+        if isinstance(value, RowDTensor):
+            continue  # a part, of one element in all
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             by_device.setdefault(value.device, []).append(value)
     result: dict[int, float] = {}
@@ -379,7 +384,7 @@ def load(
         raise _mismatch_error("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
     state: dict[Any, Any] = {
         keys[place.fqn]: {
-            name: copied(unmark_rank_local(value))
+            name: copied(_from_local(place, value))
             if is_local
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
@@ -393,6 +398,17 @@ def load(
         if is_named:
             with_origins_of(optim, result["param_groups"])
     return result
+
+
+def _from_local(place: ParamPlace, value: Any) -> Any:
+    """A value of a local state dict; a DTensor where the parameter is one of the same rows."""
+    value = unmark_rank_local(value)
+    if place.flat is None or not isinstance(place.param, RowDTensor):
+        return value
+    part = place.flat.shard_layout.ranges[place.index]
+    if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.shape:
+        return place.flat.originals[place.index].as_param(value)
+    return value
 
 
 def _loaded(

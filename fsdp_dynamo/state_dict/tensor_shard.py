@@ -1,9 +1,7 @@
 """Values of sharded and local state dicts, for torch.distributed.checkpoint (DCP).
 
 A ``TensorShard`` has the shape and dtype of the unsharded tensor and the memory of this rank's
-range of it. DCP asks it for chunks (``state_dict.chunks``), writes their memory to a file, and
-reads into it in place. No file has padding or other ranks' elements, and no tensor is ever
-gathered.
+range of it, which DCP writes to a file and reads into in place (``core.layout.chunked_tensor``).
 """
 
 from __future__ import annotations
@@ -13,17 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem
 
+from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
+from fsdp_dynamo.core.layout.chunks import Chunk, chunks_of
+from fsdp_dynamo.core.rows import Rows
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
-from fsdp_dynamo.state_dict.chunks import Chunk, chunks_of
 from fsdp_dynamo.state_dict.shard_holders import (
-    Holders,
     LocalShard,
     ShardedInfo,
     ShardInfo,
@@ -31,7 +26,7 @@ from fsdp_dynamo.state_dict.shard_holders import (
 )
 
 
-class TensorShard(torch.Tensor):
+class TensorShard(ChunkedTensor, torch.Tensor):
     """A contiguous range of a flattened tensor, with the unsharded tensor's shape.
 
     Args:
@@ -45,7 +40,7 @@ class TensorShard(torch.Tensor):
 
     local: torch.Tensor
     chunks: list[Chunk]
-    holders: Holders | None
+    holders: Rows | None
 
     @staticmethod
     def __new__(
@@ -54,7 +49,7 @@ class TensorShard(torch.Tensor):
         shape: tuple[int, ...],
         begin: int,
         within: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-        holders: Holders | None = None,
+        holders: Rows | None = None,
     ) -> TensorShard:
         outer_shape, at = within or (shape, (0,) * len(shape))
         shard: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -73,9 +68,13 @@ class TensorShard(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TensorShard({self.local.numel()} elements of {tuple(self.shape)}, {self.dtype})"
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The memory of each chunk, in its shape."""
-        return [self.local[c.start : c.start + c.numel].view(c.sizes) for c in self.chunks]
+    def held_chunks(self) -> list[Chunk]:
+        """This rank's chunks of the whole tensor."""
+        return self.chunks
+
+    def held_elements(self) -> torch.Tensor:
+        """The memory of all of them, 1-D."""
+        return self.local
 
     def like(self, local: torch.Tensor) -> TensorShard:
         """The same shard with other memory, dtype or device."""
@@ -136,13 +135,13 @@ class TensorShard(torch.Tensor):
         Raises:
             UnsupportedError: of a value from a file, or under tensor parallelism.
         """
-        return self._known_holders("full_tensor()").gather(self.local).view(self.shape)
+        return self._known_holders("full_tensor()").gather(self.local)
 
     def _info(self, chunk: Chunk, rank: int) -> ShardInfo:
         placement = ShardPlacement(rank, self.local.device)
         return ShardInfo(list(chunk.offsets), list(chunk.sizes), placement)
 
-    def _known_holders(self, where: str) -> Holders:
+    def _known_holders(self, where: str) -> Rows:
         if self.holders is None:
             raise UnsupportedError(
                 expected="a value of a model's or optimizer's state dict",
@@ -151,36 +150,6 @@ class TensorShard(torch.Tensor):
                 fix="Use StateDictType.FULL_STATE_DICT for whole tensors.",
             )
         return self.holders
-
-    # -- DCP's protocol ``_Checkpointable`` ------------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for chunk in self.chunks
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, tensor in zip(self.chunks, self.tensors(), strict=True):
-            if index.offset == torch.Size(chunk.offsets):
-                return tensor
-        raise FSDPValueError(
-            expected=f"the offset of one of {len(self.chunks)} chunks",
-            got=str(index.offset),
-            where=f"'{index.fqn}'",
-            fix="Load into a state dict of the model as it is sharded now.",
-        )
 
     # -- supported operations --------------------------------------------------------------------
 

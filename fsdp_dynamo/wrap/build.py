@@ -303,7 +303,7 @@ def _build_unit(
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
             precision=(precision, overridden, None)[chosen],
             offload=config.offload,
-            keeps_rows=config.keeps_rows,
+            mesh=config.dtensor_mesh,
         )
         for (_, _, chosen, _), members in groups.items()
     ]

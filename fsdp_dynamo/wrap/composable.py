@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
@@ -69,14 +70,16 @@ def fully_shard(
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
     rows_together: RowsTogether | None = None,
-    keep_rows: bool = False,
+    use_dtensor: bool | None = None,
 ) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
     Without a policy call it innermost first: on every block, then on the model. The outermost
-    module is the root. Its parameters, its state dict and the order of its collectives are those
-    of ``FullyShardedDataParallel``. As there, clip with ``module.clip_grad_norm_()``: parameters
-    are this rank's parts.
+    module is the root. The order of its collectives is that of ``FullyShardedDataParallel``.
+    Parameters, gradients and the values of ``state_dict()`` are DTensors of the whole shapes, as
+    FSDP2's are, over rows that are spread unevenly: ``full_tensor()``, torch's clipping and
+    optimizers that work element by element are right, what is not right raises. Make optimizers
+    afterwards.
 
     Args:
         module: what to shard; a compiled module is sharded below its ``torch.compile``. Of a list
@@ -104,7 +107,7 @@ def fully_shard(
         sync_module_states: its argument of this name.
         reduction_group: its argument of this name.
         rows_together: its argument of this name.
-        keep_rows: its argument of this name.
+        use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
 
     Returns:
         The same object, or a list of those given; its class is now a subclass of ``FSDPModule`` and
@@ -133,7 +136,7 @@ def fully_shard(
         device_mesh=mesh,
         reduction_group=reduction_group,
         rows_together=rows_together,
-        keep_rows=keep_rows,
+        use_dtensor=has_own_operators() if use_dtensor is None else use_dtensor,
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):

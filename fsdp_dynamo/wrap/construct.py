@@ -20,6 +20,7 @@ from fsdp_dynamo.config import coerce_mixed_precision
 from fsdp_dynamo.core.norms_of_parts import refuse_norms_of_parts
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.parts import note_parts
+from fsdp_dynamo.core.row_dtensor import require_own_operators
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import hint_at_cause
 from fsdp_dynamo.module_tree import join_fqn
@@ -58,7 +59,7 @@ class Arguments:
     limit_all_gathers: bool = True
     shard_placement_fn: PlacementFn | None = None
     rows_together: arguments.RowsTogether | None = None
-    keep_rows: bool = False
+    use_dtensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     register_exit_callback(announce_failure)
     register_exit_callback(hint_at_cause)
     record_flight_by_default()
+    if given.use_dtensor:
+        require_own_operators()
     config = UnitConfig(
         groups=groups,
         strategy=effective_strategy(strategy, groups),
@@ -114,7 +117,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-        keeps_rows=given.keep_rows,
+        dtensor_mesh=given.use_dtensor and (given.device_mesh or True),
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):

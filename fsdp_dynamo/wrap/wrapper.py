@@ -60,10 +60,11 @@ class FullyShardedDataParallel(WrapperAttributes):
         rows_together: called with the FQN and each parameter, gives how many of its rows are to
             stay on one rank: 32 for a quantiser of blocks, ``len(param)`` for an optimizer of whole
             matrices. That may cost padding, of which ``explain()`` tells the bytes.
-        keep_rows: let parameters be this rank's rows, ``(rows, *shape[1:])``, so that code may tell
-            matrices from vectors by ``ndim``. Such a parameter must be used by its unit only: a
-            module that is called by itself would compute with these rows, where 1-D ones are an
-            error.
+        use_dtensor: let parameters, gradients and optimizer states be DTensors of the whole shape
+            over this rank's rows; where nothing is sharded they stay plain. torch's clipping,
+            norms, gradient scaler and optimizers that work element by element are right then, other
+            operators raise, and ``state_dict()`` has DTensors, too. New objects are put in the
+            place of the parameters: make the optimizer afterwards.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -93,7 +94,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
         rows_together: RowsTogether | None = None,
-        keep_rows: bool = False,
+        use_dtensor: bool = False,
     ) -> None:
         check_module(module)
         compile_context = None
@@ -118,7 +119,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
                 rows_together=rows_together,
-                keep_rows=keep_rows,
+                use_dtensor=use_dtensor,
                 limit_all_gathers=limit_all_gathers,
             ),
         )

@@ -334,3 +334,64 @@ def test_a_sharded_tensor_says_who_holds_what(group: dist.ProcessGroup) -> None:
     assert [one.placement.rank() for one in held] == [0, 0]
     assert [one.metadata.shard_offsets for one in made.local_shards()] == [[0, 0], [2, 0]]
     assert torch.equal(made.local_shards()[0].tensor, rows[:2])
+
+
+# -- DTensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "._local_tensor",
+    need="DTensors over uneven rows: a subclass of DTensor, made of a local tensor and a "
+    "description, whose operators are ours",
+    instead="a subclass of torch.Tensor that is no DTensor, with the same methods",
+)
+def test_a_subclass_of_dtensor_has_its_own_operators(group: dist.ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    class Own(DTensor):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            local = [one._local_tensor if isinstance(one, Own) else one for one in args]
+            return Own.__new__(Own, func(*local), args[0]._spec, requires_grad=False)
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size([3, 2]), (2, 1), torch.float32))
+    made: Any = Own.__new__(Own, torch.ones(1, 2), spec, requires_grad=False)
+    if torch.__version__.startswith("2.11."):  # ours refuses DTensors there
+        assert not isinstance(made.detach(), Own)
+    else:
+        assert isinstance(nn.Parameter(made), Own)
+
+
+@pytest.mark.private(
+    "._amp_foreach_non_finite_check_and_unscale_",
+    need="an overflow in one rank's rows of a DTensor is one of all ranks for torch.amp.GradScaler",
+    instead="ShardedGradScaler for DTensors, too",
+)
+def test_a_scaler_unscales_lists_of_gradients() -> None:
+    grads, found = [torch.tensor([4.0, float("inf")])], torch.zeros(1)
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.5]))
+    assert grads[0][0] == 2
+    assert found == 1
+
+
+@pytest.mark.private(
+    "torch.optim.optimizer._foreach_supported_types",
+    "torch.utils._foreach_utils",
+    "torch.utils._foreach_utils._foreach_supported_types",
+    need="optimizers and clipping that take lists of DTensors by default, where the device can",
+    instead="nothing: they take one at a time, unless foreach=True",
+)
+def test_lists_of_dtensors_are_taken() -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        assert DTensor in types

@@ -92,7 +92,7 @@ def _as_ddp(
 
     plain = make_transformer(num_blocks=1)
     before = _decay_groups(plain)
-    wrapped = wrap(plain, keep_rows=grouped == "after")
+    wrapped = wrap(plain, use_dtensor=grouped == "after")
     names: dict[str, Any] = {"model": wrapped, "torch": torch}
     exec(recipe("Decay matrices only"), names)
     optimizer = names["optimizer"]

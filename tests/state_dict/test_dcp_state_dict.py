@@ -28,6 +28,7 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from torch.distributed.fsdp import StateDictType as StateDictType1
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy1
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import (
     FSDP,
@@ -38,9 +39,11 @@ from fsdp_dynamo import (
     checkpoint,
     fully_shard,
 )
+from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
+DTENSORS = pytest.mark.skipif(not has_own_operators(), reason="not on torch 2.11")
 FSDP1 = upstream.FullyShardedDataParallel
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -63,6 +66,9 @@ MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "wrapper": wrap,
     "one unit": FSDP,
     "composable": lambda plain: fully_shard(plain, policy=ModuleWrapPolicy({Block})),
+    "DTensors": lambda plain: fully_shard(
+        plain, policy=ModuleWrapPolicy({Block}), use_dtensor=True
+    ),
     "compiled": lambda plain: torch.compile(wrap(plain), backend="fsdp_dynamo_aot_eager"),
     "FSDP2": _in_fsdp2,
     "FSDP1": lambda plain: FSDP1(
@@ -138,6 +144,16 @@ def _through_files(rank: int, world_size: int, writer: str, reader: str, folder:
         ("FSDP2", "wrapper"),
         ("FSDP1", "wrapper"),
         ("FSDP1", "composable"),
+        *[
+            pytest.param(*pair, marks=DTENSORS)
+            for pair in (
+                ("DTensors", "FSDP2"),
+                ("FSDP2", "DTensors"),
+                ("wrapper", "DTensors"),
+                ("DTensors", "one unit"),
+                ("FSDP1", "DTensors"),
+            )
+        ],
     ],
 )
 def test_through_files(ranks: RankPool, tmp_path: Path, writer: str, reader: str) -> None:
@@ -261,8 +277,9 @@ def test_torchs_optimizer_reader(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(_torchs_optimizer_reader, 3, str(tmp_path)) == [[], [], []]
 
 
-def _options(rank: int, world_size: int) -> dict[str, bool]:
-    pair = _trained("wrapper", rank)
+def _options(rank: int, world_size: int, how: str) -> dict[str, bool]:
+    pair = _trained(how, rank)
+    kind = DTensor if how == "DTensors" else TensorShard
     model, optimizer = pair
     expected = _whole(pair)
     first = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -272,7 +289,7 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
     )
     parts = get_model_state_dict(model)
     trained_only = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    receiver = _made("composable", seed=8)
+    receiver = _made("DTensors" if how == "DTensors" else "composable", seed=8)
     set_state_dict(
         *receiver,
         model_state_dict=alone if rank == 0 else {},
@@ -293,9 +310,9 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
     )
     return {
         "rank 0 alone": bool(alone) is bool(optim_alone) is (rank == 0),
-        "flat": isinstance(flat["state.head.weight.exp_avg"], TensorShard),
+        "flat": isinstance(flat["state.head.weight.exp_avg"], kind),
         "flat groups": flat["param_groups.head.weight.lr"] == 1e-2,
-        "parts": all(isinstance(value, TensorShard) for value in parts.values()),
+        "parts": all(isinstance(value, kind) for value in parts.values()),
         "frozen left out": sorted(set(parts) - set(trained_only))
         == ["blocks.1.norm1.bias", "blocks.1.norm1.weight"],
         "received": _same(_whole(receiver), expected) == [],
@@ -304,8 +321,9 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
     }
 
 
-def test_options(ranks: RankPool) -> None:
-    for found in ranks.run(_options, 2):
+@pytest.mark.parametrize("how", ["wrapper", pytest.param("DTensors", marks=DTENSORS)])
+def test_options(ranks: RankPool, how: str) -> None:
+    for found in ranks.run(_options, 2, how):
         assert [what for what, holds in found.items() if not holds] == []
 
 
@@ -322,6 +340,31 @@ def _one_parameter_in_two(rank: int, world_size: int) -> str:
 def test_one_parameter_in_two_optimizers(ranks: RankPool) -> None:
     for message in ranks.run(_one_parameter_in_two, 2):
         assert "expected each parameter in one optimizer, got 'head.bias' in two" in message
+
+
+def _written(rank: int, world_size: int, writer: str, folder: str) -> dict[str, torch.Tensor]:
+    trained = _trained(writer, rank)
+    model, optim = get_state_dict(*trained)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=folder)
+    return _whole(trained)
+
+
+def _read(rank: int, world_size: int, reader: str, folder: str) -> dict[str, torch.Tensor]:
+    fresh = _made(reader, seed=8)
+    model, optim = get_state_dict(*fresh)
+    state = {"model": model, "optim": optim}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(*fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return _whole(fresh)
+
+
+@DTENSORS
+@pytest.mark.parametrize("pair", [("DTensors", "FSDP2"), ("FSDP2", "DTensors")], ids="-".join)
+def test_other_world_sizes(ranks: RankPool, tmp_path: Path, pair: tuple[str, str]) -> None:
+    """Files of three ranks of one library, read by two of the other."""
+    expected = ranks.run(_written, 3, pair[0], str(tmp_path))[0]
+    for got in ranks.run(_read, 2, pair[1], str(tmp_path)):
+        assert _same(expected, got) == []
 
 
 class _OddlyNamed(nn.Module):

@@ -131,7 +131,7 @@ def _save(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple
     model = _sharded(how)
     optimizer = OPTIMIZERS[kind](model)
     _train(model, optimizer, rank, range(2))
-    whole = FSDP.optim_state_dict(model, optimizer)
+    whole = _whole(model, optimizer)
     checkpoint.save(folder, model, optimizer, step=2)
     return whole, _train(model, optimizer, rank, range(2, 4))
 
@@ -140,7 +140,12 @@ def _load(rank: int, world_size: int, how: str, kind: str, folder: str) -> tuple
     model = _sharded(how)
     optimizer = OPTIMIZERS[kind](model)
     checkpoint.load(folder, model, optimizer)
-    return FSDP.optim_state_dict(model, optimizer), _train(model, optimizer, rank, range(2, 4))
+    return _whole(model, optimizer), _train(model, optimizer, rank, range(2, 4))
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return FSDP.optim_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from fsdp_dynamo import (
     fully_shard,
     record_events,
 )
-from fsdp_dynamo.state_dict.chunks import chunks_of
+from fsdp_dynamo.core.layout.chunks import chunks_of
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 

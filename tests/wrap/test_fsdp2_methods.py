@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, FSDPError, fully_shard, record_events
+from fsdp_dynamo import FSDP, FSDPError, StateDictType, fully_shard, record_events
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -302,7 +302,8 @@ def _by_the_user(rank: int, world_size: int) -> tuple[Any, Any, list[int], list[
     handle.wait()
     model.set_manual_backward_finalization(False)
     by_hand, plain = _grads(model), make_transformer(num_blocks=2)
-    plain.load_state_dict(model.state_dict())
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        plain.load_state_dict(model.state_dict())
     for one in range(world_size):
         _backwards(plain, one, 0, 1)
     close = [

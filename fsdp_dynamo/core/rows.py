@@ -1,0 +1,144 @@
+"""Which rows of a parameter each rank holds.
+
+One object says it for a parameter, its gradient and an optimizer's states of the same size::
+
+    rank 0   rows 0:3  \\
+    rank 1   rows 3:8   >  of (8, 5); any numbers, often 0:0, in the order of the ranks
+    rank 2   rows 8:8  /
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from operator import add
+from types import NoneType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_dynamo.comm.collectives import all_gather
+from fsdp_dynamo.comm.process_groups import served_device
+from fsdp_dynamo.core.layout.chunks import Chunk, chunks_of
+from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardRange, Slot
+from fsdp_dynamo.core.tensor_parallel import TensorParallel
+
+
+class Rows:
+    """The parts of an original parameter, or of a tensor as large as it, that ranks hold.
+
+    Args:
+        slot: the parameter in its flat parameter.
+        parts: one per rank.
+        group: the ranks, in the order of the parts.
+        fqn: of the parameter, for messages.
+        parallel: how tensor parallelism has split it before, if it has.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        parts: Sequence[ShardRange],
+        group: dist.ProcessGroup,
+        fqn: str,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.fqn = fqn
+        self.group = group
+        self.parallel = parallel
+        self.slot, self.parts = slot, tuple(parts)
+        self.part: ShardRange = self.parts[group.rank()]
+
+    def __reduce__(self) -> Any:
+        """In a file there are no ranks."""
+        return NoneType, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        """Groups of ranks are shared between copies."""
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter in the plain model."""
+        return torch.Size(self.slot.shape) if self.parallel is None else self.parallel.shape
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which its elements are spread: those of a sum over all of them."""
+        return (self.group, *(self.parallel.splitting_groups if self.parallel else ()))
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Rank in the default group, first element and end of each part, in order."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return [
+            (rank, part.param_start, part.param_start + part.numel)
+            for rank, part in zip(ranks, self.parts, strict=True)
+        ]
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """This rank's part as rectangles of the whole parameter."""
+        shape, begin = self.slot.shape, self.part.param_start
+        at = (0,) * len(shape) if self.parallel is None else self.parallel.offsets(shape)
+        return [
+            Chunk(tuple(map(add, at, chunk.offsets)), chunk.sizes, chunk.start)
+            for chunk in chunks_of(shape, begin, begin + self.part.numel)
+        ]
+
+    def holds_as(self, other: Rows) -> bool:
+        """Whether every rank holds the same elements of a tensor of the same shape.
+
+        The answer is the same on all ranks, as what follows may be a collective, or an error.
+        """
+        return self is other or (self._bounds == other._bounds and self.shape == other.shape)
+
+    @cached_property
+    def _bounds(self) -> tuple[tuple[int, int], ...]:
+        return tuple((part.param_start, part.numel) for part in self.parts)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor: a view, unless tensor parallelism has split it."""
+        return self.part.of(whole if self.parallel is None else self.parallel.local(whole))
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, on the device of this rank's part; all ranks must call it."""
+        sizes = [part.numel for part in self.parts]
+        longest, device = max(1, *sizes), served_device(self.group, local.device)
+        sent = local.new_zeros(longest, device=device)
+        sent[: local.numel()].copy_(local.reshape(-1))
+        received = sent.new_empty(longest * len(sizes))
+        all_gather(received, sent, self.group, self.fqn)
+        held = [row[:size] for row, size in zip(received.view(-1, longest), sizes, strict=True)]
+        whole = torch.cat(held).to(local.device).view(self.slot.shape)
+        return whole if self.parallel is None else self.parallel.whole(whole)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the whole parameter, contiguous."""
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+
+def rows_in(
+    layout: FlatLayout,
+    index: int,
+    group: dist.ProcessGroup,
+    fqn: str,
+    parallel: TensorParallel | None = None,
+) -> Rows:
+    """``Rows`` of the parameter in slot ``index`` of a flat parameter."""
+    parts = [layout.shard_range(index, rank) for rank in range(layout.world_size)]
+    return Rows(layout.slots[index], parts, group, fqn, parallel)
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The mesh of one dimension that is a group, the same object each time."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device.type)
+    return _meshes[group]
