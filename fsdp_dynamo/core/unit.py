@@ -202,10 +202,14 @@ class Unit:
 
     def drop_outdated(self) -> None:
         """Reshard before a forward if parameters have changed since they were gathered for it."""
-        if self.is_ahead:
+        if not self.is_ahead:
+            return
+        if self.pending_calls:
             self.require_gathered_values()
-            if self._versions() != self._gathered_versions:
-                self.reshard("forward")
+        if self._versions() != self._gathered_versions or any(
+            not flat.module_parameters.are_as_left() for flat in self.flats
+        ):
+            self.reshard("forward")
 
     def _versions(self) -> list[int]:
         return [original.param._version for original in self.originals()]
@@ -271,7 +275,7 @@ class Unit:
             self.late_parameters.check(self.fqn)
 
     def require_gathered_values(self) -> None:
-        """Raise if a parameter was given other values since they were gathered."""
+        """Raise if a parameter was given other values between a forward and its backward."""
         for flat in self.flats:
             flat.module_parameters.require_gathered_values()
 

@@ -267,3 +267,18 @@ def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> li
 def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mode: str) -> None:
     for wrong in ranks.run(_before_backward, 2, mode, strategy):
         assert wrong == []
+
+
+def _unit_without_a_backward(rank: int, world_size: int) -> bool:
+    """A frozen root stays unsharded after its forward; then its values are replaced."""
+    layer = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    model = FSDP(layer)
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x)
+    shard = model.parameter_shards()["weight"]
+    shard.param.data = torch.full_like(shard.param, 2.0)
+    return torch.equal(model(x), torch.full((2, 4), 8.0))
+
+
+def test_a_unit_without_a_backward_takes_new_values(ranks: RankPool) -> None:
+    assert all(ranks.run(_unit_without_a_backward, 2))
