@@ -49,7 +49,9 @@ def _implementation(func: Any) -> Callable[..., Any]:
         return _new
     if name in _VIEWS:
         return _view
-    if name in _ELEMENTWISE or name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return _elementwise_lists
+    if name in _ELEMENTWISE:
         return _elementwise
     return _elementwise if torch.Tag.pointwise in func.tags else _refused
 
@@ -164,42 +166,58 @@ def _operand(value: Any, row: Any) -> Any:
 def _elementwise(
     cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    row: Any = next(one for one in (*args, *kwargs.values()) if isinstance(one, cls))
     schema = func._schema
-    given = [*args, *kwargs.values()]
-    lists = [value for value in given if _has_rows(value, cls)]
-    firsts: list[Any] = [
-        next((one for one in at if isinstance(one, cls)), None) for at in zip(*lists, strict=True)
-    ]
-    first: Any = next((value for value in given if isinstance(value, cls)), None)
-    common = firsts[0] if first is None else first
-    for argument, value in zip(schema.arguments, args, strict=False):
-        is_rows = isinstance(value, cls) or _has_rows(value, cls)
-        if argument.is_write and not is_rows and isinstance(value, torch.Tensor):
+    if schema.is_mutable:
+        target = kwargs.get("out", args[0])
+        if not isinstance(target, cls):
             return _refused(cls, func, args, kwargs)  # a plain tensor would take rows
+    local = [_operand(one, row) for one in args]
+    out = func(*local, **{name: _operand(one, row) for name, one in kwargs.items()})
+    if schema.is_mutable:
+        return target
+    if isinstance(out, torch.Tensor):
+        return row._placing.dtensor(out)
+    return [*map(row._placing.dtensor, out)] if isinstance(out, (list, tuple)) else out
+
+
+def _elementwise_lists(
+    cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An operator of lists, element by element of the tensors in the same place of each list."""
+    first = args[0]
+    if all(type(one) is cls for one in first):
+        rows: list[Any] = list(first)
+    else:  # plain tensors among them, or in the place of all
+        lists = [one for one in args if isinstance(one, (list, tuple)) and len(one) == len(first)]
+        rows = [
+            next((t for t in at if isinstance(t, cls)), None) for at in zip(*lists, strict=True)
+        ]
+    if func._schema.is_mutable and any(
+        row is not None and not isinstance(one, cls) for row, one in zip(rows, first, strict=True)
+    ):
+        return _refused(cls, func, args, kwargs)  # a plain tensor would take rows
+    common = next((row for row in rows if row is not None), None)
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return _operand(value, common)
-        if len(value) != len(firsts):
+        if len(value) != len(rows):
             return value
-        return [_operand(one, row) for one, row in zip(value, firsts, strict=True)]
+        return [
+            one._local_tensor
+            if type(one) is cls and one._placing is row._placing  # type: ignore[attr-defined]
+            else _operand(one, row)
+            for one, row in zip(value, rows, strict=True)
+        ]
 
     out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-    if schema.is_mutable:
-        return None if not schema.returns else kwargs.get("out", args[0])
-    if isinstance(out, torch.Tensor):
-        return first._placing.dtensor(out)
-    if isinstance(out, (list, tuple)):
-        places = firsts or [first] * len(out)
-        return [
-            one if row is None else row._placing.dtensor(one)
-            for row, one in zip(places, out, strict=True)
-        ]
-    return out
-
-
-def _has_rows(value: Any, cls: type[DTensor]) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(one, cls) for one in value)
+    if func._schema.is_mutable:
+        return None
+    return [
+        one if row is None else row._placing.dtensor(one)
+        for row, one in zip(rows, out, strict=True)
+    ]
 
 
 def _index_put(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
