@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -173,6 +174,8 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     part = flat.shard_layout.ranges[index]
     for key, value in tensors.items():
         if value.shape == whole:
+            if isinstance(value, DTensor):  # torch's own, made of a whole tensor
+                value = value.full_tensor()  # type: ignore[no-untyped-call]
             state[key] = flat.originals[index].as_param(part.of(value).clone())
         elif type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(
