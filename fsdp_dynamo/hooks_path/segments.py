@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,7 +134,50 @@ class _Checkpointed(torch.nn.Module):
             self.options["context_fn"] = body.meta["_checkpoint_context_fn"]
 
     def forward(self, *args: Any) -> Any:
-        return checkpoint(self.run, *args, **self.options)
+        call = _Recomputed(self.run, args)
+        return checkpoint(call, *call.differentiable, **self.options)
+
+
+class _Recomputed:
+    """A body that runs again in the backward, where the buffers that it changes are as they are.
+
+    ``checkpoint`` saves what it is given, and would find that batch norm's statistics have changed.
+    In eager they are no arguments; here everything is, so what has no gradient is kept here.
+
+    Args:
+        run: the compiled body.
+        args: of its first run.
+    """
+
+    def __init__(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._run = run
+        self._positions = [
+            i for i, one in enumerate(args) if isinstance(one, torch.Tensor) and one.requires_grad
+        ]
+        self.differentiable = [args[i] for i in self._positions]
+        self._args = [None if i in self._positions else one for i, one in enumerate(args)]
+        self._unchanged: list[tuple[torch.Tensor, int]] | None = None
+
+    def __call__(self, *differentiable: Any) -> Any:
+        args = list(self._args)
+        for position, one in zip(self._positions, differentiable, strict=True):
+            args[position] = one
+        if self._unchanged is not None:
+            self._require_unchanged()
+            return self._run(*args)
+        before = [(one, one._version) for one in self._args if isinstance(one, torch.Tensor)]
+        result = self._run(*args)
+        self._unchanged = [(one, version) for one, version in before if one._version == version]
+        return result
+
+    def _require_unchanged(self) -> None:
+        """Raise, as autograd does, if the user has changed an input since."""
+        for tensor, version in self._unchanged or ():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"an input of shape {tuple(tensor.shape)} of a checkpointed function has been "
+                    "modified by an inplace operation between its forward and its backward"
+                )
 
 
 class _Segment(torch.nn.Module):

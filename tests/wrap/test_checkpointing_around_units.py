@@ -304,3 +304,58 @@ def test_a_buffer_that_changes_is_recomputed_from_as_it_was(
         assert losses == pytest.approx(expected[0], rel=1e-5)
         for name, values in expected[1].items():
             assert buffers[name] == pytest.approx(values, rel=1e-5), name
+
+
+class _Unit(nn.Sequential):
+    pass
+
+
+class _Stage(nn.Sequential):
+    """A unit and batch norms beside it, checkpointed together."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(4), _Unit(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _statistics_beside_units(rank: int, world_size: int, mode: str) -> Any:
+    def make() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(4, 4), _Stage(), _Stage(), nn.Linear(4, 3))
+
+    plain = make()
+    expected = _normed_steps(DistributedDataParallel(plain), plain)
+    model = FSDP(make(), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
+    return expected, _normed_steps(in_mode(model, mode), model)
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+def test_statistics_beside_units(ranks: RankPool, mode: str) -> None:
+    """They change twice a step, in the recomputation too, as under DDP."""
+    for expected, (losses, buffers) in ranks.run(_statistics_beside_units, 2, mode):
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        for name, values in expected[1].items():
+            assert buffers[name] == pytest.approx(values, rel=1e-5), name
+
+
+def _changed_input(rank: int, world_size: int) -> str:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = _Unit(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda y, m: self.unit(y * m), x, mask, use_reentrant=False)
+
+    model = FSDP(Masked(), auto_wrap_policy=ModuleWrapPolicy({_Unit}))
+    mask = torch.ones(4)
+    loss = in_mode(model, "hooks")(torch.ones(2, 4, requires_grad=True), mask).sum()
+    mask.zero_()
+    return error_of(loss.backward)
+
+
+def test_an_input_that_the_user_changes_is_noticed(ranks: RankPool) -> None:
+    for error in ranks.run(_changed_input, 2):
+        assert "modified by an inplace operation" in error
