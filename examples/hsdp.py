@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import Event, ShardingStrategy, fully_shard, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -35,6 +37,12 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, WIDTH, generator=generator)
     return (model(x) - x.roll(1, -1)).square().mean()
+
+
+def held(tensors: Iterable[torch.Tensor]) -> int:
+    """Elements of the tensors on this rank."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(tensor.numel() for tensor in local)
 
 
 def main() -> None:
@@ -65,7 +73,7 @@ def main() -> None:
             print(f"step {step:3}  loss {total.item() / world_size:.6f}")
     if rank == 0:
         print(f"mesh {shape[0]} x {shape[1]}")
-        print(f"a rank holds {sum(p.numel() for p in model.parameters())} elements")
+        print(f"a rank holds {held(model.parameters())} elements")
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             moved = sum(event.num_bytes for event in events if event.kind == kind)
             print(f"{kind}: {moved} bytes per step")

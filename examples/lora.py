@@ -10,11 +10,13 @@ in the optimizer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from fsdp_dynamo import fully_shard
@@ -73,6 +75,12 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     return (model(x) - x.flip(-1)).square().mean()
 
 
+def held(tensors: Iterable[torch.Tensor]) -> int:
+    """Elements of the tensors on this rank."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(tensor.numel() for tensor in local)
+
+
 def main() -> None:
     """Train the adapters; print what is held, and the losses."""
     dist.init_process_group()
@@ -94,8 +102,8 @@ def main() -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     adapter = get_model_state_dict(model, options=options)  # whole tensors, on rank 0
     if rank == 0:
-        num_frozen, num_learning = (sum(p.numel() for p in ps) for ps in (frozen, adapters))
-        num_states = sum(t.numel() for s in optimizer.state.values() for t in s.values())
+        num_frozen, num_learning = held(frozen), held(adapters)
+        num_states = held(t for s in optimizer.state.values() for t in s.values())
         print(f"a rank holds {num_frozen} frozen elements and {num_learning} that learn,")
         print(f"{num_states} of states, {sum(p.grad is not None for p in frozen)} frozen gradients")
         print(f"final loss {final!r}")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.errors import UnsupportedError, unit_name
+from fsdp_dynamo.core.row_operators import require_one_norm
+from fsdp_dynamo.errors import unit_name
 
 
 @torch.no_grad()
@@ -69,7 +70,9 @@ def clip_grad_norm(
     )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     if partial is not None:
-        _require_agreement(norm, groups, partial)
+        on_ranks = math.prod(group.size() for group in partial.groups.all)
+        where = f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}"
+        require_one_norm(norm, groups, on_ranks, where)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
@@ -94,25 +97,6 @@ def _total(
     for group in groups:
         dist.all_reduce(total, operation, group=group)
     return total
-
-
-def _require_agreement(
-    norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], partial: FlatParameter
-) -> None:
-    """Raise on all ranks if their norms differ by more than rounding."""
-    bounds = torch.stack([norm, -norm])
-    for group in groups:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    most, least = bounds[0], -bounds[1]
-    if most - least > 1e-4 * most:
-        raise UnsupportedError(
-            expected="one norm on all ranks of the root",
-            got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on "
-            f"{math.prod(group.size() for group in partial.groups.all)} ranks differs",
-            where=f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}",
-            fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies; "
-            "clip by a norm of your own where they hold different parameters.",
-        )
 
 
 def _power_sum(

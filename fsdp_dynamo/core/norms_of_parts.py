@@ -1,8 +1,9 @@
-"""Norms that torch would take of this rank's parts only are refused.
+"""Norms over several tensors: of plain parts, which torch would take of this rank only, refused.
 
 ``torch.nn.utils.clip_grad_norm_`` reads nothing but ``.grad`` and calls operators on what it finds,
-and all of that is plain tensors. So the function that takes the norm is replaced when the first
-parameter is sharded (decision 16). It takes any norm of other tensors as before.
+and of the wrapper's parameters all of that is plain tensors. So the function that takes the norm is
+replaced when the first parameter is sharded (decision 16). Of DTensors of ours it takes the norm
+with one all-reduce, on whichever ranks they are; of any other tensors as before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from fsdp_dynamo.errors import UnsupportedError
 
 
 @functools.cache
-def refuse_norms_of_parts() -> None:
-    """Let torch's norms over several tensors raise where one is a part (``core/parts.py``)."""
+def replace_total_norm() -> None:
+    """Let torch's norms over several tensors be right of DTensors of ours, and raise where one is a
+    plain part (``core/parts.py``)."""
     original = clip_grad._get_total_norm
 
     @functools.wraps(original)

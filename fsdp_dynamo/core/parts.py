@@ -13,11 +13,9 @@ from fsdp_dynamo.module_tree import join_fqn
 _sharded: WeakSet[FlatParameter] = WeakSet()
 
 
-def note_parts(flats: Iterable[FlatParameter]) -> bool:
-    """Note the parameters of which ranks have different parts; returns whether there are any."""
-    found = [flat for flat in flats if has_plain_parts(flat)]
-    _sharded.update(found)
-    return bool(found)
+def note_parts(flats: Iterable[FlatParameter]) -> None:
+    """Note the parameters that are plain parts."""
+    _sharded.update(flat for flat in flats if has_plain_parts(flat))
 
 
 def has_parts(flat: FlatParameter) -> bool:

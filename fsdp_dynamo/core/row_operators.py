@@ -272,7 +272,45 @@ def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float
         by_groups.setdefault(row._placing.rows.groups, []).append(row._local_tensor)
     powers = [_power(tensors, groups, order) for groups, tensors in by_groups.items() if tensors]
     total = torch.stack([power.to(powers[0].device) for power in powers])
-    return total.max() if math.isinf(order) else total.sum() ** (1 / order)
+    norm = total.max() if math.isinf(order) else total.sum() ** (1 / order)
+    widest, fewest = (key(by_groups.keys() - {()}, key=_num_ranks) for key in (max, min))
+    if _num_ranks(fewest) < _num_ranks(widest):
+        first = next(row for row in rows if row._placing.rows.groups == fewest)
+        where = f"a norm of several tensors, '{first._placing.rows.fqn}' among them"
+        require_one_norm(norm, widest, _num_ranks(fewest), where)
+    return norm
+
+
+def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
+    return math.prod(group.size() for group in groups)
+
+
+def require_one_norm(
+    norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], fewest: int, where: str
+) -> None:
+    """Raise on all ranks of some groups if their norms differ by more than rounding.
+
+    Args:
+        norm: of what this rank knows.
+        groups: the ranks.
+        fewest: on how many ranks a part of the gradients is.
+        where: for the message.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    bounds = _reduced(torch.stack([norm, -norm]), groups, dist.ReduceOp.MAX)
+    most, least = bounds[0], -bounds[1]
+    if most - least > 1e-4 * most:
+        raise UnsupportedError(
+            expected="one norm on all ranks of the root",
+            got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on {fewest} "
+            "ranks differs",
+            where=where,
+            fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies. Where "
+            "they hold different experts, let those be DTensors over these ranks before "
+            "fully_shard, or clip by a norm of your own.",
+        )
 
 
 def _power(

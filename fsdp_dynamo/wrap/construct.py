@@ -17,9 +17,9 @@ from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import coerce_mixed_precision
-from fsdp_dynamo.core.norms_of_parts import refuse_norms_of_parts
+from fsdp_dynamo.core.norms_of_parts import replace_total_norm
 from fsdp_dynamo.core.optimizers import watch_optimizers
-from fsdp_dynamo.core.parts import note_parts
+from fsdp_dynamo.core.parts import has_parts, note_parts
 from fsdp_dynamo.core.row_dtensor import require_own_operators
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import hint_at_cause
@@ -126,8 +126,9 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     keep_full_precision(module, plan.chosen, config)
     flats = [flat for unit in units.values() for flat in unit.flats]
     watch_optimizers(flats)
-    if note_parts(flats):
-        refuse_norms_of_parts()
+    note_parts(flats)
+    if any(map(has_parts, flats)):
+        replace_total_norm()
     return Constructed(units, plan.ignored)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import link
 from benchmarks.command_line import BadInputError
-from examples import hsdp, lora
+from examples import expert_parallel, hsdp, lora
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SLURM = EXAMPLES / "slurm.sh"
@@ -97,6 +97,27 @@ def _require_hsdp(printed: str) -> None:
 @pytest.mark.slow
 def test_hsdp(tmp_path: Path) -> None:
     _require_hsdp(_run(_torchrun(4, str(EXAMPLES / "hsdp.py"), "2"), tmp_path))
+
+
+@pytest.mark.slow
+def test_expert_parallel(tmp_path: Path) -> None:
+    """Losses and norms of one process that has all experts and all ranks' tokens."""
+    printed = _run(_torchrun(4, str(EXAMPLES / "expert_parallel.py")), tmp_path)
+    model = expert_parallel.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(expert_parallel.STEPS):
+        losses = [expert_parallel.loss_of(model, step, rank) for rank in range(4)]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append((loss.item(), norm.item()))
+    shown = [pair for step, pair in enumerate(expected) if step % 5 in (0, 4)]
+    norms = [float(text) for text in re.findall(r"norm ([\d.]+)", printed)]
+    assert _losses(printed) == pytest.approx([loss for loss, _ in shown], rel=1e-4)
+    assert norms == pytest.approx([norm for _, norm in shown], rel=1e-3)
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
