@@ -6,6 +6,11 @@ interleaved; the table shows the median over rounds with the spread, and the med
 excess over the unwrapped model as a fraction of FSDP2's eager excess in that round.
 
     python benchmarks/host_overhead.py [--units 100] [--rounds 7] [--peers KEYS] [--json FILE]
+
+With ``--step single``, ``foreach`` or ``fused`` it is the time of a step of AdamW instead, on each
+rank's parts; the fraction is of FSDP2's whole step.
+
+    python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours,ours_DTensors
 """
 
 from __future__ import annotations
@@ -85,13 +90,35 @@ def timed_step(model: nn.Module, batch: Batch, task: Workload) -> float:
     return time.perf_counter() - began
 
 
-def measure(num_units: int, rounds: int, keys: str = KEYS) -> dict[str, Row]:
+class _Timer:
+    """What is timed of a model: forward and backward, or the step after them."""
+
+    def __init__(self, model: nn.Module, batch: Batch, task: Workload, step: str | None) -> None:
+        self._given = model, batch, task
+        self._optimizer: torch.optim.Optimizer | None = None
+        if step is not None:
+            options = {"foreach": step == "foreach", "fused": step == "fused"}
+            self._optimizer = torch.optim.AdamW(model.parameters(), **options)
+
+    def __call__(self) -> float:
+        seconds = timed_step(*self._given)
+        if self._optimizer is None:
+            return seconds
+        began = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - began
+
+
+def measure(
+    num_units: int, rounds: int, keys: str = KEYS, step: str | None = None
+) -> dict[str, Row]:
     """Microseconds per unit of every peer: median, min and max over rounds, and first step.
 
     Args:
         num_units: how many units the model has.
         rounds: how often each peer is measured.
         keys: peers' keys, joined by commas; ``plain`` and ``fsdp2`` must be among them.
+        step: how AdamW's step runs, to measure that; ``None``: forward and backward.
 
     Returns:
         Rows by the peers' keys.
@@ -103,15 +130,18 @@ def measure(num_units: int, rounds: int, keys: str = KEYS) -> dict[str, Row]:
     for key in (FLOOR, REFERENCE):
         if key not in models:
             raise BadInputError(f"--peers: expected {key} among them, got {keys}")
-    first = {key: timed_step(model, batch, task) for key, model in models.items()}
+    timers = {key: _Timer(model, batch, task, step) for key, model in models.items()}
+    first = {key: timer() for key, timer in timers.items()}
     for _ in range(2):
-        for model in models.values():
-            timed_step(model, batch, task)
+        for timer in timers.values():
+            timer()
     samples: dict[str, list[float]] = {key: [] for key in models}
     for _ in range(rounds):
-        for key, model in models.items():
-            samples[key].append(min(timed_step(model, batch, task) for _ in range(2)))
+        for key, timer in timers.items():
+            samples[key].append(min(timer() for _ in range(2)))
     floors, references = samples[FLOOR], samples[REFERENCE]
+    if step is not None:  # an unwrapped model updates eight times as much
+        floors = [0.0] * rounds
     rows: dict[str, Row] = {}
     for key, seconds in samples.items():
         micros = [s / num_units * 1e6 for s in seconds]
@@ -135,6 +165,7 @@ def main() -> None:
     parser.add_argument("--units", type=at_least(1), default=100)
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--peers", default=KEYS, help="keys, joined by commas")
+    parser.add_argument("--step", choices=("single", "foreach", "fused"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -142,7 +173,7 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     with one_line_on_bad_input():
         titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
-        rows = measure(options.units, options.rounds, options.peers)
+        rows = measure(options.units, options.rounds, options.peers, options.step)
     header = ("host us per unit", "median", "min", "max", "of FSDP2 eager", "first step s")
     body = [
         (

@@ -22,7 +22,9 @@ GRAPH_BACKENDS = {"fsdp_dynamo": "inductor", "fsdp_dynamo_aot_eager": "aot_eager
 UNSCHEDULED = {"prefetch": False, "sink_waits": False, "bucket": False}
 
 
-def wrap(model: nn.Module, setting: Setting, reshard: bool = True) -> FSDP:
+def wrap(
+    model: nn.Module, setting: Setting, reshard: bool = True, use_dtensor: bool = False
+) -> FSDP:
     """The wrapper, one unit per block and a root."""
     policy = ModuleWrapPolicy(set(setting.workload.block_classes)) if setting.wrap else None
     precision = (
@@ -36,6 +38,7 @@ def wrap(model: nn.Module, setting: Setting, reshard: bool = True) -> FSDP:
         mixed_precision=precision,
         device_id=device,
         sharding_strategy=strategy,
+        use_dtensor=use_dtensor,
     )
 
 
@@ -52,7 +55,11 @@ def _link() -> dict[str, Any]:
 
 
 def ours(
-    backend: str | None, variant: str = "", reshard: bool = True, options: Options = None
+    backend: str | None,
+    variant: str = "",
+    reshard: bool = True,
+    options: Options = None,
+    use_dtensor: bool = False,
 ) -> Peer:
     """Mode of a backend: eager, graph mode (our backends) or hooks mode (others).
 
@@ -61,6 +68,7 @@ def ours(
         variant: in key and title.
         reshard: after the forward.
         options: of graph mode.
+        use_dtensor: let parameters be DTensors.
     """
     is_graph = backend in GRAPH_BACKENDS
     if backend is None:
@@ -75,13 +83,14 @@ def ours(
 
     def shard(model: nn.Module, setting: Setting) -> nn.Module:
         chosen = {**_link(), **(options or {})} if is_graph else None
-        return compiled(wrap(model, setting, reshard), backend, is_graph, chosen)
+        return compiled(wrap(model, setting, reshard, use_dtensor), backend, is_graph, chosen)
 
     return Peer(key, title, wrapped(shard), ours=True)
 
 
 PEERS = (
     ours(None),
+    ours(None, "DTensors", use_dtensor=True),
     ours("aot_eager"),
     ours("inductor"),
     ours("fsdp_dynamo_aot_eager"),

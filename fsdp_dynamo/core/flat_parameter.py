@@ -348,7 +348,8 @@ class FlatParameter:
         """
         for original in self.originals:
             refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
-        sharded_grad = sharded_grad.to(self.grad_dtype)
+        if sharded_grad.dtype != self.grad_dtype:
+            sharded_grad = sharded_grad.to(self.grad_dtype)
         if self.is_offloaded:  # the host reads it next: not left in flight
             sharded_grad = sharded_grad.to(self.home)
         parts = self.shard_layout.split(sharded_grad)
