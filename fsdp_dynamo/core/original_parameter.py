@@ -65,7 +65,7 @@ class OriginalParameter:
     @property
     def part(self) -> torch.Tensor:
         """This rank's elements."""
-        return local_of(self.param.detach())
+        return self.param.detach() if self.placing is None else local_of(self.param)
 
     def shape_of(self, part: torch.Tensor) -> torch.Size:
         """The parameter's shape where this rank has ``part``."""

@@ -203,7 +203,10 @@ class UnitModule(UserMethods):
         unit.write_back()
         unit.reshard("forward")
         sums = [flat.grad_sum.take() for flat in unit.flats]
+        attributes = [(o.param, dict(o.param.__dict__)) for o in unit.originals()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for param, kept in attributes:  # a DTensor was swapped for another, with what it said
+            param.__dict__.update(kept)
         for flat, total in zip(unit.flats, sums, strict=True):
             converted = fn(flat.sharded.detach())
             flat.convert(converted)

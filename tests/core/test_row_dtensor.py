@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_dynamo import FSDP, MixedPrecision, fully_shard
+from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -363,6 +364,7 @@ def _habits(rank: int, world_size: int) -> dict[str, bool]:
         p.dtype == torch.float64 == p.to_local().dtype for p in plain.parameters()
     )
     loss_of(model, batch(rank, 0)).backward()
+    seen["still known as a unit's"] = all(owner_of(p) is not None for p in plain.parameters())
     seen["gradients of the new dtype"] = all(
         p.grad is not None and p.grad.dtype == torch.float64 for p in plain.parameters()
     )
