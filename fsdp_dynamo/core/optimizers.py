@@ -59,6 +59,7 @@ _NAMES = frozenset(
 _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 """By optimizer, the state that was checked; a loaded one is another object."""
+_of_dtensors: WeakSet[Optimizer] = WeakSet()
 _saying_origin: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state dicts say whose parts they hold."""
 
@@ -78,6 +79,8 @@ def _register() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) is not optimizer.state:
         _check(optimizer)
+    if optimizer in _of_dtensors:
+        _refuse_sums(optimizer)
 
 
 @torch.compiler.disable(reason="an optimizer is checked once, eagerly")  # type: ignore[untyped-decorator]
@@ -97,6 +100,8 @@ def _check(optimizer: Optimizer) -> None:
         if param in optimizer.state:
             _fit(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
+    if any(isinstance(param, RowDTensor) for param, _, _ in managed):
+        _of_dtensors.add(optimizer)
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -137,6 +142,25 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
                     where=f"{type(optimizer).__name__}.step()",
                     fix="Make the optimizer after the model is sharded, of its parameters().",
                 )
+
+
+@torch.compiler.disable(reason="looks at gradients eagerly")  # type: ignore[untyped-decorator]
+def _refuse_sums(optimizer: Optimizer) -> None:
+    """Raise where the gradient of a DTensor is a plain tensor: a sum that was not reduced.
+
+    It has the parameter's shape, so the step would take rows of what this rank alone has seen.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None or isinstance(grad, DTensor) or not isinstance(param, RowDTensor):
+                continue
+            raise FSDPStateError(
+                expected="gradients that are reduced, DTensors as their parameters",
+                got="a plain tensor, as steps under no_sync() leave it",
+                where=f"{type(optimizer).__name__}.step(), '{param._placing.rows.fqn}'",
+                fix="Run the last backward outside of no_sync().",
+            )
 
 
 def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: int) -> None:

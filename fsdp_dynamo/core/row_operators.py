@@ -49,7 +49,9 @@ def _implementation(func: Any) -> Callable[..., Any]:
         return _new
     if name in _VIEWS:
         return _view
-    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if name in _REDUCING_LISTS:
+        return _refused
+    if name in _FUSED or name.startswith("aten::_foreach_"):
         return _elementwise_lists
     if name in _ELEMENTWISE:
         return _elementwise
@@ -80,6 +82,8 @@ _ELEMENTWISE = frozenset(
     )
 )
 """Beside those that torch tags as pointwise."""
+_FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
+_REDUCING_LISTS = frozenset(("aten::_foreach_max", "aten::_foreach_powsum"))
 _RANDOM = frozenset(
     f"aten::{name}"
     for name in (
@@ -177,8 +181,15 @@ def _elementwise(
     if schema.is_mutable:
         return target
     if isinstance(out, torch.Tensor):
-        return row._placing.dtensor(out)
-    return [*map(row._placing.dtensor, out)] if isinstance(out, (list, tuple)) else out
+        return _as_rows(out, row, func)
+    return [_as_rows(one, row, func) for one in out] if isinstance(out, (list, tuple)) else out
+
+
+def _as_rows(out: torch.Tensor, row: Any, func: Any) -> Any:
+    """A result as rows; of another shape, it is of an operator that is wrong in the lists above."""
+    if out.shape != row._local_tensor.shape:
+        return _refused(type(row), func, (row,), {})
+    return row._placing.dtensor(out)
 
 
 def _elementwise_lists(
@@ -215,8 +226,7 @@ def _elementwise_lists(
     if func._schema.is_mutable:
         return None
     return [
-        one if row is None else row._placing.dtensor(one)
-        for row, one in zip(rows, out, strict=True)
+        one if row is None else _as_rows(one, row, func) for row, one in zip(rows, out, strict=True)
     ]
 
 
@@ -334,6 +344,19 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _reduced(
+    value: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: Any
+) -> torch.Tensor:
+    """A value of all ranks of some groups; of largest and smallest ones, NaN if a rank has it."""
+    if value.is_floating_point() and operation == dist.ReduceOp.MIN:
+        return -_reduced(-value, groups, dist.ReduceOp.MAX)
+    if value.is_floating_point() and operation == dist.ReduceOp.MAX:
+        known = value.nan_to_num(-math.inf, math.inf, -math.inf)
+        both = _all_reduced(torch.stack([known, value.isnan().to(value.dtype)]), groups, operation)
+        return both[0].masked_fill(both[1] > 0, math.nan)
+    return _all_reduced(value, groups, operation)
+
+
+def _all_reduced(
     value: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: Any
 ) -> torch.Tensor:
     for group in groups:

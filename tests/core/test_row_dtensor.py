@@ -240,6 +240,11 @@ def _operators(rank: int, world_size: int) -> list[str]:
         wrong.append("random values")
     if not torch.equal(row, row.clone()) or torch.equal(row, row + 1):
         wrong.append("equal")
+    spoilt = row.clone()
+    if rank == 1:
+        spoilt.to_local().fill_(float("nan"))
+    if not all(f(spoilt).full_tensor().isnan() for f in (torch.max, torch.min, torch.sum)):
+        wrong.append("NaN of one rank")
     if torch.allclose(row, row + 1) or not torch.allclose(row, row + 1e-9):
         wrong.append("close")
     return wrong
@@ -248,6 +253,14 @@ def _operators(rank: int, world_size: int) -> list[str]:
 def test_operators(ranks: RankPool) -> None:
     for wrong in ranks.run(_operators, 3):
         assert not wrong
+
+
+def _step_of_sums() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -267,6 +280,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "other rows": error_of(lambda: row.detach() + other.weight.detach()),
         "redistribution": error_of(lambda: row.redistribute(placements=[Shard(1)])),
         "an optimizer made before": error_of(lambda: stale.step()),
+        "largest of each": error_of(lambda: torch._foreach_max([row.detach()])),
+        "a step of sums": error_of(_step_of_sums),
     }
 
 
@@ -280,6 +295,10 @@ def test_refusals(ranks: RankPool) -> None:
         )
         assert "redistribute(), 'weight'" in errors["redistribution"]
         assert "Make the optimizer after" in errors["an optimizer made before"]
+        assert "_foreach_max" in errors["largest of each"]
+        assert (
+            "SGD.step(), 'weight': expected gradients that are reduced" in errors["a step of sums"]
+        )
 
 
 def _penalty(rank: int, world_size: int) -> float:
