@@ -65,7 +65,6 @@ _ELEMENTWISE = frozenset(
         "_to_copy",
         "alias",
         "clone",
-        "copy_",
         "detach",
         "detach_",
         "empty_like",
@@ -140,10 +139,10 @@ def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
             own: torch.Tensor = value._local_tensor
             return own
         raise _mismatch(rows, f"other rows, of '{value._placing.rows.fqn}'")  # type: ignore[attr-defined]
-    if isinstance(value, DTensor):
-        value = value.detach().full_tensor()  # type: ignore[attr-defined]
     if value.shape != rows.shape:
         raise _mismatch(rows, f"a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, DTensor):
+        value = value.detach().full_tensor()  # type: ignore[attr-defined]
     part: torch.Tensor = rows.take(value)
     return part
 
@@ -164,7 +163,22 @@ def _operand(value: Any, row: Any) -> Any:
     if value.numel() == 1 and not isinstance(value, type(row)):
         value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.reshape(()) if value.dim() else value
+    is_torchs = isinstance(value, DTensor) and not isinstance(value, type(row))
+    placements: Any = value.placements if is_torchs else ()  # type: ignore[attr-defined]
+    if not all(placement.is_replicate() for placement in placements):
+        # With rows of its own: DTensor.from_local() has made it, perhaps, of ours.
+        raise _mismatch(row._placing.rows, f"a DTensor of torch's with {placements}")
     return rows_of(row, value)
+
+
+def _copy(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``row.copy_(value)``, of torch's DTensors too."""
+    row, value, *others = args
+    if not isinstance(row, cls):
+        return _refused(cls, func, args, kwargs)  # a plain tensor would take rows
+    is_whole = isinstance(value, DTensor) and value.numel() > 1
+    func(row._local_tensor, rows_of(row, value) if is_whole else _operand(value, row), *others)  # type: ignore[attr-defined]
+    return row
 
 
 def _elementwise(
@@ -480,6 +494,7 @@ def _most(dtype: torch.dtype) -> float:
 
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 _OWN: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy,
     aten.index_put_.default: _index_put,
     aten.linalg_vector_norm.default: _plain_arguments(_norm),
     aten.norm.Scalar: _plain_arguments(_norm),

@@ -14,7 +14,7 @@ from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -223,6 +223,11 @@ def _operators(rank: int, world_size: int) -> list[str]:
         "lerp": lambda w: w.lerp(w * 2, 0.25),
         "masked": lambda w: w.masked_fill(w > 0, 0.5),
         "assigned": lambda w: w.clone().copy_(whole * 2),
+        "distributed": lambda w: w.clone().copy_(
+            distribute_tensor(whole * 2, w.device_mesh, w.placements)
+            if isinstance(w, DTensor)
+            else whole * 2
+        ),
         "bfloat16": lambda w: w.to(torch.bfloat16).float(),
         "foreach": lambda w: torch._foreach_add([w], [w], alpha=3)[0],
         "zeros": lambda w: torch.zeros_like(w) + w.new_ones(w.shape),
@@ -255,6 +260,10 @@ def test_operators(ranks: RankPool) -> None:
         assert not wrong
 
 
+def _by_torch(row: Any) -> DTensor:
+    return DTensor.from_local(row.to_local().detach(), row.device_mesh, row.placements)
+
+
 def _step_of_sums() -> None:
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters())
@@ -280,6 +289,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "other rows": error_of(lambda: row.detach() + other.weight.detach()),
         "redistribution": error_of(lambda: row.redistribute(placements=[Shard(1)])),
         "an optimizer made before": error_of(lambda: stale.step()),
+        "torch's own rows": error_of(lambda: row.detach() + _by_torch(row)),
         "largest of each": error_of(lambda: torch._foreach_max([row.detach()])),
         "a step of sums": error_of(_step_of_sums),
     }
@@ -295,6 +305,7 @@ def test_refusals(ranks: RankPool) -> None:
         )
         assert "redistribute(), 'weight'" in errors["redistribution"]
         assert "Make the optimizer after" in errors["an optimizer made before"]
+        assert "got a DTensor of torch's with (Shard(dim=0),)" in errors["torch's own rows"]
         assert "_foreach_max" in errors["largest of each"]
         assert (
             "SGD.step(), 'weight': expected gradients that are reduced" in errors["a step of sums"]
