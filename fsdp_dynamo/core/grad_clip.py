@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.row_operators import require_one_norm
+from fsdp_dynamo.core.row_reductions import require_one_norm
 from fsdp_dynamo.errors import unit_name
 
 

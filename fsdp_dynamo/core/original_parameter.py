@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fsdp_dynamo.core import row_operators
 from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
 from fsdp_dynamo.core.row_dtensor import Placing, RowDTensor, local_of
+from fsdp_dynamo.core.row_operands import rows_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
 
 _OWNER = "_fsdp_dynamo_owner"
@@ -74,7 +74,7 @@ class OriginalParameter:
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
         value = value.detach()
-        return value if self.placing is None else row_operators.rows_of(self.param, value)
+        return value if self.placing is None else rows_of(self.param, value)
 
     @property
     def address(self) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from fsdp_dynamo.core import row_operators
+from fsdp_dynamo.core import row_operands, row_operators, row_reductions
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
 from fsdp_dynamo.core.layout.chunks import Chunk
 from fsdp_dynamo.core.layout.flat_layout import ShardRange, Slot
@@ -185,7 +185,7 @@ class RowDTensor(ChunkedTensor, DTensor):
         Raises:
             FSDPValueError: another shape, or other rows.
         """
-        return row_operators.rows_of(self, value)
+        return row_operands.rows_of(self, value)
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ def norm_of_rows(
     others = [tensor for tensor in tensors if not isinstance(tensor, RowDTensor)]
     plain = [one.full_tensor() if isinstance(one, DTensor) else one for one in others]
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    total = row_operators.total_norm(rows, plain, float(norm_type)).to(dtype)
+    total = row_reductions.total_norm(rows, plain, float(norm_type)).to(dtype)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of order {norm_type} of all gradients is not finite, so they cannot be "

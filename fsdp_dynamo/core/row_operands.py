@@ -1,0 +1,67 @@
+"""What operators of ``RowDTensor`` take, and how they refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_dynamo.core.rows import Rows
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
+
+
+def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raise for an operator that is in no table.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    rows = rows_in([*args, *kwargs.values()], cls)
+    raise UnsupportedError(
+        expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
+        got=f"{func} on rows of a sharded parameter",
+        where=f"'{rows.fqn}'",
+        fix="Compute with full_tensor(), which all ranks must call, or inside "
+        "summon_full_params(). In a forward, parameters are whole inside of their own unit only: "
+        "shard the module that uses it as one unit.",
+    )
+
+
+def rows_in(values: Sequence[Any], cls: type[DTensor]) -> Rows:
+    """Those of the first ``RowDTensor`` among values and lists of them."""
+    for value in values:
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, cls):
+                return one._placing.rows  # type: ignore[attr-defined,no-any-return]
+    raise AssertionError("torch has called an operator of another class")
+
+
+def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor that has the shape of ``row``; those of ``value`` if it has one.
+
+    Raises:
+        FSDPValueError: another shape, or other rows.
+    """
+    rows = row._placing.rows
+    if isinstance(value, type(row)):
+        if rows.holds_as(value._placing.rows):  # type: ignore[attr-defined]
+            own: torch.Tensor = value._local_tensor
+            return own
+        raise mismatch(rows, f"other rows, of '{value._placing.rows.fqn}'")  # type: ignore[attr-defined]
+    if value.shape != rows.shape:
+        raise mismatch(rows, f"a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, DTensor):
+        value = value.detach().full_tensor()  # type: ignore[attr-defined]
+    part: torch.Tensor = rows.take(value)
+    return part
+
+
+def mismatch(rows: Rows, got: str) -> FSDPValueError:
+    return FSDPValueError(
+        expected=f"the same rows, or a whole tensor of shape {tuple(rows.shape)}",
+        got=got,
+        where=f"an operator on '{rows.fqn}'",
+        fix="Compute with full_tensor() where shapes differ.",
+    )
