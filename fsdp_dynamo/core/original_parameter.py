@@ -57,7 +57,7 @@ class OriginalParameter:
         old = self.param
         self.placing = placing
         self.param = nn.Parameter(placing.dtensor(part), requires_grad=old.requires_grad)
-        self.param.__dict__.update({k: v for k, v in old.__dict__.items() if k != "_placing"})
+        self.param.__dict__.update(old.__dict__)
         hand_over_hooks(old, self.param)
         setattr(old, REPLACED, True)
         self._put_into_modules(self.param)
@@ -96,8 +96,7 @@ class OriginalParameter:
         if grad is None or self.placing is None:
             return grad
         if not isinstance(grad, RowDTensor):  # of a use outside of the model's forward
-            assert isinstance(self.param, RowDTensor)
-            grad = self.param.grad = self.placing.dtensor(self.param.rows_of(grad).clone())
+            grad = self.param.grad = self.placing.dtensor(rows_of(self.param, grad).clone())
         return grad._local_tensor  # type: ignore[no-any-return]
 
     @grad.setter

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from fsdp_dynamo.core import row_operands, row_operators, row_reductions
+from fsdp_dynamo.core import row_operators, row_reductions
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
 from fsdp_dynamo.core.layout.chunks import Chunk
 from fsdp_dynamo.core.layout.flat_layout import ShardRange, Slot
@@ -178,14 +178,6 @@ class RowDTensor(ChunkedTensor, DTensor):
         if any(not placement.is_replicate() for placement in wanted):
             raise _unsupported("redistribute()", f"placements={placements}", self)
         return self._placing.replicated(self.full_tensor())
-
-    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor of this one's shape: its own, or of a whole one.
-
-        Raises:
-            FSDPValueError: another shape, or other rows.
-        """
-        return row_operands.rows_of(self, value)
 
     # -- values ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
     Raises:
         UnsupportedError: always.
     """
-    rows = rows_in([*args, *kwargs.values()], cls)
+    rows = _rows_in([*args, *kwargs.values()], cls)
     raise UnsupportedError(
         expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
         got=f"{func} on rows of a sharded parameter",
@@ -29,7 +29,7 @@ def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
     )
 
 
-def rows_in(values: Sequence[Any], cls: type[DTensor]) -> Rows:
+def _rows_in(values: Sequence[Any], cls: type[DTensor]) -> Rows:
     """Those of the first ``RowDTensor`` among values and lists of them."""
     for value in values:
         for one in value if isinstance(value, (list, tuple)) else (value,):
