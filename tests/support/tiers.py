@@ -86,6 +86,9 @@ SMOKE: dict[str, tuple[str, ...]] = {
     "docs": (
         "project/test_tiers.py::test_*",
         "project/test_docs.py::test_features_name_tests_that_exist",
+        "project/test_layers.py::*",
+        "project/test_private_api.py::test_page_is_that_of_the_code",
+        "project/test_public_api.py::*",
         "project/test_readme.py::test_the_readme_is_short",
         "project/test_tutorial.py::test_tutorial",
     ),
