@@ -59,7 +59,7 @@ def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def mismatch(rows: Rows, got: str) -> FSDPValueError:
-    """The error for an operand whose elements are not those of ``rows``; ``got`` says what it is."""
+    """The error for an operand with other elements than ``rows``; ``got`` says what it is."""
     return FSDPValueError(
         expected=f"the same rows, or a whole tensor of shape {tuple(rows.shape)}",
         got=got,

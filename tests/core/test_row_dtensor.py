@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn import utils
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_dynamo import FSDP, MixedPrecision, fully_shard
@@ -215,7 +216,7 @@ def _operators(rank: int, world_size: int) -> list[str]:
         "norm of order 1": lambda w: torch.linalg.vector_norm(w, 1),
         "largest": lambda w: torch.linalg.vector_norm(w, float("inf")),
         "foreach norm": lambda w: torch._foreach_norm([w, w])[1],
-        "total norm": lambda w: get_total_norm([w, w * 2]),
+        "total norm": lambda w: utils.get_total_norm([w, w * 2]),
         "arithmetic": lambda w: (w * 2 + w.abs().sqrt()).where(w > 0, w * 0),
         "whole operand": lambda w: w + whole,
         "whole first": lambda w: whole - w * 2,
@@ -503,8 +504,8 @@ def _meshes(rank: int, world_size: int) -> dict[str, float]:
         expected: Any = {name: p.grad for name, p in reference.named_parameters()}
         got = _whole({name: p.grad for name, p in model.named_parameters()})
         differences[f"{kind}, gradients"] = _max_difference(got, expected)
-        norm: Any = get_total_norm([p.grad for p in model.parameters()])
-        exact = get_total_norm([p.grad for p in reference.parameters()])  # type: ignore[misc]
+        norm: Any = utils.get_total_norm([p.grad for p in model.parameters()])
+        exact = utils.get_total_norm([p.grad for p in reference.parameters()])  # type: ignore[misc]
         differences[f"{kind}, norm"] = float((norm.full_tensor() - exact).abs())
         values = _whole(dict(model.named_parameters()))
         differences[f"{kind}, values"] = _max_difference(values, dict(reference.named_parameters()))
