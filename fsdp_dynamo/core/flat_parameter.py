@@ -73,6 +73,7 @@ class FlatParameter:
         precision: data types, or ``None`` for those of the parameters.
         offload: keep the shard and its gradient in host memory.
         mesh: let them be DTensors on it, if it is sharded; on one that is made, if it is ``True``.
+        device: of originals that are on the meta device, when they have values.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FlatParameter:
         precision: MixedPrecision | None,
         offload: bool = False,
         mesh: DeviceMesh | bool | None = None,
+        device: torch.device | None = None,
     ) -> None:
         first = originals[0].param
         self.is_offloaded = offload
@@ -92,7 +94,8 @@ class FlatParameter:
         self.is_sharded = sharded_strategy
         self.requires_grad = first.requires_grad
         self.dtype = first.dtype
-        self.device = first.device
+        devices = {o.param.device for o in originals if not o.param.is_meta}
+        self.device = next(iter(devices), device or first.device)
         self.low_dtypes = Dtypes(self.dtype, self.dtype)
         self.is_full_precision = False
         self.keep_low_precision_grads = False
@@ -145,7 +148,7 @@ class FlatParameter:
         if self.home != self.device:
             shard = shard.pin_memory()
         for original, part in zip(self.originals, self.shard_layout.ranges, strict=True):
-            if part.numel:
+            if part.numel and not original.param.is_meta:
                 target = shard[part.shard_start : part.shard_start + part.numel]
                 target.view(part.shape).copy_(part.of(original.param.detach()))
         return shard.requires_grad_(self.requires_grad)
@@ -154,6 +157,7 @@ class FlatParameter:
         """Let the originals be DTensors over this rank's parts."""
         parts = self.shard_layout.split(self.sharded.detach())
         for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
+            part = part.to("meta") if original.param.is_meta else part
             rows = rows_in(self.layout, index, self.group, original.fqn, original.parallel)
             original.become_dtensor(Placing(rows, mesh, self.device), part)
 
@@ -265,7 +269,12 @@ class FlatParameter:
         return shard if self.param_dtype == self.dtype else shard.to(self.param_dtype)
 
     def shard_on_device(self) -> torch.Tensor:
-        """The shard where collectives work; a copy where it is offloaded."""
+        """The shard where collectives work; a copy where it is offloaded.
+
+        Raises:
+            FSDPStateError: parameters have no values yet.
+        """
+        self.module_parameters.require_values()
         shard = self.sharded.detach()
         if not self.is_offloaded:
             return shard

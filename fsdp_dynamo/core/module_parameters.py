@@ -27,6 +27,7 @@ class ModuleParameters:
         originals: in traversal order.
 
     Attributes:
+        lacking: indices of originals that have no values yet: they stay on the meta device.
         frozen: indices of originals that are not trained, as of the last forward.
         is_summoned: whether the originals are whole on the user's request, on some rank at least.
         is_whole: whether they are on this rank.
@@ -35,6 +36,7 @@ class ModuleParameters:
 
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
         self._originals = originals
+        self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
         self._has_views = False
         self.is_summoned = self.is_whole = False
@@ -76,8 +78,8 @@ class ModuleParameters:
             frees_grad_dtype: whether gradients may have another dtype than the parameters.
         """
         self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
-        for original, part in zip(self._originals, parts, strict=True):
-            original.show_part(part)
+        for i, (original, part) in enumerate(zip(self._originals, parts, strict=True)):
+            original.show_part(part.to("meta") if i in self.lacking else part)
             original.end_whole()
             if frees_grad_dtype:
                 original.param.grad_dtype = None
@@ -101,7 +103,7 @@ class ModuleParameters:
 
         Raises:
             FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
-                was removed.
+                was removed, or has no values.
         """
         if self.is_summoned:
             raise FSDPStateError(
@@ -111,13 +113,37 @@ class ModuleParameters:
                 fix="Leave the context first, or call the model under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
-        if self._has_views or self.are_as_left():
+        if self._has_views or (self.are_as_left() and not self.lacking):
             return
         self.write_back()
+        self.require_values()
         for original in self._originals:
             if not original.present():
                 raise self._changed_error(original, "no parameter")
         self._remember()
+
+    def require_values(self) -> None:
+        """Raise if originals are on the meta device still.
+
+        Raises:
+            FSDPStateError: names them.
+        """
+        if self.lacking:
+            fqns = [self._originals[i].fqn for i in sorted(self.lacking)]
+            raise FSDPStateError(
+                expected="values for all parameters before they are used",
+                got=f"none for {', '.join(map(repr, fqns))}: they are on the meta device",
+                where=unit_name(self.unit_fqn),
+                fix="After fully_shard, call model.to_empty(device=...) and initialise the model, "
+                "or load a state dict.",
+                see="no-values-on-the-meta-device",
+            )
+
+    def end_lack(self, indices: set[int]) -> None:
+        """Let originals that had no values be their parts of the shard, to be written."""
+        if indices & self.lacking:
+            self.lacking -= indices
+            self.show_shard(self._parts, self._frees_grad_dtype)
 
     def require_gathered_values(self) -> None:
         """Raise if an original was given other values since they were gathered."""
@@ -132,15 +158,22 @@ class ModuleParameters:
         """Take into the shard what was put in the place of an original since it was last used.
 
         That is other storage (``param.data = ...``), whose values are copied, or another
-        ``nn.Parameter``, which is the original from now on, as upstream has it.
+        ``nn.Parameter``, which is the original from now on, as upstream has it. Of an original
+        without values it is what is not on the meta device any more.
 
         Raises:
             FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
                 several places.
         """
-        if self._has_views or self.is_summoned:
-            return
-        replaced = self._replaced()
+        if not (self._has_views or self.is_summoned):
+            self._take(self._replaced())
+
+    @torch.no_grad()
+    def write_back_lacking(self) -> None:
+        """``write_back`` of those originals only that had no values."""
+        self._take([i for i in sorted(self.lacking) if self._is_replaced(i)])
+
+    def _take(self, replaced: Sequence[int]) -> None:
         if not replaced:
             return
         parts = self._parts
@@ -152,6 +185,7 @@ class ModuleParameters:
             if param is not originals[i].param:
                 originals[i].replace(param)
             parts[i].copy_(value)
+        self.lacking -= new.keys()
         self.show_shard(parts, self._frees_grad_dtype)
 
     def are_as_left(self) -> bool:
@@ -168,13 +202,18 @@ class ModuleParameters:
 
     def _replaced(self) -> list[int]:
         """Positions of originals that are other objects now, or have other storage."""
-        return [
-            i
-            for i, (original, part) in enumerate(zip(self._originals, self._parts, strict=True))
-            if any(param is not original.param for param in original.present())
+        return [i for i in range(len(self._originals)) if self._is_replaced(i)]
+
+    def _is_replaced(self, index: int) -> bool:
+        original, part = self._originals[index], self._parts[index]
+        present = original.present()
+        if index in self.lacking:
+            return any(not param.is_meta for param in present)
+        return (
+            any(param is not original.param for param in present)
             or original.address != part.data_ptr()
             or original.part.numel() != part.numel()
-        ]
+        )
 
     def replacement(self, original: OriginalParameter, shape: torch.Size) -> nn.Parameter:
         """The parameter in the place of an original now.

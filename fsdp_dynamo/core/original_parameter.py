@@ -83,7 +83,9 @@ class OriginalParameter:
 
     def show_part(self, part: torch.Tensor) -> None:
         """Let the parameter be ``part``."""
-        if self.placing is None:
+        if self.param.is_meta is not part.is_meta:
+            self._swap(nn.Parameter(self.as_param(part), requires_grad=self.param.requires_grad))
+        elif self.placing is None:
             self.param.data = part
         else:
             assert isinstance(self.param, RowDTensor)
@@ -138,9 +140,15 @@ class OriginalParameter:
         for module, name, _ in self.sites:
             module._parameters[name] = param
 
+    def _swap(self, new: nn.Parameter) -> None:
+        """Let the parameter be what ``new`` is, and stay the object that it was."""
+        new.__dict__.update({**self.param.__dict__, **new.__dict__})
+        hand_over_hooks(self.param, new)
+        torch.utils.swap_tensors(self.param, new)
+
     # -- its places ------------------------------------------------------------------------------
 
-    def present(self) -> Sequence[object]:
+    def present(self) -> Sequence[torch.Tensor]:
         """The objects that modules hold now, each once; none where it was removed."""
         found = [module._parameters.get(name) for module, name, _ in self.sites]
         return list({id(param): param for param in found if param is not None}.values())

@@ -44,6 +44,7 @@ class Placing:
 
     def __init__(self, rows: Rows, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.rows = rows
+        self.device = device
         self.mesh = mesh_of(rows.group, device) if mesh is None else mesh
         self.placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
         self._specs: dict[torch.dtype, DTensorSpec] = {}

@@ -26,6 +26,7 @@ from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.core.layout.chunks import Chunk, chunks_of
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardRange, Slot
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
+from fsdp_dynamo.errors import FSDPStateError
 
 
 class Rows:
@@ -105,7 +106,18 @@ class Rows:
         return self.part.of(whole if self.parallel is None else self.parallel.local(whole))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, on the device of this rank's part; all ranks must call it."""
+        """The whole tensor, on the device of this rank's part; all ranks must call it.
+
+        Raises:
+            FSDPStateError: it has no values: it is on the meta device.
+        """
+        if local.is_meta:
+            raise FSDPStateError(
+                expected="a tensor with values",
+                got="one on the meta device",
+                where=f"full_tensor(), '{self.fqn}'",
+                fix="Call model.to_empty(device=...) and initialise it, or load a state dict.",
+            )
         sizes = [part.numel for part in self.parts]
         longest, device = max(1, *sizes), served_device(self.group, local.device)
         sent = local.new_zeros(longest, device=device)

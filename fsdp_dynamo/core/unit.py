@@ -6,7 +6,7 @@ precision. When it unshards and reshards is the schedule's decision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -283,6 +283,22 @@ class Unit:
         """Copy values that were put in the place of parameters into the shards."""
         for flat in self.flats:
             flat.module_parameters.write_back()
+
+    def write_back_lacking(self) -> None:
+        """The same of parameters that had no values."""
+        for flat in self.flats:
+            flat.module_parameters.write_back_lacking()
+
+    def end_lack(self, fqns: Collection[str]) -> None:
+        """Let parameters that had no values be their parts of the shard, to be written.
+
+        Args:
+            fqns: relative to the unit; others may be among them.
+        """
+        for flat in self.flats:
+            named = enumerate(flat.originals)
+            found = {i for i, o in named if any(site in fqns for *_, site in o.sites)}
+            flat.module_parameters.end_lack(found)
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@
 any other optimizer's states for unsharded ones: they would save one rank's elements as the whole
 tensor. All of them use four internal functions, which are replaced here; the replacements call
 torch's own function for a model without our units.
+
+A planner gives DTensors on the meta device memory before it loads into them, by a division that
+ours do not follow. Ours get theirs before it looks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from fsdp_dynamo.config import (
@@ -25,6 +29,7 @@ from fsdp_dynamo.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -175,3 +180,25 @@ _replace("_get_model_state_dict", _model_state)
 _replace("_load_model_state_dict", _load_model_state)
 _replace("_get_optim_state_dict", _optim_state)
 _replace("_load_optim_state_dict", _load_optim_state)
+
+
+def _give_memory(states: Any) -> None:
+    """Put DTensors with memory in the places of those without, in nested dicts and lists."""
+    entries = states.items() if isinstance(states, dict) else enumerate(states)
+    for key, value in [*entries]:
+        if isinstance(value, (dict, list)):
+            _give_memory(value)
+        elif isinstance(value, RowDTensor) and value.is_meta:
+            states[key] = torch.empty_like(value, device=value._placing.device)
+
+
+_give_others = default_planner._init_state_dict  # type: ignore[attr-defined]
+
+
+@functools.wraps(_give_others)
+def _give_memory_first(state_dict: dict[str, Any]) -> Any:
+    _give_memory(state_dict)
+    return _give_others(state_dict)
+
+
+default_planner._init_state_dict = _give_memory_first  # type: ignore[attr-defined]

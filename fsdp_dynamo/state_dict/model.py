@@ -162,6 +162,29 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, 
     return keys
 
 
+def end_lack(
+    unit: Unit,
+    modules: Iterable[tuple[str, nn.Module]],
+    state_dict: dict[str, Any],
+    keys: Mapping[str, str],
+) -> None:
+    """Give memory to parameters and buffers on the meta device for which there are values.
+
+    Args:
+        unit: whose they are.
+        modules: those of the unit with their FQNs.
+        state_dict: with this rank's values.
+        keys: its keys by plain FQNs.
+    """
+    given = {fqn for fqn, key in keys.items() if not getattr(state_dict[key], "is_meta", True)}
+    unit.end_lack(given)
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and join_fqn(prefix, name) in given:
+                device = unit.flats[0].device if unit.flats else None
+                module._buffers[name] = torch.empty_like(buffer, device=device or "cpu")
+
+
 @torch.no_grad()
 def assign_in_place(
     modules: Iterable[tuple[str, nn.Module]],

@@ -167,7 +167,7 @@ def build_units(
         for original in originals:
             original.take_local()
     built = {
-        owner: _build_unit(owner, owned[owner], config_of(owner), planned.late)
+        owner: _build_unit(owner, owned[owner], config_of(owner), planned.late, values.device)
         for owner in values.in_order_of_completion(owned)
     }
     for owner, originals in owned.items():
@@ -283,6 +283,7 @@ def _build_unit(
     originals: Sequence[OriginalParameter],
     config: UnitConfig,
     late: set[int],
+    device: torch.device,
 ) -> Unit:
     precision = config.precision
     kept = _modules_in_own_precision(originals, precision)
@@ -304,6 +305,7 @@ def _build_unit(
             precision=(precision, overridden, None)[chosen],
             offload=config.offload,
             mesh=config.dtensor_mesh,
+            device=device,
         )
         for (_, _, chosen, _), members in groups.items()
     ]

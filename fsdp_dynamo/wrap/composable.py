@@ -79,7 +79,8 @@ def fully_shard(
     Parameters, gradients and the values of ``state_dict()`` are DTensors of the whole shapes, as
     FSDP2's are, over rows that are spread unevenly: ``full_tensor()``, torch's clipping and
     optimizers that work element by element are right, what is not right raises. Make optimizers
-    afterwards.
+    afterwards. Parameters on the meta device stay there until ``to_empty()`` or loading, unless
+    ``param_init_fn`` or ``sync_module_states`` give them values.
 
     Args:
         module: what to shard; a compiled module is sharded below its ``torch.compile``. Of a list
@@ -120,6 +121,7 @@ def fully_shard(
     ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
     (arXiv:2304.11277).
     """
+    gives_dtensors = has_own_operators() if use_dtensor is None else use_dtensor
     given = Arguments(
         process_group=process_group,
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
@@ -136,7 +138,8 @@ def fully_shard(
         device_mesh=mesh,
         reduction_group=reduction_group,
         rows_together=rows_together,
-        use_dtensor=has_own_operators() if use_dtensor is None else use_dtensor,
+        use_dtensor=gives_dtensors,
+        may_lack_values=gives_dtensors,
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):

@@ -60,6 +60,7 @@ class Arguments:
     shard_placement_fn: PlacementFn | None = None
     rows_together: arguments.RowsTogether | None = None
     use_dtensor: bool = False
+    may_lack_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def _plan(
         given.param_init_fn,
         device,
         sources,
+        given.may_lack_values,
     )
     configs = chosen.configs
     planned = build.plan_units(

@@ -27,6 +27,11 @@ class InitialValues:
         init: ``param_init_fn``.
         device: where values are made that are deferred.
         source: the groups in which rank 0's values go to all; ``None``: each has its own.
+        may_lack: whether what is on the meta device stays there, unless ``init`` or ``source``
+            give it values.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(
@@ -35,12 +40,14 @@ class InitialValues:
         init: InitFn | None,
         device: torch.device,
         source: Groups | None,
+        may_lack: bool,
     ) -> None:
         self._modules = list(modules)
         self._source = source
+        stays = may_lack and init is None and source is None
         follows = source is not None and any(group.rank() for group in source.all)
-        self._deferred = DeferredInit(self._modules, init, device, follows)
-        self._device = device
+        self._deferred = DeferredInit([] if stays else self._modules, init, device, follows)
+        self.device = device
 
     def check(self, originals: Sequence[OriginalParameter]) -> None:
         """Raise if values could not be had; changes nothing."""
@@ -48,7 +55,7 @@ class InitialValues:
         if self._source is None or _serves_cpu(self._source.shard):
             return
         tensors = [*(original.param for original in originals), *self._buffers()]
-        if any((self._device if t.is_meta else t.device).type == "cpu" for t in tensors):
+        if any((self.device if t.is_meta else t.device).type == "cpu" for t in tensors):
             raise FSDPValueError(
                 expected="parameters on the accelerator",
                 got="a CPU tensor with an NCCL group",
@@ -77,7 +84,7 @@ class InitialValues:
             self._broadcast([original.param for original in owned[owner]])
             yield owner
         sources = self._source.all if self._source else ()
-        with together(sources, self._device, "deferred initialisation"):
+        with together(sources, self.device, "deferred initialisation"):
             for _ in steps:
                 pass  # modules that hold buffers only
         self._broadcast(list(self._buffers()))

@@ -207,6 +207,7 @@ class UnitModule(UserMethods):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for param, kept in attributes:  # a DTensor was swapped for another, with what it said
             param.__dict__.update(kept)
+        unit.write_back_lacking()
         for flat, total in zip(unit.flats, sums, strict=True):
             converted = fn(flat.sharded.detach())
             flat.convert(converted)
@@ -300,10 +301,13 @@ def _load_shards(
     module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
     keys = model.load_unit(module._fsdp_unit, source, prefix)
-    if local_metadata.get("assign_to_params_buffers", False):
-        managed = build.managed_modules(
+    managed = list(
+        build.managed_modules(
             module._fsdp_unit.module, module._fsdp_ignored, remove_duplicate=False
         )
+    )
+    model.end_lack(module._fsdp_unit, managed, source, keys)
+    if local_metadata.get("assign_to_params_buffers", False):
         model.assign_in_place(managed, source, keys, module._fsdp_buffer_dtypes)
 
 

@@ -79,6 +79,23 @@ def test_model_states_come_from_one_function(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.private(
+    "torch.distributed.checkpoint.default_planner._init_state_dict",
+    need="replaced, so that DTensors on the meta device get memory for the rows that they have, "
+    "not for those that torch's division would give them",
+    instead="a planner of our own that is told to give meta tensors memory, which users pass to "
+    "dcp.load",
+)
+def test_planners_give_memory_by_one_function(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(default_planner, "_init_state_dict", seen.append)
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"a": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [list(state) for state in seen] == [["a"]]
+
+
+@pytest.mark.private(
     "torch.distributed.checkpoint.state_dict._load_model_state_dict",
     need="replaced, so that set_model_state_dict and set_state_dict know our units",
     instead="set_model_state_dict and set_state_dict of our own, which users call in place of "
