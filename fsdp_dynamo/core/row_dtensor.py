@@ -182,6 +182,11 @@ class RowDTensor(ChunkedTensor, DTensor):
 
     # -- values ----------------------------------------------------------------------------------
 
+    def data_ptr(self) -> int:
+        """Zero: the memory is that of the local tensor. Of torch it would be the local offset, and
+        code that copies whatever has an address would copy none."""
+        return 0
+
     @property
     def data(self) -> RowDTensor:
         """The same rows, without a gradient; setting it copies values into them."""

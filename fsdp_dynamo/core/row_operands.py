@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.core.rows import Rows
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
@@ -50,11 +52,47 @@ def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
             own: torch.Tensor = value._local_tensor
             return own
         raise mismatch(rows, f"other rows, of '{value._placing.rows.fqn}'")  # type: ignore[attr-defined]
+    if isinstance(value, DTensor):
+        return rows_of_torchs(row._placing, value)
     if value.shape != rows.shape:
         raise mismatch(rows, f"a tensor of shape {tuple(value.shape)}")
-    if isinstance(value, DTensor):
-        value = value.detach().full_tensor()  # type: ignore[attr-defined]
     part: torch.Tensor = rows.take(value)
+    return part
+
+
+def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
+    """This rank's rows of a DTensor of torch's own; all ranks must call it.
+
+    ``DTensor.from_local(2 * p.to_local(), p.device_mesh, p.placements)`` has rows of ours where
+    torch expects its own division, by which ``full_tensor()`` would gather. So all ranks look at
+    what they hold first.
+
+    Args:
+        placing: a ``Placing``, of the parameter.
+        value: of its shape, or of its rows.
+
+    Raises:
+        FSDPValueError: on all ranks, neither.
+    """
+    rows, local = placing.rows, value.to_local().detach()
+    is_theirs, is_ours = value.shape == rows.shape, False
+    on_these_ranks = value.device_mesh == placing.mesh and value.placements == placing.placements
+    if on_these_ranks and rows.shape:
+        chunk = -(-rows.shape[0] // rows.group.size())
+        begin = min(chunk * rows.group.rank(), rows.shape[0])
+        held = min(chunk, rows.shape[0] - begin)
+        is_theirs = is_theirs and local.shape == (held, *rows.shape[1:])
+        is_ours = local.shape == rows.part.shape
+        sent = torch.tensor([is_theirs, is_ours], device=served_device(rows.group, local.device))
+        votes = sent.int()
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=rows.group)
+        is_theirs, is_ours = map(bool, votes.tolist())
+    if is_ours:
+        return local
+    if not is_theirs:
+        got = f"a DTensor of torch's, {value.placements}, of shape {tuple(value.shape)} or of rows"
+        raise mismatch(rows, f"{got} {tuple(local.shape)} on this rank")
+    part: torch.Tensor = rows.take(value.detach().full_tensor())  # type: ignore[attr-defined]
     return part
 
 

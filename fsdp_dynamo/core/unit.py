@@ -115,6 +115,11 @@ class Unit:
         return self.flats[0].device
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its unsharded parameters; units of one class with equal ones share compiled code."""
+        return tuple([slot.shape for flat in self.flats for slot in flat.layout.slots])
+
+    @property
     def needs_unshard(self) -> bool:
         """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
         return any(flat.needs_storage for flat in self.flats)

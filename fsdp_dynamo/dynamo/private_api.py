@@ -44,6 +44,7 @@ with_side_effects = torch._dynamo.utils._disable_side_effect_safety_checks_for_c
 _MODE_ATTRIBUTE = "_fsdp_dynamo_mode"
 
 Backend = Callable[..., Any]
+_Shapes = Sequence[Sequence[int]]
 
 
 class CompileRefusedError(FSDPStateError, PackageError):
@@ -212,6 +213,25 @@ def compile_again(
     return compiled
 
 
+def compiled_as_one_graph(
+    model: OptimizedModule, body: Callable[..., Any], shapes: _Shapes
+) -> Callable[..., Any] | None:
+    """The body of a unit, compiled as ``torch.compile(module, fullgraph=True)`` has asked for.
+
+    Hooks cannot be in a whole graph of a backend that knows nothing of units: they run around it.
+    ``None`` for other modules, whose hooks run inside.
+
+    Args:
+        model: the compiled module.
+        body: see ``entry_of``.
+        shapes: see ``entry_of``.
+    """
+    _, backend, fullgraph = compiled_parts(model)
+    if backend is None or not fullgraph or mode_of(backend) != HOOKS_MODE:
+        return None
+    return compile_again(backend, entry_of(body, shapes), fullgraph)
+
+
 def with_own_code(fn: Any) -> Any:
     """A copy of a function whose code object is its own.
 
@@ -243,8 +263,6 @@ def changes_python_state() -> bool:
         if not isinstance(one.mutation_type, (AttributeMutationNew, ValueMutationNew))
     )
 
-
-_Shapes = Sequence[Sequence[int]]
 
 _codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictionary()
 """By forward function and shapes of parameters, the code of the frame in between, if any."""

@@ -68,7 +68,7 @@ def body_of(
     elif key == NO_BACKEND:
         key = module._fsdp_last_key
     if key == NO_BACKEND or _has_hooks(module):
-        yield module._fsdp_body()
+        yield module._fsdp_compiled_before or module._fsdp_body()
         return
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
@@ -95,10 +95,8 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     if body is None:
         nested = module._fsdp_has_nested
         backend = _segment_backend(key) if nested else backend_of(key)
-        shapes = tuple(
-            [slot.shape for flat in module._fsdp_unit.flats for slot in flat.layout.slots]
-        )
-        body = compile_with(backend, entry_of(module._fsdp_body(), None if nested else shapes))
+        shapes = None if nested else module._fsdp_unit.shapes
+        body = compile_with(backend, entry_of(module._fsdp_body(), shapes))
         module._fsdp_compiled_bodies[key] = body
     return body
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of
+from fsdp_dynamo.core.row_operands import rows_of_torchs
 from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
@@ -99,8 +101,11 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
     part, original = flat.shard_layout.ranges[index], flat.originals[index]
-    if isinstance(value, RowDTensor) and original.holds_as(value):
-        return original.as_param(value._local_tensor)
+    if isinstance(value, RowDTensor):
+        if original.holds_as(value):
+            return original.as_param(value._local_tensor)
+    elif isinstance(value, DTensor) and original.placing is not None:
+        return original.as_param(rows_of_torchs(original.placing, value))
     if isinstance(value, TensorShard):
         own = _tensor_shard(flat, index, original.part)
         require_same_shard(own, value, f"key '{key}'")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.agreement.comparison import require_same
@@ -414,12 +415,15 @@ def _from_local(place: ParamPlace, value: Any) -> Any:
 def _loaded(
     place: ParamPlace, name: str, value: Any, own: Mapping[str, Any], settings: StateDictSettings
 ) -> Any:
-    copies, value = settings.copies_optim, whole_tensor(value)
+    copies = settings.copies_optim
+    value = value if isinstance(value, DTensor) else whole_tensor(value)
     if place.flat is not None and isinstance(value, torch.Tensor):
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):
             copies = copies or not isinstance(value, TensorShard)  # lets the unsharded one go
-            value = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
+            part = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
+            return copied(part) if copies else part
+    value = whole_tensor(value)
     return copied(value) if copies else value
 
 

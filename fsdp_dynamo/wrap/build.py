@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY, _get_registry  # no public way to ask
+from torch.distributed._composable.contract import (  # no public way to ask
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+    _get_registry,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -93,8 +98,12 @@ def _is_replicated_by_torch(module: nn.Module) -> bool:
 
 
 def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
-    """Let ``api.state(module)`` of a composable function of torch's be ``state``."""
+    """Let a composable function of torch's have been called on a module, with this state.
+
+    Others ask for it: ``replicate`` leaves out what ``fully_shard`` was called on.
+    """
     module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[api.__name__] = RegistryItem()
 
 
 @dataclass(frozen=True)

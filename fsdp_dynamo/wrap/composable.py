@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.row_dtensor import has_own_operators
+from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
@@ -172,9 +173,16 @@ def _shard(module: nn.Module, given: Arguments) -> nn.Module:
         owner.__class__ = _class_for(type(owner))
         assert isinstance(owner, FSDPModule)
         owner._fsdp_setup(unit, made.ignored, may_compile=True)
+        # module.compile() of before would run without the hooks: they run around it.
+        owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
         let_pipelines_end_backwards(owner)
     assert isinstance(target, FSDPModule)
     target._fsdp_become_root()
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        body = compiled_as_one_graph(module, target._fsdp_body(), target._fsdp_unit.shapes)
+        if body is not None:
+            target._fsdp_compiled_before = body
+            module.forward = target.__call__
     return module
 
 

@@ -70,6 +70,7 @@ class UnitModule(UserMethods):
         self._fsdp_has_nested = False
         self._fsdp_runs_method = False  # set while a registered method runs
         self._fsdp_compiled_bodies: dict[int, Callable[..., Any]] = {}
+        self._fsdp_compiled_before: Callable[..., Any] | None = None
         self._fsdp_loading: tuple[str, list[str]] | None = None  # its prefix and error messages
         self._fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None = None
         self._fsdp_last_key = NO_BACKEND
@@ -239,6 +240,7 @@ class UnitModule(UserMethods):
             mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
         new._fsdp_tell_inner()
         new._fsdp_compiled_bodies = {}
+        new._fsdp_compiled_before = None
         new._fsdp_hook_tables = None
         new._fsdp_name = register(new)
         new._fsdp_share_shards()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module
@@ -97,9 +98,9 @@ class FullyShardedDataParallel(WrapperAttributes):
         use_dtensor: bool = False,
     ) -> None:
         check_module(module)
-        compile_context = None
+        compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
-            compile_context, module = module.dynamo_ctx, module._orig_mod
+            compiled, module = module, module._orig_mod
             check_module(module)
         made = construct(
             module,
@@ -126,8 +127,12 @@ class FullyShardedDataParallel(WrapperAttributes):
         _wrap_children(module, made, use_orig_params)
         self._setup(module, made, use_orig_params)
         self._fsdp_become_root()
-        if compile_context is not None:
-            self._compiled_call_impl = compile_context(self._call_impl)
+        if compiled is not None:
+            self._fsdp_compiled_before = compiled_as_one_graph(
+                compiled, self._fsdp_body(), self._fsdp_unit.shapes
+            )
+            if self._fsdp_compiled_before is None:
+                self._compiled_call_impl = compiled.dynamo_ctx(self._call_impl)
 
     def _setup(self, module: nn.Module, made: Constructed, use_orig_params: bool) -> None:
         nn.Module.__init__(self)

@@ -166,6 +166,24 @@ def test_replicate_below_fully_shard(ranks: RankPool, whose: str, mode: str) -> 
         assert any("blocks.2." in name for name in held)
 
 
+def _replicated_above(rank: int, world_size: int) -> tuple[Any, Any]:
+    """Losses of DDP and of blocks that are sharded, in a model that torch replicates."""
+    from torch.distributed._composable.replicate import replicate as replicate_of_torch
+
+    expected = ddp_losses(rank, num_blocks=3)[0]
+    model = make_transformer(num_blocks=3)
+    for block in model.blocks[:2]:
+        fully_shard(block)
+    replicate_of_torch(model)
+    return expected, train(model, rank)[0]
+
+
+@pytest.mark.skipif(not has_own_operators(), reason="DDP takes plain parts for whole parameters")
+def test_torchs_replicate_above_fully_shard(ranks: RankPool) -> None:
+    for expected, got in ranks.run(_replicated_above, 2):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
 # -- the module stays the user's -------------------------------------------------------------------
 
 

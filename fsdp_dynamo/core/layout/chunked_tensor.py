@@ -23,8 +23,6 @@ from fsdp_dynamo.errors import FSDPValueError
 class ChunkedTensor:
     """A tensor whose elements on this rank are chunks of the whole one; a base of its class."""
 
-    __slots__ = ()
-
     shape: torch.Size
 
     def held_chunks(self) -> Sequence[Chunk]:

@@ -1,0 +1,185 @@
+"""What torch's own code makes of our DTensors: tensors with their rows, and copies of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from loops import error_of
+from pool import RankPool
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_dynamo import fully_shard
+from fsdp_dynamo.core.row_dtensor import has_own_operators
+
+pytestmark = pytest.mark.skipif(not has_own_operators(), reason="not on torch 2.11")
+
+# -- DTensor.from_local ----------------------------------------------------------------------------
+
+
+def _layer() -> Any:
+    torch.manual_seed(0)
+    return fully_shard(nn.Linear(5, 7))
+
+
+def _doubled(param: Any, **shape: Any) -> DTensor:
+    local = param.to_local().detach() * 2
+    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, **shape)
+
+
+def _from_local(rank: int, world_size: int) -> dict[str, bool | str]:
+    layer = _layer()
+    weight, whole = layer.weight, layer.weight.full_tensor().detach()
+    seen: dict[str, bool | str] = {}
+
+    def expects(name: str, value: torch.Tensor) -> None:
+        seen[name] = torch.equal(layer.weight.full_tensor(), value)
+
+    with torch.no_grad():
+        weight.copy_(_doubled(weight, shape=weight.shape, stride=weight.stride()))
+        expects("with a shape", whole * 2)
+        weight.copy_(_doubled(weight))
+        expects("without", whole * 4)
+        weight.copy_(_doubled(weight, shape=weight.shape, stride=weight.stride()) * 2)
+        expects("computed with", whole * 16)
+        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
+        expects("torch's division", whole)
+    layer.load_state_dict({"weight": _doubled(weight)}, strict=False)
+    expects("loaded", whole * 2)
+    layer.load_state_dict({"weight": nn.Parameter(_doubled(weight))}, strict=False, assign=True)
+    expects("assigned", whole * 4)
+    rows = torch.zeros(3 if rank else 1, 5)  # neither
+    odd = DTensor.from_local(rows, weight.device_mesh, weight.placements, run_check=False)
+    seen["error"] = error_of(lambda: layer.load_state_dict({"weight": odd}, strict=False))
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    moment = state["state"][0]["exp_avg"]
+    expected = moment.full_tensor() * 2
+    state["state"][0]["exp_avg"] = _doubled(moment)
+    optimizer.load_state_dict(state)
+    seen["an optimizer's"] = torch.equal(
+        _by_rows(layer, optimizer.state[weight]["exp_avg"]), expected
+    )
+    return seen
+
+
+def _by_rows(layer: Any, value: Any) -> torch.Tensor:
+    with torch.no_grad():
+        layer.weight.copy_(value)
+    whole: torch.Tensor = layer.weight.full_tensor()
+    return whole
+
+
+def test_made_of_our_rows(ranks: RankPool) -> None:
+    for seen in ranks.run(_from_local, 3):
+        assert "Compute with full_tensor()" in str(seen.pop("error"))
+        assert all(seen.values()), seen
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+Change = Callable[[], object]
+
+
+def _saved(state: dict[str, Any], folder: Path, change: Change) -> None:
+    change()
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _async_save(state: dict[str, Any], folder: Path, change: Change) -> None:
+    saving: Any = dcp.async_save(state, checkpoint_id=folder)
+    change()
+    saving.result()
+
+
+def _shared_memory(state: dict[str, Any], folder: Path, change: Change) -> None:
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=True,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    saving: Any = dcp.async_save(state, checkpoint_id=folder, async_stager=DefaultStager(options))
+    change()
+    saving.result()
+
+
+def _cpu_copy(state: dict[str, Any], folder: Path, change: Change) -> None:
+    copied = _state_dict_utils._create_cpu_state_dict(state)
+    _state_dict_utils._copy_state_dict(state, copied)
+    _saved(copied, folder, change)
+
+
+def _deep_copy(state: dict[str, Any], folder: Path, change: Change) -> None:
+    _saved(copy.deepcopy(state), folder, change)
+
+
+COPIES = {
+    "async_save": _async_save,
+    "shared memory": _shared_memory,
+    "CPU copy": _cpu_copy,
+    "deep copy": _deep_copy,
+}
+
+
+def _trained(seed: int, num_layers: int) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=num_layers > 1) for _ in range(num_layers)))
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    own, states = get_state_dict(model, optimizer)
+    return {"model": own, "optimizer": states}
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    return [value.full_tensor().clone() for value in (*model.parameters(), *moments)]
+
+
+def _copied(rank: int, world_size: int, way: str, num_layers: int, folder: Path) -> bool:
+    """Whether a checkpoint has the values of before a change."""
+    model, optimizer = _trained(0, num_layers)
+    expected = _whole(model, optimizer)
+
+    def change() -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+
+    COPIES[way](_states(model, optimizer), folder, change)
+    dist.barrier()
+    model, optimizer = _trained(1, num_layers)
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    pairs = zip(_whole(model, optimizer), expected, strict=True)
+    return all(torch.equal(got, value) for got, value in pairs)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])  # one: a local tensor begins where its storage does
+@pytest.mark.parametrize("way", COPIES)
+def test_copies(ranks: RankPool, tmp_path: Path, way: str, num_layers: int) -> None:
+    assert ranks.run(_copied, 2, way, num_layers, tmp_path) == [True, True]
