@@ -72,7 +72,8 @@ class FlatParameter:
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
         offload: keep the shard and its gradient in host memory.
-        mesh: let them be DTensors on it, if it is sharded; on one that is made, if it is ``True``.
+        mesh: let them be DTensors on it, if it is sharded or there is one rank only; on one that is
+            made, if it is ``True``.
         device: of originals that are on the meta device, when they have values.
     """
 
@@ -120,7 +121,7 @@ class FlatParameter:
         self.unit_fqn = ""
         self.ordinal = 0  # in its unit
         self.runs_hooks = True
-        if mesh and sharded_strategy:
+        if mesh and (sharded_strategy or self.group.size() == 1):
             self._show_dtensors(None if mesh is True else mesh)
         self.point_originals_to_shard()
         self.unsharded = self._make_unsharded()  # when the originals' storage is free

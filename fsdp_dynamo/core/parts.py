@@ -19,8 +19,9 @@ def note_parts(flats: Iterable[FlatParameter]) -> None:
 
 
 def has_parts(flat: FlatParameter) -> bool:
-    """Whether ranks have different parts of a flat parameter."""
-    return flat.is_sharded and flat.layout.world_size > 1
+    """Whether ranks have different parts of a flat parameter, by tensor parallelism perhaps."""
+    is_sharded = flat.is_sharded and flat.layout.world_size > 1
+    return is_sharded or any(original.parallel for original in flat.originals)
 
 
 def has_plain_parts(flat: FlatParameter) -> bool:

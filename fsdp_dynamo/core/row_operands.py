@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.core.rows import Rows
@@ -15,12 +16,15 @@ from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
 def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise for an operator that is in no table.
+    """Raise for an operator that is in no table; where one rank holds all, torch's own runs.
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: more than one rank holds rows.
     """
     rows = _rows_in([*args, *kwargs.values()], cls)
+    if all(group.size() == 1 for group in rows.groups):
+        whole: Any = tree_map_only(cls, _replicated, (args, kwargs))
+        return func(*whole[0], **whole[1])
     raise UnsupportedError(
         expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
         got=f"{func} on rows of a sharded parameter",
@@ -29,6 +33,11 @@ def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
         "summon_full_params(). In a forward, parameters are whole inside of their own unit only: "
         "shard the module that uses it as one unit.",
     )
+
+
+def _replicated(row: Any) -> DTensor:
+    made: DTensor = row._placing.replicated(row._local_tensor)
+    return made
 
 
 def _rows_in(values: Sequence[Any], cls: type[DTensor]) -> Rows:

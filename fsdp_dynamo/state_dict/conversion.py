@@ -122,4 +122,4 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
     value = torch.detach(value)  # loads the value of a file that is read as it is needed
     if original.parallel is not None:
         value = original.parallel.local(value)
-    return original.as_param(part.of(value)) if flat.is_sharded else value
+    return original.as_param(part.of(value) if flat.is_sharded else value)

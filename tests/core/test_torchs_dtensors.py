@@ -17,9 +17,11 @@ from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_dynamo import fully_shard
+from fsdp_dynamo import FSDPError, fully_shard
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 
 pytestmark = pytest.mark.skipif(not has_own_operators(), reason="not on torch 2.11")
@@ -183,3 +185,63 @@ def _copied(rank: int, world_size: int, way: str, num_layers: int, folder: Path)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies(ranks: RankPool, tmp_path: Path, way: str, num_layers: int) -> None:
     assert ranks.run(_copied, 2, way, num_layers, tmp_path) == [True, True]
+
+
+# -- one rank ------------------------------------------------------------------------------------
+
+
+def _alone(rank: int, world_size: int, name: str) -> float:
+    """The difference to a plain model after three steps of an optimizer of whole matrices."""
+    kinds: dict[str, Any] = {
+        "Muon": lambda params: torch.optim.Muon(params, lr=0.1),
+        "LBFGS": lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe"),
+    }
+    models = []
+    for shard in (fully_shard, lambda model: model):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+        shard(model)
+        models.append(model)
+        optimizer = kinds[name](list(model.parameters()))
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.eye(6)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max(float((ours.full_tensor() - plain).abs().max()) for ours, plain in pairs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["Muon", "LBFGS"])
+def test_one_rank_takes_any_operator(ranks: RankPool, name: str) -> None:
+    """Parameters are DTensors there, too, and whole, so torch's own operators are right."""
+    assert ranks.run(_alone, 1, name) == [0.0]
+
+
+def _split_by_tensor_parallelism_only(rank: int, world_size: int) -> list[float]:
+    """Norms of a model, of the same by its DTensors, and of plain parts, if they do not raise."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    norms = []
+    for use_dtensor in (None, True, False):
+        torch.manual_seed(0)
+        layer: Any = nn.Linear(8, 32)
+        if use_dtensor is not None:
+            parallelize_module(layer, mesh["tp"], ColwiseParallel())
+            fully_shard(layer, mesh=mesh["dp"], use_dtensor=use_dtensor)
+        layer(torch.ones(2, 8)).sum().backward()
+        try:
+            norm: Any = nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        except FSDPError:
+            continue
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+    return norms
+
+
+def test_norms_where_only_tensor_parallelism_splits(ranks: RankPool) -> None:
+    for norms in ranks.run(_split_by_tensor_parallelism_only, 2):
+        expected, got = norms
+        assert got == pytest.approx(expected)

@@ -173,6 +173,25 @@ def test_a_modules_state_is_ours() -> None:
 
 
 @pytest.mark.private(
+    "torch.distributed._composable.contract.REGISTRY_KEY",
+    "torch.distributed._composable.contract.RegistryItem",
+    need="torch's replicate leaves out modules that say that fully_shard was called on them; no "
+    "public function lets another one's say so",
+    instead="replicate(model, ignored_modules=[block, ...]), which users write",
+)
+def test_torchs_replicate_leaves_units_out() -> None:
+    from torch.distributed._composable.replicate import _is_fully_sharded
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_dynamo.wrap.build import set_composable_state
+
+    module = nn.Linear(2, 2)
+    assert not _is_fully_sharded(module)
+    set_composable_state(module, fully_shard, object())
+    assert _is_fully_sharded(module)
+
+
+@pytest.mark.private(
     "torch.distributed.fsdp.wrap._Policy._run_policy",
     need="upstream's policies, of torch.distributed.fsdp.wrap, as auto_wrap_policy; those with "
     "overrides have no public way to be asked",

@@ -117,8 +117,7 @@ def _trained(
     as in one process after two steps."""
     model = _on_meta(tied=tied)
     params = list(model.parameters())
-    is_sharded = world_size > 1
-    is_meta = all(p.is_meta and isinstance(p, DTensor) is is_sharded for p in params)
+    is_meta = all(p.is_meta and isinstance(p, DTensor) for p in params)
     early = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     WAYS[way](model, folder)
     is_same = all(a is b for a, b in zip(params, model.parameters(), strict=True))
@@ -136,7 +135,7 @@ def _trained(
         (sum(losses) / world_size).backward()  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-    whole = [p.full_tensor() if is_sharded else p for p in model.parameters()]
+    whole = [p.full_tensor() for p in model.parameters()]
     pairs = zip(whole, plain.parameters(), strict=True)
     return is_meta, is_same, max(float((a - b).abs().max()) for a, b in pairs)
 
@@ -160,9 +159,10 @@ def test_compiled(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
 
 @pytest.mark.parametrize("way", ["to_empty", "module by module", "whole values", "from rank 0"])
 def test_one_rank(ranks: RankPool, tmp_path: Path, way: str) -> None:
-    """Nothing is sharded; ``to_empty`` makes new parameters of plain ones, as torch's own does."""
-    ((is_meta, _, difference),) = ranks.run(_trained, 1, way, "eager", False, tmp_path)
+    """Nothing is sharded."""
+    ((is_meta, is_same, difference),) = ranks.run(_trained, 1, way, "eager", False, tmp_path)
     assert is_meta
+    assert is_same
     assert difference < 1e-5
 
 
