@@ -43,6 +43,7 @@ class ModuleParameters:
         self.unit_fqn = ""
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
+        self._gathered: list[tuple[OriginalParameter, int]] = []  # shown, with their versions
         # For each place of an original: who holds it, its name, it, the tensor whose memory it has,
         # that one's elements and address, and whether it is trained.
         self._as_left: list[_Facts] = []
@@ -59,6 +60,39 @@ class ModuleParameters:
             for module, name, _ in original.sites:
                 module._parameters[name] = view  # type: ignore[assignment]
         self._has_views = True
+
+    def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
+        """Let modules hold whole, plain parameters in place of DTensors, to be read."""
+        self.hide_gathered()
+        for original, view in zip(self._originals, views, strict=True):
+            if original.placing is not None:
+                value = view.data  # has a version of its own
+                if original.parallel is not None:
+                    value = original.parallel.as_dtensor(value)
+                self._gathered.append((original, original.show_whole(value)._version))
+
+    def hide_gathered(self) -> None:
+        """Let modules hold DTensors again.
+
+        Raises:
+            FSDPStateError: a whole one was written, or has a gradient, which would be lost.
+        """
+        shown, self._gathered = self._gathered, []
+        lost = [
+            original
+            for original, version in shown
+            if original.held._version != version or original.held.grad is not None
+        ]
+        for original, _ in shown:
+            original.end_whole()
+        if lost:
+            raise FSDPStateError(
+                expected="parameters unsharded by hand to be read only",
+                got="one that was written, or has a gradient: it would be lost",
+                where=f"parameter '{join_fqn(self.unit_fqn, lost[0].fqn)}'",
+                fix="Write values inside summon_full_params(), or a state dict; compute what has "
+                "gradients in a forward (register_forward_method for other methods).",
+            )
 
     def unset_views(self) -> None:
         """Put the original parameters back."""
@@ -113,6 +147,7 @@ class ModuleParameters:
                 fix="Leave the context first, or call the model under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
+        self.hide_gathered()
         if self._has_views or (self.are_as_left() and not self.lacking):
             return
         self.write_back()
@@ -163,8 +198,9 @@ class ModuleParameters:
 
         Raises:
             FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
-                several places.
+                several places; what ``hide_gathered`` raises.
         """
+        self.hide_gathered()
         if not (self._has_views or self.is_summoned):
             self._take(self._replaced())
 

@@ -114,8 +114,8 @@ class OriginalParameter:
         """Whether a DTensor has the rows that this one has."""
         return self.placing is not None and self.placing.rows.holds_as(tensor._placing.rows)
 
-    def show_whole(self, value: torch.Tensor) -> None:
-        """Let modules hold the whole parameter, until ``show_part``."""
+    def show_whole(self, value: torch.Tensor) -> nn.Parameter:
+        """Let modules hold the whole parameter until ``show_part`` or ``end_whole``; returns it."""
         if self.placing is None:
             self.param.data = value
         else:
@@ -124,6 +124,7 @@ class OriginalParameter:
                 {k: v for k, v in self.param.__dict__.items() if k != "_placing"}
             )
             self._put_into_modules(self.whole)
+        return self.held
 
     def end_whole(self) -> None:
         """Let modules hold the DTensor again."""

@@ -205,10 +205,22 @@ class Unit:
             self.is_ahead = True
             self._gathered_versions = self._versions()
 
+    def show_gathered(self) -> None:
+        """Let modules hold whole parameters where they would hold DTensors, until a forward."""
+        if self.is_unsharded and self.machine.state is UnitState.IDLE:
+            for flat in self.flats:
+                flat.module_parameters.show_gathered(flat.make_views())
+
+    def hide_gathered(self) -> None:
+        """Let modules hold DTensors again."""
+        for flat in self.flats:
+            flat.module_parameters.hide_gathered()
+
     def drop_outdated(self) -> None:
         """Reshard before a forward if parameters have changed since they were gathered for it."""
         if not self.is_ahead:
             return
+        self.hide_gathered()
         if self.pending_calls:
             self.require_gathered_values()
         if self._versions() != self._gathered_versions or any(
@@ -229,6 +241,8 @@ class Unit:
         """Free the unsharded flat parameters."""
         if not self.is_unsharded:
             return
+        if self.is_ahead:
+            self.hide_gathered()
         self.wait_unshard()
         self.is_unsharded = self.is_ahead = False
         freed_bytes = 0

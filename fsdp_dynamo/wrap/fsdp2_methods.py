@@ -29,8 +29,9 @@ class UnshardHandle(fsdp.UnshardHandle):
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are unsharded."""
+        """Wait until the parameters are unsharded, and show them whole."""
         self._unit.wait_unshard()
+        self._unit.show_gathered()
 
 
 class GradientReductionHandle:
@@ -62,7 +63,8 @@ class FSDP2Methods(UserMethods):
         """Gather this unit's parameters ahead of its next forward (eager and hooks mode).
 
         They stay unsharded until the strategy reshards them, or ``reshard()``. If an optimizer
-        changes parameters before a forward, that gathers them again.
+        changes parameters before a forward, that gathers them again. Until then modules hold whole,
+        plain parameters, to be read, in the place of DTensors.
 
         Args:
             async_op: return at once, with something to wait for.
