@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.row_reductions import require_one_norm
+from fsdp_dynamo.core.row_reductions import power_sum, require_one_norm
 from fsdp_dynamo.errors import unit_name
 
 
@@ -66,7 +66,7 @@ def clip_grad_norm(
     dtype = torch.float64 if wanted == torch.float64 else torch.float32
     norm_type = float(norm_type)
     totals = torch.stack(
-        [_total(same, over, norm_type, dtype, device) for over, same in spread.items()]
+        [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
     )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     if partial is not None:
@@ -82,31 +82,3 @@ def clip_grad_norm(
             stacklevel=4,
         )
     return norm.to(wanted)
-
-
-def _total(
-    grads: Sequence[torch.Tensor],
-    groups: Sequence[dist.ProcessGroup],
-    norm_type: float,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Sum of |g|^p over all elements on all ranks of the groups (largest |g| for inf)."""
-    total = _power_sum(grads, norm_type, dtype, device)
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for group in groups:
-        dist.all_reduce(total, operation, group=group)
-    return total
-
-
-def _power_sum(
-    grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Sum of |g|^p over all elements on this rank (largest |g| for inf)."""
-    grads = [g for g in grads if g.numel()]
-    if not grads:
-        return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
-    )
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

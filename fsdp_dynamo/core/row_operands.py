@@ -100,16 +100,16 @@ def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
         return local
     if not is_theirs:
         got = f"a DTensor of torch's, {value.placements}, of shape {tuple(value.shape)} or of rows"
-        raise mismatch(rows, f"{got} {tuple(local.shape)} on this rank")
+        raise mismatch(rows, f"{got} {tuple(local.shape)} on this rank", "a value for")
     part: torch.Tensor = rows.take(value.detach().full_tensor())  # type: ignore[attr-defined]
     return part
 
 
-def mismatch(rows: Rows, got: str) -> FSDPValueError:
+def mismatch(rows: Rows, got: str, what: str = "an operator on") -> FSDPValueError:
     """The error for an operand with other elements than ``rows``; ``got`` says what it is."""
     return FSDPValueError(
         expected=f"the same rows, or a whole tensor of shape {tuple(rows.shape)}",
         got=got,
-        where=f"an operator on '{rows.fqn}'",
+        where=f"{what} '{rows.fqn}'",
         fix="Compute with full_tensor() where shapes differ.",
     )

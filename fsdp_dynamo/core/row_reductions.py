@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,8 +26,14 @@ def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): list(others)}
     for row in rows:
         by_groups.setdefault(row._placing.rows.groups, []).append(row._local_tensor)
-    powers = [_power(tensors, groups, order) for groups, tensors in by_groups.items() if tensors]
-    total = torch.stack([power.to(powers[0].device) for power in powers])
+    found = [tensor for tensors in by_groups.values() for tensor in tensors]
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in found], torch.float32)
+    powers = [
+        power_sum(tensors, groups, order, dtype, found[0].device)
+        for groups, tensors in by_groups.items()
+        if tensors
+    ]
+    total = torch.stack(powers)
     norm = total.max() if math.isinf(order) else total.sum() ** (1 / order)
     widest, fewest = (key(by_groups.keys() - {()}, key=_num_ranks) for key in (max, min))
     if _num_ranks(fewest) < _num_ranks(widest):
@@ -68,24 +75,33 @@ def require_one_norm(
         )
 
 
-def _power(
-    tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], order: float
+def power_sum(
+    tensors: Sequence[torch.Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    order: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Sum of |x|^p over all elements on all ranks of the groups; for inf the largest |x|."""
+    """Sum of |x|^p over all elements on all ranks of some groups; for inf the largest |x|.
+
+    NaN if a rank has one.
+
+    Args:
+        tensors: this rank's; none, perhaps.
+        groups: the ranks.
+        order: p.
+        dtype: of the sum.
+        device: of the sum.
+    """
     norms = [
-        torch.linalg.vector_norm(tensor, order, dtype=_precise(tensor.dtype))
+        torch.linalg.vector_norm(tensor, order, dtype=dtype).to(device)
         for tensor in tensors
         if tensor.numel()
     ]
-    zero = torch.zeros((), dtype=_precise(tensors[0].dtype), device=tensors[0].device)
-    own = torch.stack([*norms, zero])
+    own = torch.stack([*norms, torch.zeros((), dtype=dtype, device=device)])
     if math.isinf(order):
         return _reduced(own.max(), groups, dist.ReduceOp.MAX)
     return _reduced((own**order).sum(), groups, dist.ReduceOp.SUM)
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _reduced(

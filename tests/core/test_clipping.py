@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -72,6 +73,25 @@ def _one_strategy(rank: int, world_size: int, name: str, mode: str) -> list[Norm
 )
 def test_norm_equals_one_process(ranks: RankPool, strategy: str, mode: str) -> None:
     _check(ranks.run(_one_strategy, 2, strategy, mode))
+
+
+def _spoilt(rank: int, world_size: int) -> list[float]:
+    """Norms where one rank has a NaN in its part of a gradient."""
+    wrapped = wrap(make_transformer(num_blocks=2))
+    norms = []
+    for norm_type in NORM_TYPES:
+        wrapped.zero_grad()
+        loss_of(wrapped, batch(rank, 0)).backward()
+        grads = [p.grad for p in wrapped.parameters() if p.grad is not None and p.grad.numel()]
+        if rank == 1:
+            grads[0].fill_(torch.nan)
+        norms.append(float(wrapped.clip_grad_norm_(BOUND, norm_type)))
+    return norms
+
+
+def test_nan_of_one_rank_is_everyones(ranks: RankPool) -> None:
+    for norms in ranks.run(_spoilt, 2):
+        assert all(math.isnan(norm) for norm in norms)
 
 
 def _sharded_and_whole(rank: int, world_size: int, mode: str) -> list[Norms]:
