@@ -22,10 +22,12 @@ from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forwa
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
     PlacementFn,
-    check_apart,
+    leave_to_unit_above,
     offload_for,
     precision_for,
     strategy_for,
+    take_over_left,
+    tied_to_others,
 )
 from fsdp_dynamo.wrap.fsdp2_identity import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
@@ -85,7 +87,8 @@ def fully_shard(
 
     Args:
         module: what to shard; a compiled module is sharded below its ``torch.compile``. Of a list
-            each module becomes a unit.
+            each module becomes a unit, but those that share parameters: these are left to a unit
+            above, which must follow.
         policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
         mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
         process_group: its argument of this name.
@@ -145,10 +148,11 @@ def fully_shard(
     )
     if not isinstance(module, (list, tuple)):
         return _shard(module, given)
-    for one in module:
-        _target_of(one)
-    check_apart(module)
-    return [_shard(one, given) for one in module]
+    targets = {one: _target_of(one) for one in module}
+    tied = tied_to_others(list(targets.values()))
+    for target in tied:
+        leave_to_unit_above(target)
+    return [one if target in tied else _shard(one, given) for one, target in targets.items()]
 
 
 def _target_of(module: nn.Module) -> nn.Module:
@@ -176,6 +180,7 @@ def _shard(module: nn.Module, given: Arguments) -> nn.Module:
         # module.compile() of before would run without the hooks: they run around it.
         owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
         let_pipelines_end_backwards(owner)
+    take_over_left(target)
     assert isinstance(target, FSDPModule)
     target._fsdp_become_root()
     if isinstance(module, torch._dynamo.OptimizedModule):

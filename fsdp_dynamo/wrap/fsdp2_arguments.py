@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_dynamo.config import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
+from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, UnsupportedError
 
 PlacementFn = Callable[[nn.Parameter], object]
 
@@ -144,17 +144,50 @@ def check_placements(
             )
 
 
-def check_apart(modules: Sequence[nn.Module]) -> None:
-    """Raise for a list of modules that share parameters: each becomes a unit of its own."""
-    seen: set[nn.Parameter] = set()
+def tied_to_others(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of a list of modules that share parameters with another of them.
+
+    Raises:
+        FSDPValueError: one is inside another.
+    """
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
     for position, module in enumerate(modules):
-        own = set(module.parameters())
-        if own & seen:
+        below = set(module.modules())
+        if any(other in below for other in modules if other is not module):
             raise FSDPValueError(
-                expected="modules without common parameters, each in one of them",
-                got=f"a {type(module).__name__} with one of another module",
+                expected="modules beside each other",
+                got=f"a {type(module).__name__} that holds another one",
                 where=f"argument 'module', position {position}",
-                fix="Each module of a list becomes a unit: call fully_shard on the module that "
-                "holds both, which then owns the parameters that they share.",
+                fix="Each module of a list becomes a unit: call fully_shard on the inner one "
+                "first.",
             )
-        seen |= own
+        for param in module.parameters():
+            holders.setdefault(param, set()).add(module)
+    tied = set().union(*(found for found in holders.values() if len(found) > 1))
+    return [module for module in modules if module in tied]
+
+
+_LEFT = "_fsdp_dynamo_left_to_unit_above"
+
+
+def leave_to_unit_above(module: nn.Module) -> None:
+    """Let a module's parameters go to a unit that comes later; until then its forward raises."""
+
+    def refuse(module: nn.Module, args: object) -> None:
+        raise FSDPStateError(
+            expected="fully_shard on a module above, too",
+            got="a forward without it",
+            where=f"a {type(module).__name__}, given to fully_shard in a list",
+            fix="It shares parameters with another one of the list, so they belong to a unit that "
+            "holds both: call fully_shard(model).",
+        )
+
+    module.__dict__[_LEFT] = module.register_forward_pre_hook(refuse)
+
+
+def take_over_left(root: nn.Module) -> None:
+    """End that for all modules below a new unit."""
+    for module in root.modules():
+        handle = module.__dict__.pop(_LEFT, None)
+        if handle is not None:
+            handle.remove()

@@ -15,6 +15,9 @@ from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.wrap.build import set_composable_state
 from fsdp_dynamo.wrap.fsdp2_methods import FSDP2Methods
 
+_FULLY_SHARD = fsdp.fully_shard
+"""Torch's own, also where a script has put ours in its place."""
+
 
 class TorchFSDPModule(FSDP2Methods, fsdp.FSDPModule):
     """Torch's class with our methods."""
@@ -48,7 +51,7 @@ class PipelineState:
 
 def let_pipelines_end_backwards(module: FSDP2Methods) -> None:
     """Give a module the state that ``torch.distributed.pipelining`` asks for."""
-    set_composable_state(module, fsdp.fully_shard, PipelineState(module))
+    set_composable_state(module, _FULLY_SHARD, PipelineState(module))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -397,7 +397,7 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         "no unit yet": lambda: fully_shard(fully_shard(nn.Linear(2, 2))),
         "a module with a forward": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
         "a torch.nn.Module": lambda: fully_shard(["no module"]),
-        "each in one of them": lambda: fully_shard([tied, nn.Sequential(tied)]),
+        "modules beside each other": lambda: fully_shard([tied, nn.Sequential(tied)]),
         "no strategy beside it": lambda: fully_shard(
             nn.Linear(2, 2), reshard_after_forward=True, strategy=ShardingStrategy.NO_SHARD
         ),
