@@ -6,7 +6,8 @@ element by element, also of lists   on this rank's rows; other operands have the
 sums, norms, largest values         of the whole tensor: this rank's, then an all-reduce
 random values                       drawn for the whole tensor, so that ranks with equal seeds get
                                     what one process gets
-anything else                       raises: torch would need to know where rows begin
+anything else                       raises: torch would need to know where rows begin; on one rank,
+                                    runs as torch's own
 ==================================  ==============================================================
 """
 
