@@ -142,7 +142,10 @@ def rows_in(
     parallel: TensorParallel | None = None,
 ) -> Rows:
     """``Rows`` of the parameter in slot ``index`` of a flat parameter."""
-    parts = [layout.shard_range(index, rank) for rank in range(layout.world_size)]
+    if layout.world_size == 1:  # in its own shape, also where rows would be other ones
+        parts = [layout.whole().ranges[index]]
+    else:
+        parts = [layout.shard_range(index, rank) for rank in range(layout.world_size)]
     return Rows(layout.slots[index], parts, group, fqn, parallel)
 
 

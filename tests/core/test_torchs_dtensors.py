@@ -222,6 +222,19 @@ def test_one_rank_takes_any_operator(ranks: RankPool, name: str) -> None:
     assert ranks.run(_alone, 1, name) == [0.0]
 
 
+def _scalar_alone(rank: int, world_size: int) -> list[bool]:
+    layer: Any = nn.Linear(2, 2)
+    layer.scale = nn.Parameter(torch.tensor(2.0))
+    fully_shard(layer)
+    scale = layer.scale.detach()
+    layer.load_state_dict({"scale": torch.tensor(5.0)}, strict=False)
+    return [torch.equal(scale, torch.tensor(5.0)), scale.to_local().shape == (), float(scale) == 5]
+
+
+def test_a_scalar_on_one_rank(ranks: RankPool) -> None:
+    assert ranks.run(_scalar_alone, 1) == [[True, True, True]]
+
+
 def _split_by_tensor_parallelism_only(rank: int, world_size: int) -> list[float]:
     """Norms of a model, of the same by its DTensors, and of plain parts, if they do not raise."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
