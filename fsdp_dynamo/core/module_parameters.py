@@ -77,6 +77,8 @@ class ModuleParameters:
         Raises:
             FSDPStateError: a whole one was written, or has a gradient, which would be lost.
         """
+        if not self._gathered:  # as before every forward, mostly
+            return
         shown, self._gathered = self._gathered, []
         lost = [
             original

@@ -92,8 +92,8 @@ def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
         held = min(chunk, rows.shape[0] - begin)
         is_theirs = is_theirs and local.shape == (held, *rows.shape[1:])
         is_ours = local.shape == rows.part.shape
-        sent = torch.tensor([is_theirs, is_ours], device=served_device(rows.group, local.device))
-        votes = sent.int()
+        device = served_device(rows.group, local.device)
+        votes = torch.tensor([is_theirs, is_ours], dtype=torch.int32, device=device)
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=rows.group)
         is_theirs, is_ours = map(bool, votes.tolist())
     if is_ours:
