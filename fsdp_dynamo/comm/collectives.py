@@ -5,8 +5,8 @@ All choices that depend on a process group's backend are made here:
 - gloo's own all-gather and all-to-all copy the data that they transfer, and its reduce-scatter
   sends as many bytes as an all-reduce. Sends and receives between all ranks, and a local sum, do
   neither.
-- Gradients are averaged by the backend or by the local sum; float16 sums overflow easily, so
-  float16 gradients are divided before they are summed.
+- Gradients are averaged by the backend or by the local sum. float16 sums overflow and float16
+  quotients underflow easily, so float16 gradients are divided in two parts, before and after.
 
 Hooks and lowered graph nodes call the same functions.
 """
@@ -50,7 +50,7 @@ class InFlight:
         works: Sequence[Work],
         buffers: Sequence[torch.Tensor] = (),
         event: events.Event | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         group: dist.ProcessGroup | None = None,
         entry: collective_log.Entry | None = None,
     ) -> None:
@@ -60,6 +60,11 @@ class InFlight:
         self._finish = finish
         self._group = group
         self._event = event
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Inputs and outputs, until it has been waited for."""
+        return self._buffers
 
     def wait(self) -> None:
         """Block until complete (on CUDA: make the current stream wait)."""
@@ -185,13 +190,14 @@ def _issue_reduce_mean(
     sums_only: bool,
 ) -> InFlight:
     op, divisor = divide_first(unsharded, group, sums_only)
+    divide = divide_after(output, op, divisor)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
-        return InFlight([work], (unsharded,), event, group=group, entry=entry)
+        return InFlight([work], (unsharded,), event, divide, group, entry)
     transport = transport_of(group, unsharded.device)
     if transport == "library":
         work = reduce_scatter_single(output, unsharded, op, group=group, async_op=True)
-        return InFlight([work], (output, unsharded), event, group=group, entry=entry)
+        return InFlight([work], (output, unsharded), event, divide, group, entry)
     if transport == "point_to_point":
         tag = collective_log.message_tag(*entry.signature)
         works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
@@ -203,7 +209,7 @@ def _issue_reduce_mean(
     return InFlight(works, (output, unsharded), event, finish, group, entry)
 
 
-def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: int) -> None:
+def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: float) -> None:
     """Write the sum of ``rows`` ``(world_size, n)`` over ``divisor`` into ``output`` ``(n,)``.
 
     One pass: with hundreds of ranks, adding row by row takes two to three times as long.
@@ -215,15 +221,28 @@ def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: int) -> None:
 
 def divide_first(
     unsharded: torch.Tensor, group: dist.ProcessGroup, sums_only: bool = False
-) -> tuple[Any, int]:
-    """The reduction, and the divisor of a local sum; float16 is divided here, in place.
+) -> tuple[Any, float]:
+    """The reduction, and the divisor of its result: of a local sum, and of any reduction by SUM.
 
-    With ``sums_only`` so are the other dtypes.
+    float16 is divided here, in place, by a power of two near the root of the number of ranks. With
+    ``sums_only`` the other dtypes are divided by their number.
     """
-    if unsharded.dtype != torch.float16 and not sums_only:
-        return dist.ReduceOp.AVG, group.size()
-    unsharded.div_(group.size())
+    size = group.size()
+    if unsharded.dtype == torch.float16:
+        first = 1 << ((size - 1).bit_length() + 1) // 2
+        unsharded.div_(first)
+        return dist.ReduceOp.SUM, size / first
+    if not sums_only:
+        return dist.ReduceOp.AVG, size
+    unsharded.div_(size)
     return dist.ReduceOp.SUM, 1
+
+
+def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], object] | None:
+    """What remains to be done when a backend has reduced into ``output``."""
+    if op == dist.ReduceOp.AVG or divisor == 1:
+        return None
+    return partial(output.data.div_, divisor)
 
 
 # -- several as one launch -------------------------------------------------------------------------
@@ -275,15 +294,16 @@ def issue_reduce_means(
     if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
         return _issue_each(issue_reduce_mean, outputs, unsharded, group, recorded, labels)
     kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
-    calls = []
+    calls, divisions = [], []
     for output, grad in zip(outputs, unsharded, strict=True):
-        op, _ = divide_first(grad, group)
+        op, divisor = divide_first(grad, group)
+        divisions.append(divide_after(output, op, divisor))
         tensors = (grad,) if output is grad else (output, grad)
         collective: Callable[..., Any] = (
             dist.all_reduce if output is grad else reduce_scatter_single
         )
         calls.append(partial(collective, *tensors, op, group=group, async_op=True))
-    return _launch(kind, calls, outputs, unsharded, group, recorded, labels)
+    return _launch(kind, calls, outputs, unsharded, group, recorded, labels, divisions)
 
 
 def _issue_each(
@@ -306,6 +326,7 @@ def _launch(
     group: dist.ProcessGroup,
     recorded: Events,
     labels: Sequence[str],
+    finishes: Sequence[Callable[[], object] | None] = (),
 ) -> list[InFlight]:
     """Make the backend's calls as one launch; returns a handle per call."""
     unsharded = outputs if kind == "all_gather" else inputs
@@ -318,7 +339,8 @@ def _launch(
     with profiler_range(kind, ", ".join(labels)), coalesced as work:
         for call in calls:
             call()
+    each = zip(outputs, inputs, recorded, finishes or [None] * len(calls), entries, strict=True)
     return [
-        InFlight([work], (output, sent), event, group=group, entry=entry)
-        for output, sent, event, entry in zip(outputs, inputs, recorded, entries, strict=True)
+        InFlight([work], (output, sent), event, finish, group, entry)
+        for output, sent, event, finish, entry in each
     ]

@@ -92,7 +92,7 @@ def issue_exchange(
     return works, parts
 
 
-def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
+def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: float) -> None:
     """Write the sum of ``parts``, added in their order, over ``divisor`` into ``output``.
 
     ``output`` may be one of the first two parts. Low-precision parts are summed in float32 and

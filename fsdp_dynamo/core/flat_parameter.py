@@ -254,15 +254,10 @@ class FlatParameter:
             storage.resize_(self.unsharded_bytes)
         return self.unsharded.data
 
-    def free(self) -> int:
-        """Free the unsharded flat parameter; returns the bytes that were allocated."""
-        if not self.needs_storage:
-            return 0
+    def storages_to_free(self) -> list[torch.UntypedStorage]:
+        """The storage that resharding frees, if there is one."""
         storage = self.unsharded.untyped_storage()
-        num_bytes = storage.nbytes()
-        if num_bytes:
-            storage.resize_(0)
-        return num_bytes
+        return [storage] if self.needs_storage and storage.nbytes() else []
 
     def shard_to_gather(self) -> torch.Tensor:
         """The send buffer: the shard itself, or its low-precision copy."""
@@ -343,6 +338,10 @@ class FlatParameter:
         self.layout.fill(flat, grads)
         return flat
 
+    def as_grad(self, sharded_grad: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient in its own dtype."""
+        return sharded_grad.to(self.grad_dtype)
+
     def accumulate_grad(self, sharded_grad: torch.Tensor, unused: Collection[int] = ()) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
 
@@ -358,11 +357,7 @@ class FlatParameter:
         """
         for original in self.originals:
             refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
-        if sharded_grad.dtype != self.grad_dtype:
-            sharded_grad = sharded_grad.to(self.grad_dtype)
-        if self.is_offloaded:  # the host reads it next: not left in flight
-            sharded_grad = sharded_grad.to(self.home)
-        parts = self.shard_layout.split(sharded_grad)
+        parts = self.shard_layout.split(self.as_grad(sharded_grad).to(self.home))
         if self.grad_sum.total is not None:
             self.grad_sum.add_reduced(parts)
             return
@@ -394,7 +389,8 @@ class FlatParameter:
         self.low_dtypes = Dtypes(
             *(shard.dtype if low == self.dtype else low for low in self.low_dtypes)
         )
-        self.free()
+        for storage in self.storages_to_free():
+            storage.resize_(0)
         self._other_unsharded = None
         self.dtype = shard.dtype
         if not self.is_offloaded:

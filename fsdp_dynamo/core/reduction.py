@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from graph_passes.markers import NO_VALUE
 
@@ -28,6 +29,7 @@ class PendingReduce:
         in_flight: the collective issued last.
         sharded_grad: its output.
         over_replicas: starts the reduction over replicas, once; ``None`` where there are none.
+        held: what an earlier collective may still read.
         is_partial: whether the reduction over replicas is left to a later backward.
         unused: indices of parameters of which this rank has no gradient.
     """
@@ -38,6 +40,7 @@ class PendingReduce:
     over_replicas: Callable[[], collectives.InFlight] | None = None
     unused: Collection[int] = ()
     is_partial: bool = False
+    held: Sequence[torch.Tensor] = ()
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -45,21 +48,28 @@ class PendingReduce:
             self.in_flight.wait()
             self.in_flight, self.over_replicas = self.over_replicas(), None
 
-    def finish(self) -> None:
-        """Wait, then add the result to the original parameters' gradients."""
+    def advance_beside(self, streams: SideStreams) -> None:
+        """The same without holding back the stream that computes."""
+        self.held = self.in_flight.buffers
+        with streams.over_replicas():
+            self.advance()
+
+    def finish(self) -> torch.Tensor | None:
+        """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
         self.advance()
         self.in_flight.wait()
+        self.held = ()
         waiting = self.flat.grad_sum
         if self.is_partial:
             if waiting.partial is not None:
                 self.sharded_grad.add_(waiting.partial)
             waiting.partial = self.sharded_grad
-            return
+            return None
         if waiting.settings.all_reduce_hook is not None:
             waiting.settings.all_reduce_hook(self.sharded_grad)
         if waiting.settings.grad_scale != 1:
             self.sharded_grad.mul_(waiting.settings.grad_scale)
-        self.flat.accumulate_grad(self.sharded_grad, self.unused)
+        return self.sharded_grad
 
 
 def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
@@ -118,9 +128,10 @@ def _issue_mean(
         return collectives.issue_reduce_mean(
             output, grad, group, event, flat.unit_fqn, sums_only=settings.sums_only
         )
-    op, _ = collectives.divide_first(grad, group, settings.sums_only)
+    op, divisor = collectives.divide_first(grad, group, settings.sums_only)
+    divide = collectives.divide_after(output, op, divisor)
     work = settings.reduce_scatter(output, grad, group, op, async_op=True)
-    return collectives.InFlight([work] if work else [], (output, grad), event)
+    return collectives.InFlight([work] if work else [], (output, grad), event, divide)
 
 
 def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> events.Event | None:
@@ -129,20 +140,40 @@ def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> eve
 
 
 class ReduceQueue:
-    """Reductions in flight, at most ``MAX_REDUCES``, finished in order of issue."""
+    """Reductions in flight, at most ``MAX_REDUCES``, finished in order of issue.
+
+    Gradients that are offloaded then go to the host, which adds those that have arrived.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[PendingReduce] = deque()
+        self._copies: deque[tuple[FlatParameter, Collection[int], HostCopy]] = deque()
 
     def advance(self) -> None:
         """Start the reductions over replicas that follow those in flight."""
         for pending in self._pending:
             pending.advance()
+        while self._copies and self._copies[0][-1].is_done:
+            self._accumulate_copy()
 
     def make_room(self) -> None:
         """Finish the oldest until another one may be issued."""
         while len(self._pending) >= MAX_REDUCES:
-            self._pending.popleft().finish()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        pending = self._pending.popleft()
+        flat, grad = pending.flat, pending.finish()
+        streams = side_streams(flat.device) if flat.is_offloaded else None
+        if grad is not None and streams is not None:
+            copy = streams.copy_to_host(flat.as_grad(grad))
+            self._copies.append((flat, pending.unused, copy))
+        elif grad is not None:
+            flat.accumulate_grad(grad, pending.unused)
+
+    def _accumulate_copy(self) -> None:
+        flat, unused, copy = self._copies.popleft()
+        flat.accumulate_grad(copy.wait(), unused)
 
     def issue(
         self, flat: FlatParameter, unsharded_grad: torch.Tensor, unused: Collection[int]
@@ -153,6 +184,10 @@ class ReduceQueue:
         pending = issue_reduce(flat, unsharded_grad)
         pending.unused = unused
         self._pending.append(pending)
+        streams = side_streams(flat.device)
+        # What earlier backwards have left was made on the stream that computes.
+        if streams is not None and pending.over_replicas and flat.grad_sum.partial is None:
+            pending.advance_beside(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
         """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""
@@ -166,9 +201,12 @@ class ReduceQueue:
     def finish(self) -> None:
         """Finish all."""
         while self._pending:
-            self._pending.popleft().finish()
+            self._finish_oldest()
+        while self._copies:
+            self._accumulate_copy()
 
     def abandon(self) -> None:
         """Drop all after an error."""
         while self._pending:
             self._pending.popleft().in_flight.abandon()
+        self._copies.clear()

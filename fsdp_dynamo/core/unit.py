@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.streams import SideStreams, side_streams
 from fsdp_dynamo.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -170,6 +171,20 @@ class Unit:
         if self.is_unsharded:
             return
         self.is_unsharded = True
+        streams = self._side_streams()
+        if streams is None:
+            self._issue_gathers(phase)
+            return
+        streams.reclaim([flat.unsharded.untyped_storage() for flat in self.flats])
+        with streams.gathering():
+            self._issue_gathers(phase)
+            if any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
+                self._gathers.append(collectives.InFlight([streams.after_gathers()]))
+
+    def _side_streams(self) -> SideStreams | None:
+        return side_streams(self.flats[0].device) if self.flats else None
+
+    def _issue_gathers(self, phase: events.Phase) -> None:
         outputs: list[tuple[FlatParameter, torch.Tensor]] = []
         num_bytes = 0
         for flat in self.flats:
@@ -196,6 +211,7 @@ class Unit:
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""
         self.set_full_precision(self.wants_full_precision)
+        self.settle()
         self.issue_unshard("forward")
         self.stay_unsharded()
 
@@ -232,10 +248,20 @@ class Unit:
         return [original.param._version for original in self.originals()]
 
     def wait_unshard(self) -> None:
-        """Wait for the all-gathers of ``issue_unshard``."""
+        """Wait for the all-gathers of ``issue_unshard``, before the unit computes."""
+        self._wait_gathers()
+        self.settle()
+
+    def _wait_gathers(self) -> None:
         for in_flight in self._gathers:
             in_flight.wait()
         self._gathers = []
+
+    def settle(self) -> None:
+        """Let gathers to come follow what is enqueued now, where they have a stream."""
+        streams = self._side_streams()
+        if streams is not None:
+            streams.settle()
 
     def reshard(self, phase: events.Phase) -> None:
         """Free the unsharded flat parameters."""
@@ -243,13 +269,24 @@ class Unit:
             return
         if self.is_ahead:
             self.hide_gathered()
-        self.wait_unshard()
+        self._wait_gathers()
         self.is_unsharded = self.is_ahead = False
-        freed_bytes = 0
-        for flat in self.flats if not self.settings.keeps_storage else ():
-            freed_bytes += flat.free()
-        if freed_bytes:
-            events.instant(self.fqn, "reshard", phase, freed_bytes)
+        if not self.settings.keeps_storage:
+            self._free(phase)
+
+    def _free(self, phase: events.Phase) -> None:
+        storages = [storage for flat in self.flats for storage in flat.storages_to_free()]
+        if not storages:
+            return
+        events.instant(self.fqn, "reshard", phase, sum(one.nbytes() for one in storages))
+        streams = self._side_streams()
+        if streams is not None:
+            streams.retire(storages)
+            if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
+                streams.settle()
+            return
+        for storage in storages:
+            storage.resize_(0)
 
     def end_backward(self) -> None:
         """Reshard after its backward, or stay unsharded for the next forward."""

@@ -71,6 +71,13 @@ class Root:
         """Whether the backward is under way."""
         return self.machine.state is RootState.BACKWARD
 
+    def _settle(self) -> None:
+        """Let gathers to come follow what is enqueued now; free what was retired."""
+        for unit in self.units:
+            if unit.flats:
+                unit.settle()
+                return
+
     # -- forward -----------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
@@ -118,10 +125,12 @@ class Root:
         for unit in self.units:  # left over from a forward that no backward followed
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
+        self._settle()  # shards are as the optimizer left them
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
         root = self.units[0]
+        self._settle()
         self.execution_order.end(root.config.groups.shard, root.module.training)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
@@ -136,7 +145,7 @@ class Root:
     def _prefetch_forward(self, unit: Unit) -> None:
         """Issue the all-gathers that the user wants, or of what came next in the last forward."""
         chosen = unit.settings.forward_prefetch
-        if not chosen and _prefetches_forward(unit):
+        if not chosen and unit.config.forward_prefetch is not False:
             following = self.execution_order.following()
             chosen = () if following is None else (following,)
         for other in chosen:
@@ -241,6 +250,7 @@ class Root:
                 unit.end_backward()
             unit.pending_calls = 0
             unit.machine.advance(UnitState.IDLE)
+        self._settle()
         if not self._stays_unsharded:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
@@ -286,6 +296,7 @@ class Root:
             unit.abandon()
             unit.pending_calls = 0
             unit.machine.reset()
+        self._settle()
         self.execution_order.begin()
         self._depth = 0
         self.machine.reset()
@@ -354,11 +365,3 @@ def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
         fix="Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
         "create_graph=True), and call backward() without create_graph.",
     )
-
-
-def _prefetches_forward(unit: Unit) -> bool:
-    """Where the user left it open: on CPU, whose host does not run ahead of the device."""
-    wanted = unit.config.forward_prefetch
-    if wanted is not None:
-        return wanted
-    return bool(unit.flats) and unit.flats[0].device.type == "cpu"

@@ -251,3 +251,27 @@ def _dropped_in_flight(rank: int, world_size: int) -> list[float]:
 def test_a_handle_that_is_dropped(ranks: RankPool) -> None:
     """As with a model that goes after an error: the connection serves the next one."""
     assert ranks.run(_dropped_in_flight, 2, timeout=60.0) == [[1.0, 2.0]] * 2
+
+
+class _ManyRanks:
+    """A group's size, without its ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 4096])
+@pytest.mark.parametrize("value", [1e-4, 100.0])
+def test_float16_neither_overflows_nor_underflows(size: int, value: float) -> None:
+    """Equal gradients of many ranks, summed in float16."""
+    grad = torch.tensor([value], dtype=torch.float16)
+    expected = grad.clone()
+    op, divisor = collectives.divide_first(grad, _ManyRanks(size))  # type: ignore[arg-type]
+    total = grad * size
+    divide = collectives.divide_after(total, op, divisor)
+    if divide is not None:
+        divide()
+    torch.testing.assert_close(total, expected)

@@ -1,0 +1,1 @@
+"""What a run would enqueue on a GPU: recorded on a CPU, checked for order, and given a clock."""

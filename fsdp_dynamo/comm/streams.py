@@ -1,0 +1,143 @@
+"""Streams beside the one that computes, on devices whose host runs ahead of them.
+
+[Note: what a collective waits for]
+
+A collective starts when everything has run that was enqueued, at its issue, on the stream that is
+current then. Waiting for it holds back the current stream, not the host. So a gather that is issued
+on the computing stream behind a unit's forward does not overlap it, and one that is waited for in
+order to start the next collective stops the computation. Hence three streams of our own:
+
+- ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
+  allocated, in the order of this stream. Its memory returns to its own pool. What a unit frees is
+  in use until the computing stream has passed it: it is retired, and freed when that stream is
+  about to begin the next unit (``settle``), after which gathers wait for what has come before. So a
+  gather runs beside one unit, whether its place was foreseen or not, and two units are unsharded.
+- ``replicas``: the mean over replicas waits here for the reduce-scatter before it.
+- ``copies``: offloaded gradients go to the host.
+
+Where the host does not run ahead (CPUs), there are none, and nothing is deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class SideStreams:
+    """The streams of one device.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        high = -1  # what they do is short, and what follows waits for it
+        self._gathers = self._module.Stream(priority=high)
+        self._replicas = self._module.Stream(priority=high)
+        self._copies = self._module.Stream()
+        self._retired: list[torch.UntypedStorage] = []
+
+    # -- gathers -------------------------------------------------------------------------------
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """Enqueue what is issued inside on the stream of gathers, and allocate there."""
+        return self._module.stream(self._gathers)  # type: ignore[no-any-return]
+
+    def settle(self) -> None:
+        """Let gathers wait for what is enqueued now; free what was retired before."""
+        self._gathers.wait_stream(self._module.current_stream())
+        retired, self._retired = self._retired, []
+        for storage in retired:
+            storage.resize_(0)
+
+    def retire(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Free storages of gathers after what the current stream has enqueued has run."""
+        self._retired += storages
+
+    def reclaim(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Let gathers write storages again, some of which may be retired."""
+        retired = {one.data_ptr() for one in self._retired}
+        if any(one.nbytes() and one.data_ptr() in retired for one in storages):
+            self.settle()
+
+    # -- reductions ----------------------------------------------------------------------------
+
+    def over_replicas(self) -> AbstractContextManager[object]:
+        """Enqueue what is issued inside on the stream of means over replicas."""
+        return self._module.stream(self._replicas)  # type: ignore[no-any-return]
+
+    def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """Start to copy a tensor that the current stream has made to pinned memory."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+        self._copies.wait_stream(self._module.current_stream())
+        with self._module.stream(self._copies):
+            host.copy_(tensor, non_blocking=True)
+        return HostCopy(tensor, host, self._recorded(self._copies))
+
+    def after_gathers(self) -> StreamEvent:
+        """What waits for all that is enqueued on the stream of gathers now."""
+        return StreamEvent(self._recorded(self._gathers), self._module)
+
+    def _recorded(self, stream: Any) -> Any:
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+
+class StreamEvent:
+    """Work of our own on a side stream, to be waited for as a collective is."""
+
+    def __init__(self, event: Any, module: Any) -> None:
+        self._event = event
+        self._module = module
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        self._module.current_stream().wait_event(self._event)
+
+
+class HostCopy:
+    """A copy to the host in flight; keeps its source alive.
+
+    Attributes:
+        host: what is copied to.
+    """
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, event: Any) -> None:
+        self.host = host
+        self._source: torch.Tensor | None = source
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the host can read it without waiting."""
+        done: bool = self._event.query()
+        return done
+
+    def wait(self) -> torch.Tensor:
+        """Block the host until the copy is there; returns it."""
+        self._event.synchronize()
+        self._source = None
+        return self.host
+
+
+_by_device: dict[torch.device, SideStreams] = {}
+
+
+def host_runs_ahead(device: torch.device) -> bool:
+    """Whether the host enqueues work on the device without waiting for it."""
+    return device.type != "cpu"
+
+
+def side_streams(device: torch.device) -> SideStreams | None:
+    """The side streams of a device; ``None`` where the host does not run ahead of it."""
+    if not host_runs_ahead(device):
+        return None
+    if device not in _by_device:
+        _by_device[device] = SideStreams(device)
+    return _by_device[device]

@@ -1,0 +1,257 @@
+"""Order on an accelerator's streams, in programs recorded on CPUs; planted faults are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, wrap
+from modes import in_mode
+from pool import RankPool
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.streams.order import unordered
+from benchmarks.streams.program import COMPUTING, HostWait, Launch
+from benchmarks.streams.recording import Recorder, record_program
+from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
+from fsdp_dynamo.core.reduction import PendingReduce
+from fsdp_dynamo.core.training_state import RootState
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.wrap import arguments
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STEPS = 3
+
+CASES: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "by demand": {"forward_prefetch": False},
+    "low precision": {"mixed_precision": LOW},
+    "low precision by demand": {"mixed_precision": LOW, "forward_prefetch": False},
+    "kept": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW},
+    "called twice": {"forward_prefetch": False},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
+    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+}
+
+
+def _wrapped(case: str) -> FSDP:
+    kwargs = dict(CASES[case])
+    if case == "hybrid":
+        kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
+        model = make_transformer(num_blocks=3)
+        if case == "called twice":
+            model.blocks.append(model.blocks[-1])
+        return wrap(model, **kwargs)
+
+
+def _train(
+    model: torch.nn.Module, call: Any, rank: int, first: int, *, no_sync: bool
+) -> list[torch.Tensor]:
+    """Losses of some steps of SGD; a step under ``no_sync()`` among them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[torch.Tensor] = []
+    for step in range(first, first + STEPS):
+        with model.no_sync() if no_sync and step == first else nullcontext():  # type: ignore[operator]
+            loss = loss_of(call, batch(rank, step))
+            loss.backward()
+        if not no_sync or step != first:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())  # not read: that would stop the host
+    return losses
+
+
+def _recorded(
+    rank: int, case: str, mode: str = "eager", fault: str = ""
+) -> tuple[list[torch.Tensor], Recorder]:
+    model = _wrapped(case)
+    call = in_mode(model, mode)
+    losses = _train(model, call, rank, 0, no_sync=mode != "graph")
+    with ExitStack() as stack:
+        recorder = stack.enter_context(record_program())
+        if fault:
+            stack.enter_context(FAULTS[fault][1]())
+        if case == "offloaded":
+            for unit in model._fsdp_root.units:
+                for flat in unit.flats:
+                    recorder.lives_on_host(flat.sharded)
+        losses += _train(model, call, rank, STEPS, no_sync=mode != "graph")
+    return losses, recorder
+
+
+def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[str, Any]:
+    """Of each case, the losses without and with a recording, and what is not ordered."""
+    found = {}
+    for case in cases:
+        model = _wrapped(case)
+        call = in_mode(model, mode)
+        expected = [
+            loss
+            for first in (0, STEPS)
+            for loss in _train(model, call, rank, first, no_sync=mode != "graph")
+        ]
+        got, recorder = _recorded(rank, case, mode)
+        names = {step.stream for step in recorder.program if isinstance(step, Launch)}
+        stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
+        found[case] = torch.stack(expected), torch.stack(got), unordered(recorder.program), names, stops
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
+def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
+    cases = [
+        case for case in CASES if case != "hybrid" and (mode == "eager" or case != "offloaded")
+    ]
+    for found in ranks.run(_run_cases, 2, mode, cases):
+        for case, (expected, got, faults, streams, stops) in found.items():
+            assert faults == [], case
+            assert torch.equal(got, expected), case
+            assert any(name.startswith("communicator") for name in streams), case
+            assert COMPUTING in streams, case
+            assert set(stops) == ({"synchronize"} if case == "offloaded" else set()), case
+
+
+def test_everything_is_ordered_with_replicas(ranks: RankPool) -> None:
+    for found in ranks.run(_run_cases, 4, "eager", ["hybrid"]):
+        expected, got, faults, streams, stops = found["hybrid"]
+        assert stops == []
+        assert faults == []
+        assert torch.equal(got, expected)
+        assert len([name for name in streams if name.startswith("communicator")]) == 2
+
+
+# -- planted faults --------------------------------------------------------------------------------
+
+
+def _replace(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: mock.patch.object(owner, name, new)
+
+
+def _settle_without_waiting(streams: SideStreams) -> None:
+    retired, streams._retired = streams._retired, []
+    for storage in retired:
+        storage.resize_(0)
+
+
+def _settle_but_at_the_start(root: Root) -> None:
+    if root.machine.state is not RootState.FORWARD:
+        SETTLE(root)
+
+
+def _free_at_once(streams: SideStreams, storages: Any) -> None:
+    for storage in storages:
+        storage.resize_(0)
+
+
+def _advance_without_holding(pending: PendingReduce, streams: SideStreams) -> None:
+    with streams.over_replicas():
+        pending.advance()
+
+
+def _advance_without_waiting(pending: PendingReduce) -> None:
+    if pending.over_replicas is not None:
+        pending.held = pending.in_flight.buffers
+        pending.in_flight, pending.over_replicas = pending.over_replicas(), None
+
+
+def _copy_without_waiting(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:
+    host = torch.empty_like(tensor)
+    with streams._module.stream(streams._copies):
+        host.copy_(tensor)
+    return HostCopy(tensor, host, streams._recorded(streams._copies))
+
+
+def _copy_without_holding(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:
+    copy = COPY(streams, tensor)
+    copy._source = None
+    return copy
+
+
+def _wait_on_the_wrong_stream(unit: Unit) -> None:
+    streams = unit._side_streams()
+    assert streams is not None
+    with streams.gathering():
+        WAIT_GATHERS(unit)
+
+
+def _allocate_on_the_computing_stream(unit: Unit, phase: Any) -> None:
+    streams = unit._side_streams()
+    assert streams is not None
+    with streams._module.stream(streams._module.default_stream()):
+        for flat in unit.flats:
+            flat.allocate()
+    ISSUE(unit, phase)
+
+
+def _forget_buffers(handle: Any, works: Any, buffers: Any = (), *args: Any, **kwargs: Any) -> None:
+    INIT(handle, works, tuple(torch.empty(0) for _ in buffers), *args, **kwargs)
+
+
+def _finish_without_waiting(pending: PendingReduce) -> Any:
+    pending.in_flight._works = []
+    return FINISH(pending)
+
+
+COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
+SETTLE, INIT, FINISH = Root._settle, collectives.InFlight.__init__, PendingReduce.finish
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", lambda unit: None)),
+    "a gather is waited for elsewhere": (
+        "sharded", _replace(Unit, "_wait_gathers", _wait_on_the_wrong_stream)),
+    "gathers do not wait before memory is used again": (
+        "sharded", _replace(SideStreams, "settle", _settle_without_waiting)),
+    "unsharded parameters are freed at once": (
+        "sharded", _replace(SideStreams, "retire", _free_at_once)),
+    "a first gather does not wait for the optimizer": (
+        "sharded", _replace(Root, "_settle", _settle_but_at_the_start)),
+    "unsharded parameters are of the computing stream's pool": (
+        "by demand", _replace(Unit, "_issue_gathers", _allocate_on_the_computing_stream)),
+    "a cast is not waited for": (
+        "not sharded", _replace(StreamEvent, "wait", lambda event: None)),
+    "a cast shard is given back while it is sent": (
+        "low precision by demand", _replace(SideStreams, "settle", lambda streams: None)),
+    "a reduction is not waited for": (
+        "sharded", _replace(PendingReduce, "finish", _finish_without_waiting)),
+    "a gradient is given back while it is sent": (
+        "sharded", _replace(collectives.InFlight, "__init__", _forget_buffers)),
+    "replicas: the gradient is given back while it is sent": (
+        "hybrid", _replace(PendingReduce, "advance_beside", _advance_without_holding)),
+    "replicas: the reduce-scatter is not waited for": (
+        "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
+    "offload: a copy does not wait for the gradient": (
+        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_waiting)),
+    "offload: the gradient is given back while it is copied": (
+        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_holding)),
+    "offload: the host reads before the copy is there": (
+        "offloaded", _replace(HostCopy, "wait", lambda copy: copy.host)),
+}  # fmt: skip
+
+
+def _run_faults(rank: int, world_size: int, faults: list[str]) -> dict[str, list[str]]:
+    return {
+        fault: unordered(_recorded(rank, FAULTS[fault][0], fault=fault)[1].program)
+        for fault in faults
+    }
+
+
+def _require_reports(reports: list[dict[str, list[str]]]) -> None:
+    for found in reports:
+        assert [fault for fault, reported in found.items() if not reported] == []
+
+
+def test_planted_faults_are_reported(ranks: RankPool) -> None:
+    _require_reports(ranks.run(_run_faults, 2, [f for f in FAULTS if FAULTS[f][0] != "hybrid"]))
+
+
+def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
+    _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] == "hybrid"]))
