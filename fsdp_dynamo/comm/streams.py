@@ -11,7 +11,8 @@ order to start the next collective stops the computation. Hence three streams of
   allocated, in the order of this stream. Its memory returns to its own pool. What a unit frees is
   in use until the computing stream has passed it: it is retired, and freed when that stream is
   about to begin the next unit (``settle``), after which gathers wait for what has come before. So a
-  gather runs beside one unit, whether its place was foreseen or not, and two units are unsharded.
+  gather runs beside one unit, whether its place was foreseen or not, and two units are unsharded. A
+  unit that comes again before that, as the last one of a forward does, is not gathered again.
 - ``replicas``: the mean over replicas waits here for the reduce-scatter before it.
 - ``copies``: offloaded gradients go to the host.
 
@@ -59,11 +60,13 @@ class SideStreams:
         """Free storages of gathers after what the current stream has enqueued has run."""
         self._retired += storages
 
-    def reclaim(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Let gathers write storages again, some of which may be retired."""
-        retired = {one.data_ptr() for one in self._retired}
-        if any(one.nbytes() and one.data_ptr() in retired for one in storages):
-            self.settle()
+    def take_back(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Let storages that were retired together be used again; false if they are gone."""
+        wanted = {one.data_ptr() for one in storages}
+        kept = [one for one in self._retired if one.data_ptr() not in wanted]
+        is_there = len(kept) < len(self._retired)
+        self._retired = kept
+        return is_there
 
     # -- reductions ----------------------------------------------------------------------------
 

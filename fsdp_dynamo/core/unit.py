@@ -175,7 +175,10 @@ class Unit:
         if streams is None:
             self._issue_gathers(phase)
             return
-        streams.reclaim([flat.unsharded.untyped_storage() for flat in self.flats])
+        retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
+        if retired and streams.take_back(retired):
+            events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
+            return
         with streams.gathering():
             self._issue_gathers(phase)
             if any(flat.needs_storage and not flat.is_sharded for flat in self.flats):

@@ -130,7 +130,8 @@ class Root:
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
         root = self.units[0]
-        self._settle()
+        if not torch.is_grad_enabled():  # no backward begins with the last unit
+            self._settle()
         self.execution_order.end(root.config.groups.shard, root.module.training)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:

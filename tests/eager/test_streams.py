@@ -102,7 +102,13 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
         got, recorder = _recorded(rank, case, mode)
         names = {step.stream for step in recorder.program if isinstance(step, Launch)}
         stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
-        found[case] = torch.stack(expected), torch.stack(got), unordered(recorder.program), names, stops
+        found[case] = (
+            torch.stack(expected),
+            torch.stack(got),
+            unordered(recorder.program),
+            names,
+            stops,
+        )
     return found
 
 

@@ -1,0 +1,181 @@
+"""Step and exposed time on GPUs, computed from programs that were recorded on a CPU.
+
+    python benchmarks/virtual_clock.py [--models 8b,70b] [--ranks 8,64,512] [--json FILE]
+
+Each peer runs two steps of a decoder whose dimensions are 64 times too small, on a fake process
+group of 8 ranks, with bf16 parameters and fp32 reductions; of the third one everything that it
+enqueues is recorded (``benchmarks/streams``): operators, collectives, streams and events, in
+torch's own ``fully_shard`` too. A clock with CUDA's rules then runs that program at the real sizes
+and with the rates below. It knows no contention for memory or processors and no fusion; all peers
+run the same kernels. What is compared is what waits for what.
+
+Rates: H100 SXM (data sheet: 989 TFLOP/s in bf16, of which 60 % are taken; 3.35 TB/s), NVLink
+450 GB/s in each direction and eight 400 Gbit/s adapters a node, of each 80 %; a collective takes
+20 us and 1 us a rank besides; the host 6 us a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.measure.report import record, write
+from benchmarks.streams.clock import Rates, Timeline, run
+from benchmarks.streams.order import unordered
+from benchmarks.streams.program import Program
+from benchmarks.streams.recording import record_program
+from benchmarks.workloads.decoder import Block, Decoder, DecoderSizes
+from fsdp_dynamo import FSDP, MixedPrecision
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+SCALE, RECORDED_RANKS, TOKENS = 64, 8, 4096
+MODELS = {
+    "8b": DecoderSizes(4096, 32, 32, 128256, 14336),
+    "70b": DecoderSizes(8192, 80, 64, 128256, 28672),
+}
+PEERS = ("fsdp2", "ours", "ours_hooks", "ours_graph")
+TITLES = {
+    "fsdp2": "FSDP2 eager",
+    "ours": "fsdp_dynamo, eager",
+    "ours_hooks": "fsdp_dynamo, hooks mode",
+    "ours_graph": "fsdp_dynamo, graph mode",
+}
+
+
+def rates_of(num_ranks: int) -> Rates:
+    """H100s, eight a node."""
+    link = 0.8 * (450e9 if num_ranks <= 8 else 400e9)
+    return Rates(0.6 * 989e12, 3.35e12, link, 20e-6 + 1e-6 * num_ranks, 6e-6, num_ranks, SCALE)
+
+
+def _small(sizes: DecoderSizes) -> Decoder:
+    torch.manual_seed(0)
+    dim, hidden = sizes.dim // SCALE, sizes.hidden_dim // SCALE
+    return Decoder(DecoderSizes(dim, sizes.num_blocks, 1, sizes.vocabulary // SCALE, hidden))
+
+
+def _wrapped(peer: str, model: Decoder, rates: Rates) -> tuple[nn.Module, Callable[..., Any]]:
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if peer == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(**low))
+        sharded = fully_shard(model, mp_policy=MixedPrecisionPolicy(**low))
+        return sharded, sharded
+    sharded = FSDP(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=MixedPrecision(**low)
+    )
+    if peer == "ours_hooks":
+        return sharded, torch.compile(sharded, backend="aot_eager")
+    if peer == "ours_graph":
+        options = _costs(rates)
+        backend = "fsdp_dynamo_aot_eager"
+        return sharded, torch.compile(sharded, fullgraph=True, backend=backend, options=options)
+    return sharded, sharded
+
+
+def _costs(rates: Rates) -> dict[str, dict[str, float]]:
+    """What the plan of a graph is made for: the same times with the small model's numbers."""
+    sent = (RECORDED_RANKS - 1) / RECORDED_RANKS * rates.num_ranks / (rates.num_ranks - 1)
+    return {
+        "device": {
+            "flops_per_ms": rates.flops_per_s / SCALE**3 / 1e3,
+            "bytes_per_ms": rates.memory_bytes_per_s / SCALE**2 / 1e3,
+        },
+        "link": {
+            "latency_ms": rates.collective_s * 1e3,
+            "bytes_per_ms": rates.link_bytes_per_s * sent / SCALE**2 / 1e3,
+        },
+    }
+
+
+def program_of(peer: str, sizes: DecoderSizes, rates: Rates) -> Program:
+    """One steady step, forward and backward."""
+    torch._dynamo.reset()
+    sharded, call = _wrapped(peer, _small(sizes), rates)
+    tokens = torch.randint(sizes.vocabulary // SCALE, (1, TOKENS // SCALE))
+
+    def step() -> None:
+        logits = call(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+        sharded.zero_grad()
+
+    if peer != "fsdp2":  # its streams are made in its first forward
+        step()
+    with record_program() as recorder:
+        for _ in range(2):
+            begin = len(recorder.program)
+            step()
+        end = len(recorder.program)
+    faults = unordered(recorder.program)
+    if faults:
+        raise AssertionError(f"{peer}: {faults[0]}")
+    return recorder.program[begin:end]
+
+
+def _row(timeline: Timeline) -> list[str]:
+    compute_s = timeline.busy_s["computing"]
+    bound_s = max(compute_s, timeline.communication_s)
+    return [
+        f"{timeline.total_s * 1e3:.1f}",
+        f"{timeline.exposed_s * 1e3:.2f}",
+        f"{100 * timeline.exposed_s / timeline.total_s:.1f} %",
+        f"{bound_s * 1e3:.1f} ({'compute' if compute_s == bound_s else 'communication'})",
+    ]
+
+
+def measure(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
+    """A row for each peer, model and number of ranks."""
+    rows = []
+    for name in models:
+        programs: dict[str, Program] = {}
+        for num_ranks in ranks:
+            rates = rates_of(num_ranks)
+            for peer in PEERS:
+                if peer not in programs or peer == "ours_graph":  # whose plan depends on rates
+                    programs[peer] = program_of(peer, MODELS[name], rates)
+                timeline = run(programs[peer], rates)
+                rows.append(
+                    {
+                        "model": name,
+                        "ranks": num_ranks,
+                        "peer": peer,
+                        "step_ms": timeline.total_s * 1e3,
+                        "exposed_ms": timeline.exposed_s * 1e3,
+                        "compute_ms": timeline.busy_s["computing"] * 1e3,
+                        "communication_ms": timeline.communication_s * 1e3,
+                    }
+                )
+                print(name, num_ranks, TITLES[peer], *_row(timeline), sep=" | ", flush=True)
+    return rows
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", default="8b,70b")
+    parser.add_argument("--ranks", default="8,64,512")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RECORDED_RANKS)
+    rows = measure(options.models.split(","), [int(one) for one in options.ranks.split(",")])
+    if options.json is not None:
+        write(options.json, record("virtual_clock", rows=rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
