@@ -31,8 +31,8 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.command_line import BadInputError, one_line_on_bad_input
 from benchmarks.measure.report import record, write
 from benchmarks.streams.clock import Rates, Timeline, run
 from benchmarks.streams.order import unordered
@@ -104,7 +104,7 @@ def _costs(rates: Rates) -> dict[str, dict[str, float]]:
 
 def program_of(peer: str, sizes: DecoderSizes, rates: Rates) -> Program:
     """One steady step, forward and backward."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     sharded, call = _wrapped(peer, _small(sizes), rates)
     tokens = torch.randint(sizes.vocabulary // SCALE, (1, TOKENS // SCALE))
 
@@ -163,6 +163,12 @@ def measure(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def _num_ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise BadInputError(f"--ranks: expected numbers of 2 or more, got {text!r}")
+    return int(text)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -170,8 +176,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RECORDED_RANKS)
-    rows = measure(options.models.split(","), [int(one) for one in options.ranks.split(",")])
+    with one_line_on_bad_input():
+        models = options.models.split(",")
+        if unknown := set(models) - set(MODELS):
+            raise BadInputError(f"--models: expected some of {list(MODELS)}, got {unknown}")
+        ranks = [_num_ranks(one) for one in options.ranks.split(",")]
+    dist.init_process_group("fake", rank=0, world_size=RECORDED_RANKS)
+    rows = measure(models, ranks)
     if options.json is not None:
         write(options.json, record("virtual_clock", rows=rows))
     dist.destroy_process_group()

@@ -29,7 +29,8 @@ class GraphOptions:
     Attributes:
         plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.
         memory_budget_bytes: what a graph may have alive; ``None``: what it needs without any
-            prefetch, and twice the largest unit's unsharded flat parameter.
+            prefetch, the largest unsharded flat parameter, and the largest unsharded gradient (or
+            once more the parameter).
         max_in_flight: gathers ahead of their use, and reductions not waited for, at most.
         link: ``"measured"`` (the default), a ``Link``, or a dict of its fields
             ``{"latency_ms": ..., "bytes_per_ms": ...}``.

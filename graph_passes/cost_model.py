@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -57,6 +58,7 @@ class Device:
     Attributes:
         flops_per_ms: floating-point operations of matrix products, more than 0.
         bytes_per_ms: bytes read and written from memory, more than 0.
+        flops_by_dtype: ``flops_per_ms`` in other dtypes, by name, such as ``"bfloat16"``.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -64,12 +66,19 @@ class Device:
 
     flops_per_ms: float = 5e7
     bytes_per_ms: float = 5e6
+    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_ms", "bytes_per_ms"):
-            value = getattr(self, name)
+        given = {"flops_per_ms": self.flops_per_ms, "bytes_per_ms": self.bytes_per_ms}
+        given |= {f"flops_by_dtype[{name!r}]": one for name, one in self.flops_by_dtype.items()}
+        for name, value in given.items():
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
+
+    def flops_per_ms_in(self, dtype: torch.dtype | None) -> float:
+        """``flops_per_ms`` of products in a dtype."""
+        name = str(dtype).removeprefix("torch.")
+        return self.flops_by_dtype.get(name, self.flops_per_ms)
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,14 @@ class CostModel:
         device: what computes.
         link: what collectives run over.
         links: by name of the process group, where one differs from ``link``.
+        receives_apart: whether what arrives for a reduction has a buffer besides its input and
+            output, as with gloo.
     """
 
     device: Device = field(default_factory=Device)
     link: Link = field(default_factory=Link)
     links: Mapping[str, Link] = field(default_factory=dict)
+    receives_apart: bool = True
 
     def link_of(self, collective: fx.Node) -> Link:
         """The link that a collective runs over."""
@@ -98,12 +110,19 @@ class CostModel:
         if body is not None:
             return sum(self.compute_ms(inner) for inner in body.graph.nodes)
         traffic = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
-        return max(num_flops(node) / self.device.flops_per_ms, traffic / self.device.bytes_per_ms)
+        flops_per_ms = self.device.flops_per_ms_in(_dtype_of(node))
+        return max(num_flops(node) / flops_per_ms, traffic / self.device.bytes_per_ms)
 
     def collective_ms(self, node: fx.Node) -> float:
         """Milliseconds of a collective that has its link to itself."""
         link = self.link_of(node)
         return link.latency_ms + wire_bytes(node) / link.bytes_per_ms
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Of what it returns; of the first of several tensors."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return next((one.dtype for one in values if hasattr(one, "dtype")), None)
 
 
 def wire_bytes(node: fx.Node) -> int:

@@ -167,7 +167,9 @@ class Recorder:
 
 def communicator(group: dist.ProcessGroup | None) -> str:
     """The name of a group's own stream."""
-    return f"communicator {(group or distributed_c10d._get_default_group()).group_name}"
+    one = group or dist.group.WORLD
+    assert one is not None
+    return f"communicator {one.group_name}"
 
 
 class Stream:

@@ -35,9 +35,11 @@ _REPEATS = 5
 _MANY = 50
 _PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")
 _MEASURE = "measure"
+_DTYPES = (torch.bfloat16, torch.float16)
+"""In which products are measured besides float32: an accelerator may be ten times as fast there."""
 
 
-def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, float]]:
+def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, Any]]:
     """``{"link": {...}, "device": {...}}``, the same numbers on all ranks of a group.
 
     Every rank of the group must call it.
@@ -65,7 +67,7 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
             return found
 
         text = share_from_first(group, "measured link and device", write)
-    numbers: dict[str, dict[str, float]] = json.loads(text)
+    numbers: dict[str, dict[str, Any]] = json.loads(text)
     return numbers
 
 
@@ -78,6 +80,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
         ",".join(map(str, dist.get_process_group_ranks(group))),
         group._get_backend(device).name(),
         str(torch.get_num_threads()),
+        str(_DTYPES),
         *(os.environ.get(name, "") for name in _PLACES),
     ]
     if device.type != "cpu":
@@ -127,16 +130,20 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, f
     return {"latency_ms": _rounded(latency_ms), "bytes_per_ms": _rounded(num_bytes / moving_ms)}
 
 
-def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Rate of a matrix product and of an addition."""
+def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """Rates of matrix products and of an addition."""
     width = 512 if device.type == "cpu" else 4096
-    one = torch.ones(width, width, device=device)  # random numbers belong to the user
     large = torch.zeros(width * width * 16, device=device)
-    product_ms = _loaded_ms(lambda: one @ one, group, device)
     added_ms = _loaded_ms(lambda: large.add_(1.0), group, device)
+
+    def flops_per_ms(dtype: torch.dtype) -> float:
+        one = torch.ones(width, width, dtype=dtype, device=device)  # random ones are the user's
+        return _rounded(2 * width**3 / _loaded_ms(lambda: one @ one, group, device))
+
     return {
-        "flops_per_ms": _rounded(2 * width**3 / product_ms),
+        "flops_per_ms": flops_per_ms(torch.float32),
         "bytes_per_ms": _rounded(2 * large.nbytes / added_ms),
+        "flops_by_dtype": {str(one).removeprefix("torch."): flops_per_ms(one) for one in _DTYPES},
     }
 
 

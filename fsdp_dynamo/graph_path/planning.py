@@ -20,12 +20,19 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_dynamo.agreement.comparison import require_same, share_from_first
+from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.graph_utils import collectives, group_of
 from graph_passes.memory.inductor_liveness import as_generated
-from graph_passes.memory.liveness import live_bytes, profile_of, receive_buffer_bytes, storages
+from graph_passes.memory.liveness import (
+    live_bytes,
+    no_bytes,
+    profile_of,
+    receive_buffer_bytes,
+    storages,
+)
 from graph_passes.plan import Plan
 from graph_passes.planner import Planned, Planner
 
@@ -86,23 +93,31 @@ def _observe(planned: Planned) -> None:
         _log.append(planned)
 
 
-def live_bytes_node_by_node(graph: fx.Graph) -> Sequence[int]:
+InFlightBytes = Callable[[fx.Node], int]
+
+
+def live_bytes_node_by_node(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
     """Bytes alive at every node of a graph that is run as it is."""
-    return live_bytes(graph, receive_buffer_bytes)
+    return live_bytes(graph, in_flight)
 
 
-def live_bytes_of_generated(graph: fx.Graph) -> Sequence[int]:
+def live_bytes_of_generated(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
     """Bytes alive at every node of a graph that Inductor makes code of."""
-    lifetimes = as_generated(storages(graph, receive_buffer_bytes), graph)
+    lifetimes = as_generated(storages(graph, in_flight), graph)
     return profile_of(lifetimes, len(graph.nodes)).live_bytes
 
 
 def planner_for(
     gm: fx.GraphModule,
     options: GraphOptions,
-    live_bytes_of: Callable[[fx.Graph], Sequence[int]],
+    live_bytes_of: Callable[[fx.Graph, InFlightBytes], Sequence[int]],
 ) -> Planner:
     """The planner of a graph that Dynamo has traced.
+
+    Args:
+        gm: the graph.
+        options: the user's.
+        live_bytes_of: bytes alive at every node, of a graph and of what collectives hold.
 
     Every rank of the groups in the graph must call it for its first graph.
 
@@ -120,7 +135,12 @@ def planner_for(
             agreed.add(text)
         cost = _cost_model(names, options, _device_of(gm))
     observe = _observe if is_recording() else None
-    return Planner(options.scheduling(cost=cost), live_bytes_of, options.plan, observe)
+    in_flight = receive_buffer_bytes if cost.receives_apart else no_bytes
+
+    def live(graph: fx.Graph) -> Sequence[int]:
+        return live_bytes_of(graph, in_flight)
+
+    return Planner(options.scheduling(cost=cost), live, options.plan, observe)
 
 
 def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.device) -> CostModel:
@@ -137,7 +157,8 @@ def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.devic
         link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
         links[name] = replace(link, name=first)
     computes = options.device or Device(**rates[0]["device"])  # type: ignore[index]
-    return CostModel(computes, links[names[0]], links)
+    apart = any(transport_of(_resolve(name), device) != "library" for name in names)
+    return CostModel(computes, links[names[0]], links, apart)
 
 
 def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:

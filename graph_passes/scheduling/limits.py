@@ -26,8 +26,8 @@ class Limits:
 
     Attributes:
         memory_budget_bytes: what may be alive during any step; ``None``: the unscheduled graph's
-            peak and twice the largest unit's unsharded flat parameter: one is gathered ahead while
-            the gradient of another is on its way.
+            peak, the largest unsharded flat parameter, and the largest unsharded gradient or once
+            more the parameter: one is gathered ahead while the gradient of another is on its way.
         max_in_flight: gathers issued ahead of their use, and reductions not yet waited for, at
             most; 1 or more each.
         margin: how much longer than the model says a gather is taken to last when its place is
@@ -59,8 +59,11 @@ class Limits:
         """
         least = peak_bytes(problem, unscheduled(problem))
         if self.memory_budget_bytes is None:
-            ahead = max((t.held_bytes for t in problem.transfers if t.is_gather), default=0)
-            return replace(self, memory_budget_bytes=max(1, least + 2 * ahead))
+            gathers = [t.held_bytes for t in problem.transfers if t.is_gather]
+            gradients = [t.payload_bytes for t in problem.transfers if not t.is_gather]
+            ahead = max(gathers, default=0)
+            on_its_way = max([ahead, *gradients]) if gathers else 0
+            return replace(self, memory_budget_bytes=max(1, least + ahead + on_its_way))
         if self.memory_budget_bytes < least:
             step = live_bytes(problem, unscheduled(problem)).index(least)
             where = f" without any prefetch (its peak is in unit '{problem.units[step]}')"

@@ -62,6 +62,7 @@ class Transfer:
         dtype: of what is sent.
         is_dependent: whether it sends what another transfer brings.
         link_name: of the link that it shares with other groups; "": its group has one of its own.
+        payload_bytes: of the unsharded tensor.
     """
 
     mark: Mark
@@ -75,6 +76,7 @@ class Transfer:
     dtype: str = ""
     is_dependent: bool = False
     link_name: str = ""
+    payload_bytes: int = 0
 
     @property
     def link(self) -> str:
@@ -295,7 +297,7 @@ def _transfer(
         ready = max(ready, pinned[node])
     held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before)
     if mark.kind != "all_gather":  # the gradient and what arrives for it
-        held = payload_bytes(node) + wire_bytes(node)
+        held = payload_bytes(node) + (wire_bytes(node) if cost.receives_apart else 0)
     dtype = getattr(node.meta.get("val"), "dtype", "")
     return Transfer(
         mark,
@@ -309,6 +311,7 @@ def _transfer(
         str(dtype).removeprefix("torch."),
         node in pinned,
         cost.link_of(node).name,
+        payload_bytes(node),
     )
 
 

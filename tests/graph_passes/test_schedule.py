@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from optimum import optimum_ms
 from problems import random_limits, random_problem
 
+from graph_passes.cost_model import CostModel, Device
 from graph_passes.graph_utils import op_name
 from graph_passes.limits import BudgetError, Limits
 from graph_passes.plan import Plan, PlanError
@@ -21,6 +22,7 @@ from graph_passes.planner import Planned, Planner
 from graph_passes.schedule import Options, decide
 from graph_passes.scheduling.bucketing import bucket
 from graph_passes.scheduling.limits import is_within
+from graph_passes.scheduling.schedule import pose
 from graph_passes.scheduling.simulation import (
     lower_bound_ms,
     peak_bytes,
@@ -273,3 +275,43 @@ def test_plans_that_do_not_fit() -> None:
     for text in ("", "[]", "{}", '{"version": 99}', '{"version": 1, "graphs": 3}'):
         with pytest.raises(PlanError, match="plan: expected"):
             Plan.from_json(text)
+
+
+@pytest.mark.parametrize(("gradient_bytes", "room"), [(50, 200), (100, 200), (200, 300)])
+def test_default_budget_has_room_for_a_gather_and_a_gradient(
+    gradient_bytes: int, room: int
+) -> None:
+    """Gradients in float32 beside parameters in bfloat16 are the larger of the two."""
+    problem = random_problem(random.Random(0), 3, 2, backward=True)
+    transfers = tuple(
+        replace(t, held_bytes=100, payload_bytes=100 if t.is_gather else gradient_bytes)
+        for t in problem.transfers
+    )
+    problem = replace(problem, transfers=transfers)
+    resolved = Limits().resolved(problem)
+    assert resolved.memory_budget_bytes == peak_bytes(problem, unscheduled(problem)) + room
+
+
+@pytest.mark.parametrize("receives_apart", [True, False])
+def test_what_a_reduction_holds(receives_apart: bool) -> None:
+    """Its gradient, and with gloo what the other ranks send."""
+    _, problem = pose(backward_graph(2), CostModel(receives_apart=receives_apart), None)
+    reductions = [t for t in problem.transfers if not t.is_gather]
+    assert reductions
+    for one in reductions:
+        assert one.held_bytes == one.payload_bytes + receives_apart * one.wire_bytes
+
+
+def test_products_have_the_rate_of_their_dtype() -> None:
+    device = Device(flops_per_ms=1e3, bytes_per_ms=1e9, flops_by_dtype={"bfloat16": 8e3})
+    took = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        graph = torch.fx.Graph()
+        one = graph.placeholder("one")
+        product = graph.call_function(torch.ops.aten.mm.default, (one, one))
+        for node in (one, product):
+            node.meta["val"] = torch.empty(10, 10, dtype=dtype, device="meta")
+        took[dtype] = CostModel(device).compute_ms(product)
+    assert took == {torch.float32: 2.0, torch.bfloat16: 0.25, torch.float64: 2.0}
+    with pytest.raises(ValueError, match=r"flops_by_dtype\['float16'\]: expected more than 0"):
+        Device(flops_by_dtype={"float16": 0.0})
