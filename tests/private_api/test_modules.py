@@ -454,6 +454,25 @@ def test_an_error_in_a_callback_is_the_backwards() -> None:
 
 
 @pytest.mark.private(
+    "torch.autograd.Variable._execution_engine",
+    need="whether a backward goes to all leaves, or to chosen tensors: stages of pipelines split "
+    "theirs so, and a unit's gradients would be left out",
+    instead="gradients that are missing when the pipeline ends its backwards, which would tell "
+    "nothing where they come of some microbatches only",
+)
+def test_a_backward_to_chosen_tensors_is_known() -> None:
+    engine = torch.autograd.Variable._execution_engine
+    found: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    hook = lambda grad: found.append(engine.is_checkpoint_valid())  # noqa: E731
+    for take in (lambda out: out.backward(), lambda out: torch.autograd.grad(out, x)):
+        out = x.sin()
+        out.register_hook(hook)
+        take(out.sum())
+    assert found == [True, False]
+
+
+@pytest.mark.private(
     "torch._C._current_graph_task_id",
     need="whether a backward runs, and whether it is the same one as before",
     instead="a flag and a number of our own, set by the first hook of a backward and reset by "

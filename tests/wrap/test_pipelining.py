@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +17,21 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from fsdp_dynamo import FSDP, fully_shard, record_events
 
 DIM, MICROBATCHES, BATCH = 6, 4, 8
-SCHEDULES: dict[str, tuple[Any, int]] = {
-    "GPipe": (ScheduleGPipe, 1),
-    "1F1B": (Schedule1F1B, 1),
-    "interleaved": (ScheduleInterleaved1F1B, 2),
+SCHEDULES: dict[str, tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "GPipe": (ScheduleGPipe, ((0,), (1,))),
+    "1F1B": (Schedule1F1B, ((0,), (1,))),
+    "interleaved": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
+    "interleaved zero bubble": (ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
+    "V-shaped zero bubble": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
 }
+"""Schedules, and the stages of each of the two places in the pipeline."""
 
 
 def _layers() -> list[nn.Module]:
@@ -51,31 +58,40 @@ def _expected(num_replicas: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
+def _whole_backward() -> Callable[[], None]:
+    """Nothing is left of a backward of weights: it has run with that of the inputs."""
+    return lambda: None
+
+
 def _run(rank: int, world_size: int, name: str, reshards: bool) -> tuple[list[str], Any, Any]:
     """What differs after two steps; reductions and gathers of the second, by stage and unit."""
-    schedule_class, stages_per_rank = SCHEDULES[name]
+    schedule_class, places = SCHEDULES[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
     place, replica = mesh["stages"].get_local_rank(), mesh["shards"].get_local_rank()
-    num_stages, layers = 2 * stages_per_rank, _layers()
+    num_stages, layers = 2 * len(places[0]), _layers()
     size, stages, firsts = len(layers) // num_stages, [], []
-    for index in range(place, num_stages, 2):
+    for index in places[place]:
         first = index * size
         module: Any = nn.Sequential(*layers[first : first + size])
         for layer in module:
             fully_shard(layer, mesh=mesh["shards"], reshard_after_forward=reshards)
         fully_shard(module, mesh=mesh["shards"], reshard_after_forward=reshards)
         device, group = torch.device("cpu"), mesh["stages"].get_group()
-        stages.append(PipelineStage(module, index, num_stages, device, group=group))
+        whole = _whole_backward if "zero bubble" in name else None
+        stage = PipelineStage(module, index, num_stages, device, group=group, dw_builder=whole)
+        stages.append(stage)
         firsts.append(first)
     loss = nn.functional.mse_loss
-    given = stages if stages_per_rank > 1 else stages[0]
+    given = stages if len(stages) > 1 else stages[0]
     schedule = schedule_class(given, MICROBATCHES, loss_fn=loss)
     params = [param for stage in stages for param in stage.submod.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1)
     for step in range(2):
         x, y = _data(replica, step)
         with record_events() as log:
-            schedule.step(*([x] if place == 0 else []), **({"target": y} if place == 1 else {}))
+            inputs = [x] if 0 in places[place] else []
+            targets = {"target": y} if num_stages - 1 in places[place] else {}
+            schedule.step(*inputs, **targets)
         optimizer.step()
         optimizer.zero_grad()
     expected, wrong = _expected(2), []
@@ -99,3 +115,35 @@ def test_equals_one_process(ranks: RankPool, name: str) -> None:
             assert wrong == []
             assert reductions == num_units
             assert reshards or gathers == num_units
+
+
+def _run_split(rank: int, world_size: int, frozen: bool) -> tuple[str, list[float]]:
+    """The cause of the error of a schedule that splits backwards, all stages on one rank; then
+    how far gradients of inputs by torch.autograd.grad() are from the plain model's."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("stages", "shards"))
+    group, layers, stages = mesh["stages"].get_group(), _layers()[:2], []
+    plain = copy.deepcopy(layers[1])
+    for index, layer in enumerate(layers):
+        layer.requires_grad_(index == 0 or not frozen)
+        fully_shard(layer, mesh=mesh["shards"])
+        stages.append(PipelineStage(layer, index, 2, torch.device("cpu"), group=group))
+    schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss)
+    x, y = _data(rank, 0)
+    message = ""
+    try:
+        schedule.step(x, target=y)
+    except RuntimeError as error:
+        message = str(error.__cause__)
+    for setting in ("is_last_backward", "requires_gradient_sync", "reshard_after_backward"):
+        getattr(stages[1].submod, f"set_{setting}")(True)
+    x.requires_grad_()
+    wanted = torch.autograd.grad(plain(x).sum(), x)[0]
+    return message, (torch.autograd.grad(stages[1].submod(x).sum(), x)[0] - wanted).tolist()
+
+
+def test_a_split_backward_is_refused(ranks: RankPool) -> None:
+    for message, difference in ranks.run(_run_split, 2, False):
+        assert "dw_builder" in message
+        assert torch.tensor(difference).abs().max() < 1e-5
+    for message, _ in ranks.run(_run_split, 2, True):  # no weights, nothing to lose
+        assert message == ""
