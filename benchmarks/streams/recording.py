@@ -5,6 +5,9 @@ CPU for a device whose host runs ahead, and collectives have a stream for each c
 NCCL. Every operator of aten is a launch on the stream that is current. Values are right, because
 everything still runs in the host's order; what the streams would do is in the program. Whoever asks
 ``torch.cpu`` for streams is recorded: so is torch's own ``fully_shard``.
+
+What a collective brings is NaN until it has been waited for, and a storage is before it is freed: what
+is read too early or too late, in the host's order, changes the values.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _KINDS: dict[str, Kind] = {
     "reduce_scatter_single": "reduce_scatter",
     "all_reduce": "all_reduce",
 }
+_NAN_BYTE = 0xFF
+"""Floating-point numbers of such bytes are NaN in every format."""
 _BLOCKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
 
@@ -57,7 +62,17 @@ class Recorder:
         self.is_quiet = False
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         self._host: set[int] = set()
+        self.coalesced: list[Poisoned] | None = None  # by the launch that is being put together
         self._num_buffers = self._num_events = self._num_streams = 0
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Record no operators inside."""
+        before, self.is_quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self.is_quiet = before
 
     # -- buffers -------------------------------------------------------------------------------
 
@@ -152,7 +167,14 @@ class Recorder:
                 communicator(group),
             )
         )  # fmt: skip
-        return Work(self, stream.record_event()) if is_async else None
+        if not is_async:
+            return None
+        with self.quiet():
+            poisoned = [Poisoned(tensors[0])]
+        if self.coalesced is not None:
+            self.coalesced += poisoned
+            poisoned = []
+        return Work(self, stream.record_event(), poisoned)
 
     def new_event(self) -> int:
         """A number for an event."""
@@ -226,16 +248,34 @@ class Event:
         return False
 
 
+class Poisoned:
+    """The output of a collective that nobody has waited for."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self._output = output.detach()
+        self._values = self._output.clone()
+        self._output.untyped_storage().fill_(_NAN_BYTE)
+
+    def cure(self) -> None:
+        """Give it what the collective has brought, unless it was freed before."""
+        if self._output.untyped_storage().nbytes():
+            self._output.data.copy_(self._values)
+
+
 class Work:
     """The handle of an asynchronous collective."""
 
-    def __init__(self, recorder: Recorder, event: Event) -> None:
+    def __init__(self, recorder: Recorder, event: Event, poisoned: list[Poisoned]) -> None:
         self.event = event
         self._recorder = recorder
+        self._poisoned = poisoned
 
     def wait(self, *_: object) -> bool:
         """Let the current stream wait."""
         self._recorder.current.wait_event(self.event)
+        with self._recorder.quiet():
+            while self._poisoned:
+                self._poisoned.pop().cure()
         return True
 
     def is_completed(self) -> bool:
@@ -265,11 +305,8 @@ def _recorded_collective(recorder: Recorder, name: str, real: Callable[..., Any]
         named = ("output_tensor", "output", "input_tensor", "input", "tensor")
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         tensors += [kwargs[key] for key in named if key in kwargs]
-        recorder.is_quiet = True
-        try:
+        with recorder.quiet():
             real(*args, group=group, async_op=False, **kwargs)
-        finally:
-            recorder.is_quiet = False
         return recorder.collective(_KINDS[name], group, tensors, is_async=async_op)
 
     return call
@@ -278,8 +315,12 @@ def _recorded_collective(recorder: Recorder, name: str, real: Callable[..., Any]
 @contextmanager
 def _coalesced(recorder: Recorder, group: dist.ProcessGroup, *_: Any, **__: Any) -> Iterator[Work]:
     """Collectives as one launch, with one handle, which may be waited for once they are issued."""
-    handle = Work(recorder, Event(recorder))
-    yield handle
+    recorder.coalesced = poisoned = []
+    handle = Work(recorder, Event(recorder), poisoned)
+    try:
+        yield handle
+    finally:
+        recorder.coalesced = None
     handle.event.record(Stream(recorder, communicator(group)))
 
 
@@ -332,6 +373,8 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
         if num_bytes == 0:
+            with recorder.quiet():
+                storage.fill_(_NAN_BYTE)
             recorder.resized(storage, 0)
             return resize(storage, 0)
         result = resize(storage, num_bytes)

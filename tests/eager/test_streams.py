@@ -261,3 +261,13 @@ def test_planted_faults_are_reported(ranks: RankPool) -> None:
 
 def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
     _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] == "hybrid"]))
+
+
+def _run_poisoned(rank: int, world_size: int) -> list[torch.Tensor]:
+    return _recorded(rank, "sharded", fault="a gather is not waited for")[0]
+
+
+def test_what_is_not_waited_for_is_poison(ranks: RankPool) -> None:
+    """Recorded steps have the values of others only if nothing is read too early."""
+    for losses in ranks.run(_run_poisoned, 2):
+        assert [bool(loss.isnan()) for loss in losses] == [False] * STEPS + [True] * STEPS
