@@ -6,8 +6,8 @@ NCCL. Every operator of aten is a launch on the stream that is current. Values a
 everything still runs in the host's order; what the streams would do is in the program. Whoever asks
 ``torch.cpu`` for streams is recorded: so is torch's own ``fully_shard``.
 
-What a collective brings is NaN until it has been waited for, and a storage is before it is freed: what
-is read too early or too late, in the host's order, changes the values.
+What a collective brings is NaN until it has been waited for, and a storage is before it is freed:
+what is read too early or too late, in the host's order, changes the values.
 """
 
 from __future__ import annotations
@@ -253,13 +253,13 @@ class Poisoned:
 
     def __init__(self, output: torch.Tensor) -> None:
         self._output = output.detach()
-        self._values = self._output.clone()
+        self._brought = self._output.clone()
         self._output.untyped_storage().fill_(_NAN_BYTE)
 
     def cure(self) -> None:
         """Give it what the collective has brought, unless it was freed before."""
         if self._output.untyped_storage().nbytes():
-            self._output.data.copy_(self._values)
+            self._output.data.copy_(self._brought)
 
 
 class Work:
