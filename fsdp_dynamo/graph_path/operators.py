@@ -173,15 +173,22 @@ def abandon() -> None:
 # -- the same as operators, for Inductor ----------------------------------------------------------
 
 _library = torch.library.Library("fsdp_dynamo", "DEF")
+
+
+def _define(schema: str) -> None:
+    """Define an operator that no CUDA graph may hold: it keeps handles on the host."""
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+
 _TAIL = "str group, str text, str fingerprint) -> Tensor"
-_library.define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
-_library.define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
-_library.define(f"all_reduce(Tensor tensor, {_TAIL}")
+_define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
+_define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
+_define(f"all_reduce(Tensor tensor, {_TAIL}")
 _TOGETHER = "str group, str[] texts, str fingerprint) -> Tensor[]"
-_library.define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
-_library.define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
-_library.define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
-_library.define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
+_define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
+_define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
+_define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
+_define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
 
 
 def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:

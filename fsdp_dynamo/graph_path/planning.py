@@ -110,14 +110,15 @@ def live_bytes_of_generated(graph: fx.Graph, in_flight: InFlightBytes) -> Sequen
 def planner_for(
     gm: fx.GraphModule,
     options: GraphOptions,
-    live_bytes_of: Callable[[fx.Graph, InFlightBytes], Sequence[int]],
+    live_bytes_of: Callable[..., Sequence[int]],
 ) -> Planner:
     """The planner of a graph that Dynamo has traced.
 
     Args:
         gm: the graph.
         options: the user's.
-        live_bytes_of: bytes alive at every node, of a graph and of what collectives hold.
+        live_bytes_of: bytes alive at every node, of a graph and of what collectives hold
+            (``in_flight``).
 
     Every rank of the groups in the graph must call it for its first graph.
 
@@ -136,10 +137,7 @@ def planner_for(
         cost = _cost_model(names, options, _device_of(gm))
     observe = _observe if is_recording() else None
     in_flight = receive_buffer_bytes if cost.receives_apart else no_bytes
-
-    def live(graph: fx.Graph) -> Sequence[int]:
-        return live_bytes_of(graph, in_flight)
-
+    live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
     return Planner(options.scheduling(cost=cost), live, options.plan, observe)
 
 

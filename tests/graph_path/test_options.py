@@ -373,3 +373,13 @@ def test_passes_are_compared_by_what_they_are() -> None:
     assert text(_Scaled(2)) == text(_Scaled(2)) != text(_Scaled(3))
     assert text(partial(count_products)) == text(partial(count_products))
     assert " at 0x" not in text(partial(count_products)) + text(_Scaled(1))
+
+
+@pytest.mark.parametrize(
+    "live_bytes_of", [planning.live_bytes_node_by_node, planning.live_bytes_of_generated]
+)
+def test_a_planner_is_in_keys_of_caches(live_bytes_of: Any) -> None:
+    """Inductor leaves graphs out of its cache whose passes cannot be pickled."""
+    nothing = fx.symbolic_trace(torch.nn.Identity())
+    planner = planning.planner_for(nothing, GraphOptions(), live_bytes_of)
+    assert isinstance(pickle.loads(pickle.dumps(planner)), Planner)
