@@ -254,6 +254,32 @@ def _ranks_per_node() -> int:
     )
 
 
+# -- some of the ranks ----------------------------------------------------------------------------
+
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+"""By group and size: one serves all units."""
+
+
+def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The part of a group that this rank is in: of its ranks in their order, ``size`` each.
+
+    Every rank of the group must call it. ``size`` divides the group's.
+    """
+    parts = _parts.setdefault(group, {})
+    if size not in parts:
+        ranks = _ranks(group)
+        each = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        if len(ranks) == dist.get_world_size():
+            parts[size] = _new_group(each)
+        else:  # ranks of other groups do not come
+            parts[size] = dist.new_group(  # type: ignore[assignment]
+                each[group.rank() // size],
+                timeout=timedelta(seconds=group_timeout_s(group)),
+                use_local_synchronization=True,
+            )
+    return parts[size]
+
+
 # -- reductions ------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,10 @@ class SideStreams:
         """What waits for all that is enqueued on the stream of gathers now."""
         return StreamEvent(self._recorded(self._gathers), self._module)
 
+    def after_current(self) -> StreamEvent:
+        """The same of the current stream."""
+        return StreamEvent(self._recorded(self._module.current_stream()), self._module)
+
     def _recorded(self, stream: Any) -> Any:
         event = self._module.Event()
         event.record(stream)

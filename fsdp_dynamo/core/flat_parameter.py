@@ -7,6 +7,8 @@ tensor                     shape                lives
 =========================  ===================  =============================================
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
                                                 (in host memory where it is offloaded)
+``piece``                  (padded_numel / M,)  between a forward and its backward, where fewer
+                                                ranks (M of N) gather again
 ``unsharded``              (padded_numel,)      always as an object; storage from unshard to
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
@@ -34,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
@@ -61,6 +64,20 @@ class Dtypes(NamedTuple):
     def sum(self) -> torch.dtype:
         """Of gradients that wait for a reduction: as precise as each of them and the reduction."""
         return torch.promote_types(self.param, self.reduce)
+
+
+class Piece(NamedTuple):
+    """Of an unsharded flat parameter, spread over fewer ranks than its shards.
+
+    Attributes:
+        tensor: one part for each rank of ``group``.
+        group: the ranks that have all of it.
+        made: when ``tensor`` is there, on a device.
+    """
+
+    tensor: torch.Tensor
+    group: dist.ProcessGroup
+    made: StreamEvent | None
 
 
 class FlatParameter:
@@ -126,6 +143,7 @@ class FlatParameter:
         self.point_originals_to_shard()
         self.unsharded = self._make_unsharded()  # when the originals' storage is free
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
+        self.piece: Piece | None = None
 
     def rename(self, unit_fqn: str) -> None:
         """Set the FQN of its unit relative to the root."""
@@ -258,6 +276,23 @@ class FlatParameter:
         """The storage that resharding frees, if there is one."""
         storage = self.unsharded.untyped_storage()
         return [storage] if self.needs_storage and storage.nbytes() else []
+
+    def keep_piece(self, group: dist.ProcessGroup) -> None:
+        """Keep a part of the unsharded flat parameter, which ranks of ``group`` gather again."""
+        if self.is_sharded:
+            numel = self.layout.padded_numel // group.size()
+            piece = self.unsharded.data.narrow(0, group.rank() * numel, numel).clone()
+            streams = side_streams(self.device)
+            self.piece = Piece(piece, group, None if streams is None else streams.after_current())
+
+    def take_piece(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
+        """The piece that was kept and its ranks, once; ``None`` if there is none to be gathered."""
+        piece, self.piece = self.piece, None
+        if piece is None or piece.tensor.dtype != self.param_dtype:
+            return None
+        if piece.made is not None:
+            piece.made.wait()
+        return piece.tensor, piece.group
 
     def shard_to_gather(self) -> torch.Tensor:
         """The send buffer: the shard itself, or its low-precision copy."""

@@ -178,6 +178,7 @@ class Unit:
         retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
         if retired and streams.take_back(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
+            self.drop_pieces()
             return
         with streams.gathering():
             self._issue_gathers(phase)
@@ -198,18 +199,30 @@ class Unit:
         if outputs:
             events.instant(self.fqn, "unshard", phase, num_bytes)
         for flat, output in outputs:
-            shard = flat.shard_to_gather()
+            shard, group = flat.take_piece() or (flat.shard_to_gather(), flat.group)
             if not flat.is_sharded:
                 output.copy_(shard)
                 continue
             event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
             custom = self.settings.all_gather
             if custom is not None:
-                work = custom(output, shard, flat.group, async_op=True)
+                work = custom(output, shard, group, async_op=True)
                 gather = collectives.InFlight([work] if work else [], (output, shard), event)
             else:
-                gather = collectives.issue_all_gather(output, shard, flat.group, event, self.fqn)
+                gather = collectives.issue_all_gather(output, shard, group, event, self.fqn)
             self._gathers.append(gather)
+
+    def keep_pieces(self) -> None:
+        """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
+        group = self.settings.regathers_among
+        if group is not None and self.is_unsharded:
+            for flat in self.flats:
+                flat.keep_piece(group)
+
+    def drop_pieces(self) -> None:
+        """Gather among all ranks again."""
+        for flat in self.flats:
+            flat.piece = None
 
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PLANNED = "the plan of a graph places its all-gathers"
 _NODES = "the reductions of a graph are its own nodes"
@@ -18,6 +19,7 @@ _BUFFERS = "unsharded parameters are the graph's own buffers"
 
 _EAGER_ONLY = {
     "all_reduces": ("set_requires_all_reduce(False)", _NODES),
+    "regathers_among": ("reshard_after_forward=<number of ranks>", _PLANNED),
     "reshards_after_backward": ("set_reshard_after_backward(False)", _BUFFERS),
     "keeps_storage": ("set_keep_unsharded_storage(True)", _BUFFERS),
     "forward_prefetch": ("set_modules_to_forward_prefetch()", _PLANNED),
@@ -38,6 +40,8 @@ class UnitSettings:
         reduces: whether backwards reduce its gradients, or sum them unsharded.
         all_reduces: whether they are reduced over replicas, too, or wait for a backward that does.
         reshards_after_forward: in place of what its strategy says; ``None``: as that says.
+        regathers_among: the ranks that hold it between a forward and its backward, and gather it
+            again among themselves; ``None``: all that shard it.
         reshards_after_backward: whether it is resharded after a backward.
         unshards_in_backward: whether its backward needs its parameters.
         keeps_storage: whether the unsharded storage stays allocated when it is resharded.
@@ -53,6 +57,7 @@ class UnitSettings:
     reduces: bool = True
     all_reduces: bool = True
     reshards_after_forward: bool | None = None
+    regathers_among: dist.ProcessGroup | None = None
     reshards_after_backward: bool = True
     unshards_in_backward: bool = True
     keeps_storage: bool = False

@@ -112,6 +112,8 @@ class Root:
             if torch.is_grad_enabled():
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
+                if torch.is_grad_enabled():
+                    unit.keep_pieces()
                 unit.reshard("forward")
             else:
                 unit.stay_unsharded()
@@ -123,6 +125,7 @@ class Root:
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
         for unit in self.units:  # left over from a forward that no backward followed
+            unit.drop_pieces()
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
         self._settle()  # shards are as the optimizer left them
@@ -265,6 +268,7 @@ class Root:
             if not self._stays_unsharded:
                 unit.end_backward()
             unit.pending_calls = 0
+            unit.drop_pieces()
             unit.machine.advance(UnitState.IDLE)
         self._settle()
         if not self._stays_unsharded:
@@ -310,6 +314,7 @@ class Root:
         for unit in self.units:
             unit.use_sharded_views()
             unit.abandon()
+            unit.drop_pieces()
             unit.pending_calls = 0
             unit.machine.reset()
         self._settle()

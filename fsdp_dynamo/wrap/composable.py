@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
@@ -25,6 +26,7 @@ from fsdp_dynamo.wrap.fsdp2_arguments import (
     leave_to_unit_above,
     offload_for,
     precision_for,
+    ranks_after_forward,
     strategy_for,
     take_over_left,
     tied_to_others,
@@ -94,7 +96,8 @@ def fully_shard(
         process_group: its argument of this name.
         strategy: its ``sharding_strategy``.
         reshard_after_forward: in place of ``strategy``: ``False`` keeps parameters unsharded until
-            the backward.
+            the backward. A number of ranks, which divides that of the shards, spreads them over so
+            many after the forward, and the backward gathers them there (eager and hooks mode).
         mixed_precision: its argument of this name.
         shard_placement_fn: called with each parameter, before anything is changed; may return
             ``None`` or ``Shard(0)``.
@@ -125,6 +128,7 @@ def fully_shard(
     ``shard_placement_fn``, ``mp_policy``, ``offload_policy`` and ``ignored_params`` these are; FSDP
     (arXiv:2304.11277).
     """
+    num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
     gives_dtensors = has_own_operators() if use_dtensor is None else use_dtensor
     given = Arguments(
         process_group=process_group,
@@ -147,12 +151,14 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):
-        return _shard(module, given)
+        return _shard(module, given, num_ranks)
     targets = {one: _target_of(one) for one in module}
     tied = tied_to_others(list(targets.values()))
     for target in tied:
         leave_to_unit_above(target)
-    return [one if target in tied else _shard(one, given) for one, target in targets.items()]
+    return [
+        one if target in tied else _shard(one, given, num_ranks) for one, target in targets.items()
+    ]
 
 
 def _target_of(module: nn.Module) -> nn.Module:
@@ -170,10 +176,12 @@ def _target_of(module: nn.Module) -> nn.Module:
     return target
 
 
-def _shard(module: nn.Module, given: Arguments) -> nn.Module:
+def _shard(module: nn.Module, given: Arguments, num_ranks: int | None) -> nn.Module:
     target = _target_of(module)
     made = construct(target, given)
     for owner, unit in made.units.items():
+        if num_ranks is not None:
+            unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
         owner.__class__ = _class_for(type(owner))
         assert isinstance(owner, FSDPModule)
         owner._fsdp_setup(unit, made.ignored, may_compile=True)

@@ -27,7 +27,8 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[int, Any], *, is_outerm
             where=unit_name(unit.fqn),
             fix="Copy the whole model, or the module before it is wrapped.",
         )
-    for group in (*unit.config.groups.all, unit.config.groups.reduce):
+    groups = (*unit.config.groups.all, unit.config.groups.reduce, unit.settings.regathers_among)
+    for group in groups:
         memo[id(group)] = group
     new = object.__new__(type(wrapper))
     memo[id(wrapper)] = new

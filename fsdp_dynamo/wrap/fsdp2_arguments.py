@@ -24,7 +24,7 @@ def strategy_for(
             return ShardingStrategy.HYBRID_SHARD
         return strategy
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = _to_all_or_none(reshard_after_forward, mesh)
+        reshard_after_forward = reshard_after_forward != 1
     if strategy is not None or not isinstance(reshard_after_forward, bool):
         raise FSDPValueError(
             expected="True, False or None, and no strategy beside it",
@@ -38,22 +38,31 @@ def strategy_for(
     return (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)[reshard_after_forward]
 
 
-def _to_all_or_none(num_ranks: int, mesh: DeviceMesh | None) -> bool:
-    """Whether resharding to this number of ranks is resharding, or none.
+def ranks_after_forward(
+    reshard_after_forward: object, mesh: DeviceMesh | None, group: object
+) -> int | None:
+    """The number of ranks that hold a unit between its forward and its backward.
+
+    ``None``: all or none, as the strategy says.
 
     Raises:
-        UnsupportedError: it is resharding to fewer ranks than hold the shards.
+        FSDPValueError: it does not divide the number of shards.
     """
-    num_shards = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
-    if num_ranks not in (1, num_shards):
-        raise UnsupportedError(
-            expected=f"True, False, None, 1 or the number of shards, {num_shards}",
-            got=str(num_ranks),
+    if isinstance(reshard_after_forward, bool) or not isinstance(reshard_after_forward, int):
+        return None
+    num_shards = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh is not None:
+        num_shards = mesh.size(mesh.ndim - 1)
+    elif isinstance(group, dist.ProcessGroup):
+        num_shards = group.size()
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        raise FSDPValueError(
+            expected=f"True, False, None or a divisor of the number of shards, {num_shards}",
+            got=str(reshard_after_forward),
             where="argument 'reshard_after_forward'",
-            fix="Units are resharded to all ranks or kept whole until the backward (True, False); "
-            "with a 2-D mesh (replicas, shards) the all-gathers stay among fewer ranks.",
+            fix="Pass the number of ranks of a node, say, among which backwards gather.",
         )
-    return num_ranks != 1
+    return None if reshard_after_forward in (1, num_shards) else reshard_after_forward
 
 
 def precision_for(mixed_precision: object, mp_policy: object) -> object | None:

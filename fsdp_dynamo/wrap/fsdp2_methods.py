@@ -94,6 +94,8 @@ class FSDP2Methods(UserMethods):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are resharded after a forward, the root's and an evaluation's too.
 
+        Among all ranks, also where ``fully_shard`` was given a smaller number.
+
         Args:
             reshard_after_forward: reshard them.
             recurse: set it for the units below as well.
@@ -108,7 +110,7 @@ class FSDP2Methods(UserMethods):
                 where="set_reshard_after_forward()",
                 fix="Pass True or False.",
             )
-        self._fsdp_set(recurse, reshards_after_forward=reshard_after_forward)
+        self._fsdp_set(recurse, reshards_after_forward=reshard_after_forward, regathers_among=None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -402,7 +402,7 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
             nn.Linear(2, 2), reshard_after_forward=True, strategy=ShardingStrategy.NO_SHARD
         ),
         "True, False or None": lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="2"),
-        "1 or the number of shards, 2": lambda: fully_shard(
+        "a divisor of the number of shards, 2": lambda: fully_shard(
             nn.Linear(2, 2), reshard_after_forward=3
         ),
         "no mixed_precision beside it": lambda: fully_shard(
