@@ -1,5 +1,5 @@
 # make check | make test | make test-all | make matrix | make coverage | make demo | make bench | make docs: all do their own set-up
-# and can be run again cheaply.
+# and can be run again cheaply. make gpu takes the torch that is there.
 PYTHON ?= python3
 # make test TORCH=2.15.0: in an environment of that version, ENVS/torch-2.15.0, which several checkouts may use in turn.
 TORCH ?=
@@ -9,7 +9,7 @@ PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 RANKS ?= 2
 
-.PHONY: again setup check test test-all matrix private coverage golden lint demo bench peers docs clean
+.PHONY: again setup check test test-all matrix private coverage golden lint demo bench gpu peers docs clean
 
 setup: $(READY)
 
@@ -66,6 +66,10 @@ demo: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/bench.py $(ARGS)
+
+# On a machine with a GPU, whose torch is used as it is; ARGS=--dry-run runs every part on a CPU.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 peers: $(READY)
 	$(PYTHON) tools/setup_env.py $(VENV) --peers

@@ -120,12 +120,8 @@ class Recorder:
     def operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
         """Run an operator and append it."""
         self.sweep()
-        name = func._schema.name.removeprefix("aten::")
-        arguments = list(zip(func._schema.arguments, args, strict=False))
-        named = {one.name: one for one in func._schema.arguments}
-        arguments += [(named[key], value) for key, value in kwargs.items() if key in named]
-        written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
-        reads = self.buffers([value for _, value in arguments])
+        name, written = _name_and_written(func, args, kwargs)
+        reads = self.buffers([args, kwargs])
         writes = self.buffers(written)
         result = call()
         out = self.buffers(result)
@@ -137,7 +133,7 @@ class Recorder:
         if self._host and touched.keys() <= self._host:
             self.program.append(HostAccess(name, tuple(touched)))
             return result
-        flops = flop_registry.get(func.overloadpacket)
+        flops = flop_registry.get(getattr(func, "overloadpacket", func))
         count = 0 if flops is None else flops(*args, **kwargs, out_val=result)
         self.program.append(
             Launch(
@@ -185,6 +181,21 @@ class Recorder:
         """A name for a stream."""
         self._num_streams += 1
         return f"stream {self._num_streams}"
+
+
+def _name_and_written(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Any]]:
+    """An operator's name, and the arguments that it writes.
+
+    Operators of higher order, which have no schema, are taken to write none.
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return func.name(), []
+    arguments = list(zip(schema.arguments, args, strict=False))
+    named = {one.name: one for one in schema.arguments}
+    arguments += [(named[key], value) for key, value in kwargs.items() if key in named]
+    written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return schema.name.removeprefix("aten::"), written
 
 
 def communicator(group: dist.ProcessGroup | None) -> str:
@@ -284,6 +295,8 @@ class Work:
 
 
 class _Operators(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
@@ -295,7 +308,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._recorder.is_quiet or func.namespace == "c10d":
+        if self._recorder.is_quiet or getattr(func, "namespace", "") == "c10d":
             return func(*args, **kwargs)
         return self._recorder.operator(func, args, kwargs, lambda: func(*args, **kwargs))
 
