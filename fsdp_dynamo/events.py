@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdp_dynamo.errors import FSDPStateError
@@ -39,8 +39,9 @@ class Event:
             a compiled graph did.
         issued_ns: when it was issued or began (``time.perf_counter_ns``).
         waited_ns: when it was known to be complete; 0 while it is in flight.
-        exposed_ns: how long the rank was blocked for it, computing nothing. On CUDA this
-            is the host's time in the wait, not the stream's.
+        exposed_ns: how long the rank was blocked for it, computing nothing: the host, or, where it
+            runs ahead of a device, the stream that computes.
+        measure: gives ``exposed_ns`` once the device is there; until then the host's time stands.
     """
 
     unit: str
@@ -51,6 +52,7 @@ class Event:
     issued_ns: int
     waited_ns: int = 0
     exposed_ns: int = 0
+    measure: Callable[[], int] | None = field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -132,9 +134,15 @@ def blocked_since(event: Event | None) -> int:
     return 0 if event is None else time.perf_counter_ns()
 
 
-def complete(event: Event | None, blocked_since_ns: int) -> None:
-    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed."""
+def complete(
+    event: Event | None, blocked_since_ns: int, measure: Callable[[], int] | None = None
+) -> None:
+    """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed.
+
+    ``measure``: see ``Event``.
+    """
     if event is not None:
+        event.measure = measure
         event.waited_ns = time.perf_counter_ns()
         event.exposed_ns += event.waited_ns - blocked_since_ns
 
@@ -159,6 +167,9 @@ def record_events() -> Iterator[EventLog]:
     try:
         yield recorder
     finally:
+        for event in recorder:
+            if event.measure is not None:
+                event.exposed_ns, event.measure = event.measure(), None
         if recorder.at_end is not None:
             recorder.at_end()
         recorder = None

@@ -26,6 +26,7 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
+from fsdp_dynamo.comm.streams import timer_of
 from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 
@@ -71,6 +72,7 @@ class InFlight:
         event, self._event = self._event, None
         finish, self._finish = self._finish, None
         began_ns = events.blocked_since(event)
+        timer = None if event is None or not self._buffers else timer_of(self._buffers[0].device)
         kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
         with profiler_range(kind, label, is_wait=True):
             if self._works:
@@ -78,7 +80,7 @@ class InFlight:
             if finish is not None:
                 finish()
         self._buffers = ()
-        events.complete(event, began_ns)
+        events.complete(event, began_ns, None if timer is None else timer.stopped())
 
     def _wait_for_works(self) -> None:
         """Wait for all works; if one fails, drop the others, as gloo never writes to freed ones.

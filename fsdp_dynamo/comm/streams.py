@@ -21,7 +21,7 @@ Where the host does not run ahead (CPUs), there are none, and nothing is deferre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,6 +86,11 @@ class SideStreams:
         """What waits for all that is enqueued on the stream of gathers now."""
         return StreamEvent(self._recorded(self._gathers), self._module)
 
+    def timer(self) -> StreamTimer:
+        """A timer of the current stream."""
+        computes = self._module.current_stream() != self._replicas
+        return StreamTimer(self._module, computes=computes)
+
     def after_current(self) -> StreamEvent:
         """The same of the current stream."""
         return StreamEvent(self._recorded(self._module.current_stream()), self._module)
@@ -106,6 +111,38 @@ class StreamEvent:
     def wait(self) -> None:
         """Let the current stream wait for it."""
         self._module.current_stream().wait_event(self._event)
+
+
+class StreamTimer:
+    """How long the stream that computes stands still between two points of a program.
+
+    Args:
+        module: of the device.
+        computes: whether that is the current stream; otherwise it stands still for no time.
+    """
+
+    def __init__(self, module: Any, *, computes: bool) -> None:
+        self._module = module
+        self._computes = computes
+        self._begin = self._now()
+
+    def _now(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream())
+        return event
+
+    def stopped(self) -> Callable[[], int]:
+        """Ends here; gives the nanoseconds, for which the host waits."""
+        end = self._now()
+
+        def elapsed_ns() -> int:
+            if not self._computes:
+                return 0
+            end.synchronize()
+            elapsed_ms: float = self._begin.elapsed_time(end)
+            return round(1e6 * elapsed_ms)
+
+        return elapsed_ns
 
 
 class HostCopy:
@@ -148,3 +185,9 @@ def side_streams(device: torch.device) -> SideStreams | None:
     if device not in _by_device:
         _by_device[device] = SideStreams(device)
     return _by_device[device]
+
+
+def timer_of(device: torch.device) -> StreamTimer | None:
+    """A timer of the current stream; ``None`` where the host itself waits."""
+    streams = side_streams(device)
+    return None if streams is None else streams.timer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -14,10 +15,11 @@ from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.streams import recording
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch
 from benchmarks.streams.recording import Recorder, record_program
-from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, record_events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
@@ -25,6 +27,7 @@ from fsdp_dynamo.core.reduction import PendingReduce
 from fsdp_dynamo.core.training_state import RootState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.schedule import Root
+from fsdp_dynamo.events import COLLECTIVE_KINDS
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -277,3 +280,23 @@ def test_what_is_not_waited_for_is_poison(ranks: RankPool) -> None:
     """Recorded steps have the values of others only if nothing is read too early."""
     for losses in ranks.run(_run_poisoned, 2):
         assert [bool(loss.isnan()) for loss in losses] == [False] * STEPS + [True] * STEPS
+
+
+def _measured(rank: int, world_size: int, case: str) -> tuple[float, Counter[str]]:
+    """Exposed milliseconds where each wait of the computing stream takes two; the collectives."""
+    model = _wrapped(case)
+    loss_of(model, batch(rank, 0)).backward()
+    elapsed = mock.patch.object(recording.Event, "elapsed_time", return_value=2.0)
+    with elapsed, record_program(), record_events() as events:
+        loss_of(model, batch(rank, 1)).backward()
+    return events.exposed_ms(), Counter(one.kind for one in events if one.kind in COLLECTIVE_KINDS)
+
+
+def test_exposed_time_is_that_of_the_computing_stream(ranks: RankPool) -> None:
+    """With replicas, reduce-scatters are waited for on another stream."""
+    for exposed_ms, kinds in ranks.run(_measured, 2, "sharded"):
+        assert kinds["reduce_scatter"] == 4
+        assert exposed_ms == pytest.approx(2.0 * kinds.total())
+    for exposed_ms, kinds in ranks.run(_measured, 4, "hybrid"):
+        assert kinds["reduce_scatter"] == kinds["all_reduce"] == 4
+        assert exposed_ms == pytest.approx(2.0 * (kinds.total() - 4))
