@@ -209,4 +209,5 @@ class ReduceQueue:
         """Drop all after an error."""
         while self._pending:
             self._pending.popleft().in_flight.abandon()
-        self._copies.clear()
+        while self._copies:
+            self._copies.popleft()[-1].wait()
