@@ -320,6 +320,22 @@ def _issue_each(
     return [issue(output, sent, group, event, label) for output, sent, event, label in each]
 
 
+class _Shared:
+    """The one handle of several collectives, waited for once.
+
+    Whenever one of gloo's is waited for, it writes its outputs, which may have been divided since.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+
+    def wait(self) -> None:
+        """Wait for all of them, if nobody has."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
 def _launch(
     kind: str,
     calls: Sequence[Callable[[], object]],
@@ -342,7 +358,8 @@ def _launch(
         for call in calls:
             call()
     each = zip(outputs, inputs, recorded, finishes or [None] * len(calls), entries, strict=True)
+    shared = _Shared(work)
     return [
-        InFlight([work], (output, sent), event, finish, group, entry)
+        InFlight([shared], (output, sent), event, finish, group, entry)
         for output, sent, event, finish, entry in each
     ]
