@@ -170,7 +170,7 @@ class HostCopy:
         return self.host
 
 
-_by_device: dict[torch.device, SideStreams] = {}
+_by_device: dict[torch.device, SideStreams | None] = {}
 
 
 def host_runs_ahead(device: torch.device) -> bool:
@@ -180,10 +180,9 @@ def host_runs_ahead(device: torch.device) -> bool:
 
 def side_streams(device: torch.device) -> SideStreams | None:
     """The side streams of a device; ``None`` where the host does not run ahead of it."""
-    if not host_runs_ahead(device):
-        return None
-    if device not in _by_device:
-        _by_device[device] = SideStreams(device)
+    if device in _by_device:
+        return _by_device[device]
+    _by_device[device] = SideStreams(device) if host_runs_ahead(device) else None
     return _by_device[device]
 
 

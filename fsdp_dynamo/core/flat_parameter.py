@@ -375,7 +375,8 @@ class FlatParameter:
 
     def as_grad(self, sharded_grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient in its own dtype."""
-        return sharded_grad.to(self.grad_dtype)
+        wanted = self.grad_dtype
+        return sharded_grad if sharded_grad.dtype == wanted else sharded_grad.to(wanted)
 
     def accumulate_grad(self, sharded_grad: torch.Tensor, unused: Collection[int] = ()) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
@@ -392,7 +393,10 @@ class FlatParameter:
         """
         for original in self.originals:
             refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
-        parts = self.shard_layout.split(self.as_grad(sharded_grad).to(self.home))
+        sharded_grad = self.as_grad(sharded_grad)
+        if self.is_offloaded:
+            sharded_grad = sharded_grad.to(self.home)
+        parts = self.shard_layout.split(sharded_grad)
         if self.grad_sum.total is not None:
             self.grad_sum.add_reduced(parts)
             return

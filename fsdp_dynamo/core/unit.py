@@ -99,6 +99,7 @@ class Unit:
         self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[collectives.InFlight] = []
+        self._has_pieces = False
         self._gathered_versions: list[int] = []
 
     def rename(self, fqn: str) -> None:
@@ -199,7 +200,8 @@ class Unit:
         if outputs:
             events.instant(self.fqn, "unshard", phase, num_bytes)
         for flat, output in outputs:
-            shard, group = flat.take_piece() or (flat.shard_to_gather(), flat.group)
+            piece = flat.take_piece() if self._has_pieces else None
+            shard, group = piece or (flat.shard_to_gather(), flat.group)
             if not flat.is_sharded:
                 output.copy_(shard)
                 continue
@@ -216,13 +218,16 @@ class Unit:
         """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
         group = self.settings.regathers_among
         if group is not None and self.is_unsharded:
+            self._has_pieces = True
             for flat in self.flats:
                 flat.keep_piece(group)
 
     def drop_pieces(self) -> None:
         """Gather among all ranks again."""
-        for flat in self.flats:
-            flat.piece = None
+        if self._has_pieces:
+            self._has_pieces = False
+            for flat in self.flats:
+                flat.piece = None
 
     def unshard_ahead(self) -> None:
         """Start to gather for a forward that is still to begin, on the user's request."""
@@ -294,15 +299,17 @@ class Unit:
         storages = [storage for flat in self.flats for storage in flat.storages_to_free()]
         if not storages:
             return
-        events.instant(self.fqn, "reshard", phase, sum(one.nbytes() for one in storages))
+        if events.recorder is not None:
+            num_bytes = sum(storage.nbytes() for storage in storages)
+            events.instant(self.fqn, "reshard", phase, num_bytes)
         streams = self._side_streams()
-        if streams is not None:
-            streams.retire(storages)
-            if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
-                streams.settle()
+        if streams is None:
+            for storage in storages:
+                storage.resize_(0)
             return
-        for storage in storages:
-            storage.resize_(0)
+        streams.retire(storages)
+        if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
+            streams.settle()
 
     def end_backward(self) -> None:
         """Reshard after its backward, or stay unsharded for the next forward."""
