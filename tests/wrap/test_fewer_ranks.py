@@ -14,11 +14,10 @@ from models import Transformer, batch, loss_of, make_transformer
 from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_dynamo
-from fsdp_dynamo import record_events
+from fsdp_dynamo import FSDP, FSDPModule, record_events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.process_groups import part_of
 
@@ -49,7 +48,10 @@ def _train(model: Any, run: Any, rank: int, *, by_hand: bool = False) -> list[to
         if step != 0:
             optimizer.step()
             optimizer.zero_grad()
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    if isinstance(model, FSDPModule):
+        with FSDP.summon_full_params(model):
+            return [param.detach().clone() for param in model.parameters()]
+    return [param.full_tensor() for param in model.parameters()]
 
 
 def _checkpointed(model: Transformer) -> None:
