@@ -11,6 +11,7 @@ anything else raises (``row_operators``).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache, reduce
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -40,13 +42,18 @@ class Placing:
         rows: which rank holds which.
         mesh: the user's, of which the last dimension shards; by default, that of the group.
         device: of the parameter while the model computes.
+
+    Attributes:
+        unit_mesh: ``mesh``, or that of the group.
+        mesh: ``unit_mesh``; under tensor parallelism, followed by the dimensions that it uses.
+        placements: one a dimension of ``mesh``.
     """
 
     def __init__(self, rows: Rows, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.rows = rows
         self.device = device
-        self.mesh = mesh_of(rows.group, device) if mesh is None else mesh
-        self.placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
+        self.unit_mesh = mesh_of(rows.group, device) if mesh is None else mesh
+        self.mesh, self.placements = _placed(self.unit_mesh, rows.parallel)
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
@@ -71,6 +78,30 @@ class Placing:
     def replicated(self, value: torch.Tensor) -> DTensor:
         """A DTensor of which every rank holds ``value``."""
         return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+def _placed(
+    unit_mesh: DeviceMesh, parallel: TensorParallel | None
+) -> tuple[DeviceMesh, tuple[Any, ...]]:
+    """The mesh and placements of a DTensor, as FSDP2 says them.
+
+    Where tensor parallelism has split the parameter on other dimensions of the same mesh, both are
+    named. Without such a mesh, as when the unit has a process group, only the unit's can be.
+    """
+    whole = [Replicate()] * (unit_mesh.ndim - 1)
+    if parallel is None or not _have_one_root(unit_mesh, parallel.mesh):
+        return unit_mesh, (*whole, Shard(0))
+    pieces = math.prod(
+        parallel.mesh.size(i) for i, one in enumerate(parallel.placements) if one.is_shard(0)
+    )
+    rows = Shard(0) if pieces == 1 else _StridedShard(0, split_factor=pieces)
+    return DeviceMesh._concatenate([unit_mesh, parallel.mesh]), (*whole, rows, *parallel.placements)
+
+
+def _have_one_root(*meshes: DeviceMesh) -> bool:
+    """Whether meshes are dimensions of one, by name."""
+    roots = {mesh._get_root_mesh() for mesh in meshes}
+    return len(roots) == 1 and all(mesh.mesh_dim_names for mesh in meshes)
 
 
 class _Probe(DTensor):
@@ -113,7 +144,8 @@ def require_own_operators() -> None:
 class RowDTensor(ChunkedTensor, DTensor):
     """A DTensor of which this rank holds some rows; others may hold more or fewer.
 
-    ``placements`` says ``Shard(0)``: how many rows a rank has is in no placement of torch's. Rows
+    ``placements`` says ``Shard(0)``: how many rows a rank has is in no placement of torch's. Under
+    tensor parallelism mesh and placements have its dimensions too, as FSDP2's DTensors. Rows
     of parameters that do not fit the ranks are finer than those of dimension 0
     (``core.layout.row_planner``), and so is ``to_local()`` then.
     """
@@ -225,7 +257,7 @@ class RowDTensor(ChunkedTensor, DTensor):
         rows, parallel = self._placing.rows, self._placing.rows.parallel
         split = parallel and (parallel.mesh, parallel.placements, parallel.shape, parallel.stride)
         facts = (astuple(rows.slot), [astuple(part) for part in rows.parts], rows.fqn, split)
-        return _rebuilt, (self._local_tensor, self._placing.mesh, facts, self.requires_grad)
+        return _rebuilt, (self._local_tensor, self._placing.unit_mesh, facts, self.requires_grad)
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
 
@@ -236,6 +268,12 @@ class RowDTensor(ChunkedTensor, DTensor):
     def held_elements(self) -> torch.Tensor:
         """The memory of all of them, 1-D."""
         return self._local_tensor.view(-1)
+
+    @property
+    def is_copy(self) -> bool:  # type: ignore[override]
+        """Whether another rank of tensor parallelism writes it."""
+        parallel = self._placing.rows.parallel
+        return parallel is not None and parallel.is_copy
 
     # -- operators -------------------------------------------------------------------------------
 

@@ -86,15 +86,17 @@ def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
     rows, local = placing.rows, value.to_local().detach()
     is_theirs, is_ours = value.shape == rows.shape, False
     on_these_ranks = value.device_mesh == placing.mesh and value.placements == placing.placements
-    if on_these_ranks and rows.shape:
-        chunk = -(-rows.shape[0] // rows.group.size())
-        begin = min(chunk * rows.group.rank(), rows.shape[0])
-        held = min(chunk, rows.shape[0] - begin)
-        is_theirs = is_theirs and local.shape == (held, *rows.shape[1:])
+    shape = rows.slot.shape  # of what this rank's group holds
+    if on_these_ranks and shape:
+        chunk = -(-shape[0] // rows.group.size())
+        begin = min(chunk * rows.group.rank(), shape[0])
+        held = min(chunk, shape[0] - begin)
+        is_theirs = is_theirs and local.shape == (held, *shape[1:])
         is_ours = local.shape == rows.part.shape
         device = served_device(rows.group, local.device)
         votes = torch.tensor([is_theirs, is_ours], dtype=torch.int32, device=device)
-        dist.all_reduce(votes, dist.ReduceOp.MIN, group=rows.group)
+        for group in rows.groups:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
         is_theirs, is_ours = map(bool, votes.tolist())
     if is_ours:
         return local

@@ -76,6 +76,12 @@ class TensorParallel:
         return tuple(chunk.offsets)
 
     @property
+    def is_copy(self) -> bool:
+        """Whether this rank's local tensor is that of another rank, the first of those alike."""
+        at = self.mesh.get_coordinate() or ()
+        return any(at[i] for i, one in enumerate(self.placements) if one.is_replicate())
+
+    @property
     def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over which its elements are spread: those of a sum over all of them."""
         split = [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
@@ -87,13 +93,6 @@ def check_parallel(param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessG
     if not isinstance(param, DTensor):
         return
     where = f"parameter '{fqn}'"
-    if param.is_meta:
-        raise UnsupportedError(
-            expected="a DTensor with storage",
-            got="one on the meta device",
-            where=where,
-            fix="Give it values before it is sharded.",
-        )
     if any(placement.is_partial() for placement in param.placements):
         raise UnsupportedError(
             expected="a DTensor that is split or replicated",

@@ -66,7 +66,8 @@ def _tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch
     parallel = original.parallel
     if parallel is not None:
         within = (tuple(parallel.shape), parallel.offsets(slot.shape))
-        return TensorShard(local.view(-1), slot.shape, part.param_start, within)
+        is_copy = parallel.is_copy
+        return TensorShard(local.view(-1), slot.shape, part.param_start, within, is_copy=is_copy)
     if flat.is_sharded and slot.numel:
         holders = rows_in(flat.layout, index, flat.group, flat.unit_fqn)
         return TensorShard(local.view(-1), slot.shape, part.param_start, holders=holders)

@@ -36,6 +36,7 @@ class TensorShard(ChunkedTensor, torch.Tensor):
         within: if the tensor is itself a chunk of a larger one (tensor parallelism): the larger
             one's shape, which the result then has, and the chunk's offsets in it.
         holders: of the other parts; ``None`` where they are not known.
+        is_copy: whether another rank of tensor parallelism writes it.
     """
 
     local: torch.Tensor
@@ -50,12 +51,13 @@ class TensorShard(ChunkedTensor, torch.Tensor):
         begin: int,
         within: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         holders: Rows | None = None,
+        is_copy: bool = False,
     ) -> TensorShard:
         outer_shape, at = within or (shape, (0,) * len(shape))
         shard: TensorShard = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, outer_shape, dtype=local.dtype, device=local.device
         )
-        shard.local, shard.holders = local, holders
+        shard.local, shard.holders, shard.is_copy = local, holders, is_copy
         shard.chunks = [
             Chunk(tuple(a + b for a, b in zip(at, c.offsets, strict=True)), c.sizes, c.start)
             for c in chunks_of(shape, begin, begin + local.numel())
@@ -82,6 +84,7 @@ class TensorShard(ChunkedTensor, torch.Tensor):
             TensorShard, self.shape, dtype=local.dtype, device=local.device
         )
         new.local, new.chunks, new.holders = local, self.chunks, self.holders
+        new.is_copy = self.is_copy
         return new
 
     # -- what scripts ask of a ShardedTensor or a DTensor ----------------------------------------

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
 
 InitFn = Callable[[nn.Module], None]
@@ -75,7 +76,17 @@ class DeferredInit:
         return list(self._slots)
 
     def check(self) -> None:
-        """Raise if there is nothing to initialise a module with; changes nothing."""
+        """Raise if a module cannot be initialised here; changes nothing."""
+        for slots in self._slots.values():
+            for slot in slots:
+                if isinstance(slot.owned, DTensor):
+                    raise UnsupportedError(
+                        expected="a DTensor with storage",
+                        got="one on the meta device",
+                        where=f"deferred initialisation, parameter '{slot.fqn}'",
+                        fix="Give it values before it is wrapped, or use fully_shard, which "
+                        "leaves it on the meta device until to_empty() or loading.",
+                    )
         if self._init is not None or self._values_follow:
             return
         without_init = [

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from modes import in_mode
 from pool import RankPool
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -197,6 +204,105 @@ def test_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
             assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
+def _placed_like_fsdp2(rank: int, world_size: int) -> None:
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    theirs = fsdp2(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
+    ours = fully_shard(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
+    kinds = set()
+    for (fqn, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert isinstance(mine, DTensor), fqn
+        assert mine.device_mesh == other.device_mesh, (fqn, mine.device_mesh, other.device_mesh)
+        assert mine.placements == other.placements, (fqn, mine.placements)
+        assert (mine.shape, mine.stride()) == (other.shape, other.stride()), fqn
+        kinds.add(tuple(map(type, mine.placements)))
+        again = pickle.loads(pickle.dumps(mine))
+        assert (again.device_mesh, again.placements) == (mine.device_mesh, mine.placements), fqn
+        assert again.full_tensor().equal(other.full_tensor()), fqn
+        with torch.no_grad():
+            mine.copy_(2 * other)  # a DTensor of torch's, whose rows are divided evenly
+        assert mine.full_tensor().equal(2 * other.full_tensor()), fqn
+    assert len(kinds) == 3  # split by rows, by columns and not at all
+    by_group = fully_shard(_parallelize(_model(), mesh["tp"]), process_group=mesh.get_group("dp"))
+    assert {param.placements for param in by_group.parameters()} == {(Shard(0),)}
+    assert {param.device_mesh.size() for param in by_group.parameters()} == {2}
+
+
+@pytest.mark.skipif(not has_own_operators(), reason="torch 2.11 has no DTensors of ours")
+def test_dtensors_of_two_dimensions(ranks: RankPool) -> None:
+    """Mesh and placements are those of FSDP2 on the same model, split by rows, by columns or not;
+    a unit that has only a process group names its own dimension."""
+    ranks.run(_placed_like_fsdp2, 4)
+
+
+def _on_meta(rank: int, world_size: int, give_values: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = _model()
+    with torch.device("meta"):
+        plain = _parallelize(Model(), mesh["tp"])
+    model = fully_shard(plain, policy=ModuleWrapPolicy({Layer}), mesh=mesh["dp"])
+    assert all(param.is_meta for param in model.parameters())
+    with pytest.raises(RuntimeError, match=r"got none for .embed\.weight."):
+        model(_tokens(0, 0))
+    if give_values == "assign":
+        model.load_state_dict(whole.state_dict(), assign=True)
+    else:
+        model.to_empty(device="cpu")
+    if give_values == "state dict":
+        full = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, whole.state_dict(), options=full)
+    if give_values == "initialise":
+        for one in (model, whole):
+            torch.manual_seed(3)  # on all ranks, as tensor parallelism wants it
+            for param in one.parameters():
+                nn.init.normal_(param)
+    losses = [_loss(one, _tokens(0, 0)).item() for one in (model, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    state = model.state_dict()
+    assert all(state[fqn].full_tensor().equal(p) for fqn, p in whole.named_parameters())
+
+
+@pytest.mark.skipif(not has_own_operators(), reason="torch 2.11 has no DTensors of ours")
+@pytest.mark.parametrize("give_values", ["assign", "state dict", "initialise"])
+def test_meta_device(ranks: RankPool, give_values: str) -> None:
+    """Split on the meta device, as large models are; the same values as one process with the same
+    seed, or of a state dict."""
+    ranks.run(_on_meta, 4, give_values)
+
+
+def _exchange(rank: int, world_size: int, folder: str, composable: bool) -> None:
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    theirs = fsdp2(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
+    plain = _parallelize(_model(), mesh["tp"])
+    if composable:
+        ours: nn.Module = fully_shard(plain, mesh=mesh["dp"])
+    else:
+        ours = FSDP(plain, device_mesh=mesh["dp"])
+    full = StateDictOptions(full_state_dict=True)
+    for number, (source, target) in enumerate([(ours, theirs), (theirs, ours)]):
+        with torch.no_grad():
+            for param in source.parameters():
+                param.mul_(-1.5)
+        where = f"{folder}/{number}"
+        dcp.save(get_model_state_dict(source), checkpoint_id=where)
+        state = get_model_state_dict(target)
+        dcp.load(state, checkpoint_id=where)
+        set_model_state_dict(target, state)
+        found, wanted = (get_model_state_dict(m, options=full) for m in (target, source))
+        assert found.keys() == wanted.keys()
+        assert all(found[fqn].equal(wanted[fqn]) for fqn in wanted)
+
+
+@pytest.mark.parametrize("composable", [False, True])
+def test_checkpoints_of_fsdp2(ranks: RankPool, tmp_path: Path, composable: bool) -> None:
+    """Both directions through torch.distributed.checkpoint. The vocabulary does not divide, so
+    units of the two tensor-parallel ranks have other sizes, and cut what both hold elsewhere."""
+    ranks.run(_exchange, 4, str(tmp_path), composable)
+
+
 def _refused(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
@@ -207,7 +313,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     messages = []
     for call in (
         lambda: FSDP(plain),
-        lambda: fully_shard(on_meta, mesh=mesh["dp"]),
+        lambda: FSDP(on_meta, device_mesh=mesh["dp"]),
         lambda: sharded.parameter_shards(),
         lambda: sharded.update_whole({}, lambda _, whole: whole),
         lambda: sharded.apply(lambda _: None),

@@ -389,6 +389,29 @@ def test_a_subclass_of_dtensor_has_its_own_operators(group: dist.ProcessGroup) -
 
 
 @pytest.mark.private(
+    "torch.distributed.device_mesh.DeviceMesh._concatenate",
+    "._get_root_mesh",
+    "torch.distributed.tensor.placement_types._StridedShard",
+    need="mesh and placements of a DTensor that tensor parallelism has split too, as FSDP2 says "
+    "them: slices of a mesh do not know it by a public name, and rows of rows have no public "
+    "placement",
+    instead="the unit's own mesh and Shard(0), as for a unit with a process group",
+)
+def test_two_slices_of_a_mesh_make_one(group: dist.ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    first, last = mesh["dp"], mesh["tp"]
+    assert first._get_root_mesh() == last._get_root_mesh() == mesh
+    both = DeviceMesh._concatenate([first, last])
+    assert (both.mesh_dim_names, both.shape) == (("dp", "tp"), (1, 1))
+    assert both.get_group("tp") is last.get_group()
+    rows = _StridedShard(0, split_factor=2)
+    assert (rows.dim, rows.split_factor) == (0, 2)
+
+
+@pytest.mark.private(
     "._amp_foreach_non_finite_check_and_unscale_",
     need="an overflow in one rank's rows of a DTensor is one of all ranks for torch.amp.GradScaler",
     instead="ShardedGradScaler for DTensors, too",

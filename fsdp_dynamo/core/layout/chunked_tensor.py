@@ -21,9 +21,16 @@ from fsdp_dynamo.errors import FSDPValueError
 
 
 class ChunkedTensor:
-    """A tensor whose elements on this rank are chunks of the whole one; a base of its class."""
+    """A tensor whose elements on this rank are chunks of the whole one; a base of its class.
+
+    Attributes:
+        is_copy: whether tensor parallelism keeps the whole tensor on several ranks, of which
+            another one writes. They may hold other chunks of it, as their units have other sizes,
+            so that torch's planner cannot see that they are the same.
+    """
 
     shape: torch.Size
+    is_copy: bool
 
     def held_chunks(self) -> Sequence[Chunk]:
         """This rank's chunks of the whole tensor."""
@@ -42,6 +49,8 @@ class ChunkedTensor:
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if self.is_copy:
+            return []
         properties = TensorProperties.create_from_tensor(self.held_elements())
         return [
             WriteItem(
