@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 from fsdp_dynamo.errors import CheckpointError
@@ -94,7 +95,7 @@ def create_partial(folder: Path, step: int) -> Path:
     found = _numbered(folder, _ANY)
     for _, _, path in found:
         if path.suffix:
-            shutil.rmtree(path)
+            _remove(path)
     number = 1 + max((number for number, _, _ in found), default=0)
     part = folder / f"{number:06d}-step-{step}.part"
     part.mkdir()
@@ -113,9 +114,28 @@ def publish(part: Path) -> Path:
 def remove_old(folder: Path, keep_last: int | None) -> None:
     """Remove all but the newest ``keep_last`` checkpoints; ``None``: keep all."""
     for _, path in complete(folder)[:-keep_last] if keep_last else ():
-        gone = path.with_name(f"{path.name}.gone")
-        path.rename(gone)  # a partly removed checkpoint must not look complete
+        _remove(path)
+
+
+_told: set[Path] = set()
+"""Folders that could not be removed, of which a warning has been given."""
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or say once why it stays: no reason to stop, as others are complete."""
+    gone = path if path.suffix else path.with_name(f"{path.name}.gone")
+    try:
+        if gone != path:
+            path.rename(gone)  # a partly removed checkpoint must not look complete
         shutil.rmtree(gone)
+    except OSError as error:
+        if path not in _told and gone not in _told:
+            warnings.warn(
+                f"an old checkpoint, '{path}', could not be removed and takes space: {error}. "
+                "Newer ones are complete; each save tries again.",
+                stacklevel=2,
+            )
+        _told.update((path, gone))
 
 
 def discard(part: Path) -> None:

@@ -77,28 +77,28 @@ def load(
         CheckpointError: a file is missing or damaged (names it and the FQNs it holds), or the
             checkpoint belongs to another model or has a newer format. On every rank; nothing was
             changed. Also if a rank has died or does not come.
-        DivergenceError: ranks want to load different checkpoints or states.
+        DivergenceError: ranks want to load different checkpoints or states, or from different
+            folders.
         FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
             nothing was changed.
         FSDPValueError: an optimizer's parameters or groups are not those that were saved; nothing
             was changed.
     """
     shared, per_rank = dict(shared or {}), dict(per_rank or {})
-    failure = saving.error_of_pending_save()
+    saving.finish_pending_save()
+    target = Path(folder).absolute()
     names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
     coordinator = coordinate_ranks(
-        process_group, "checkpoint to load", f"step {step!r}, states {names}"
+        process_group, "checkpoint to load", f"step {step!r}, states {names}, folder '{target}'"
     )
 
     def check() -> list[torch.optim.Optimizer]:
-        if failure is not None:
-            raise failure
         auxiliary_states.require_stateful(shared, "shared")
         auxiliary_states.require_stateful(per_rank, "per_rank")
         return as_list(optimizers)
 
     optimizers = coordinator.run_locally(check)
-    path = coordinator.run_on_first(lambda: folders.find(Path(folder), step))
+    path = coordinator.run_on_first(lambda: folders.find(target, step))
     if path is None:
         return None
     found = _checked_manifest(coordinator, path, names)

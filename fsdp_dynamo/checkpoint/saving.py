@@ -123,9 +123,10 @@ def async_save(
     """``save`` that writes in the background; every rank must call it.
 
     It returns when this rank's part of everything has been copied to host memory. If an earlier
-    checkpoint is still being written, it waits for that first and raises its error, if any. Call
-    ``wait()`` on the result before the process group is destroyed. For arguments and errors
-    see ``save``; errors of the writing itself are raised by ``wait()``.
+    checkpoint is still being written, it waits for that first. Call ``wait()`` on the result before
+    the process group is destroyed. For arguments and errors see ``save``; errors of the writing
+    itself are raised by ``wait()``, and told in a warning at once. They never keep the next
+    checkpoint from being saved.
     """
     global _pending
     write = _prepare(
@@ -153,7 +154,8 @@ def save(
     killed at any time leaves the existing checkpoints, and perhaps this one.
 
     Args:
-        folder: the run's checkpoint folder, on storage that all ranks see.
+        folder: the run's checkpoint folder, on storage that all ranks see; the same for all. It
+            is resolved when this is called: a later ``chdir`` does not move it.
         model: wrapped, composable, or plain on a single rank.
         optimizers: one or several, of parameters of the model.
         step: of the run; names the checkpoint.
@@ -161,7 +163,8 @@ def save(
             they have ``state_dict`` and ``load_state_dict``, or are a ``torch.Generator``. Rank 0's
             states are saved.
         per_rank: the same, of objects whose state differs between ranks (data loader).
-        keep_last: number of checkpoints to keep, including this one; ``None``: all.
+        keep_last: number of checkpoints to keep, including this one; ``None``: all. One that
+            cannot be removed stays, with a warning.
         process_group: the ranks that call it, all of the model's; by default, all ranks.
 
     Random number states of Python, NumPy and torch are always saved, for each rank.
@@ -172,7 +175,7 @@ def save(
     Raises:
         CheckpointError: it could not be written; names the file and the entry. On every rank; older
             checkpoints are unchanged. Also if a rank has died or does not come.
-        DivergenceError: ranks want to save different steps or states.
+        DivergenceError: ranks want to save different steps or states, or to different folders.
         FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
             nothing was written.
         FSDPValueError: ``step`` or ``keep_last`` is not an integer or too small; an optimizer has
@@ -199,15 +202,13 @@ def _prepare(
     """Collect this rank's content; returns the function that writes it."""
     shared, per_rank = dict(shared or {}), dict(per_rank or {})
     names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
-    failure = error_of_pending_save()
-    coordinator = coordinate_ranks(
-        group, "checkpoint to save", f"step {step!r}, states {names}, keep_last {keep_last!r}"
-    )
+    target = Path(folder).absolute()
+    finish_pending_save()
+    arguments = f"step {step!r}, states {names}, keep_last {keep_last!r}, folder '{target}'"
+    coordinator = coordinate_ranks(group, "checkpoint to save", arguments)
     comparisons: list[Comparison] = []
 
     def collect() -> _Content:  # without communication: a rank may fail alone
-        if failure is not None:
-            raise failure
         _require_numbers(step, keep_last)
         auxiliary_states.require_stateful(shared, "shared")
         auxiliary_states.require_stateful(per_rank, "per_rank")
@@ -229,7 +230,7 @@ def _prepare(
     _require_same_optim_states(coordinator, comparisons)
     throttle = Throttle(_BACKGROUND_DUTY_CYCLE if copied else 1.0)
     # ``pop``: the content is freed when it has been written, not with the function.
-    return lambda: _write(coordinator, Path(folder), content.pop(), keep_last, throttle)
+    return lambda: _write(coordinator, target, content.pop(), keep_last, throttle)
 
 
 def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[Comparison]) -> None:
@@ -312,14 +313,11 @@ def _publish(part: Path, listed: Manifest) -> Path:
     return folders.publish(part)
 
 
-def error_of_pending_save() -> CheckpointError | None:
-    """Wait for a checkpoint that is still being written; its error, if it was not raised yet."""
-    try:
-        if _pending is not None:
+def finish_pending_save() -> None:
+    """Wait for a checkpoint that is still being written; one that fails has said so itself."""
+    if _pending is not None:
+        with suppress(CheckpointError):
             _pending.wait()
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:

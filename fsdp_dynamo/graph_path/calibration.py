@@ -50,8 +50,10 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
     path = _path_of(group, device)
 
     def known() -> str:
-        with suppress(OSError):
-            return path.read_text()
+        with suppress(OSError, ValueError, TypeError):
+            text = path.read_text()
+            if set(json.loads(text)) == {"link", "device"}:
+                return text
         return _MEASURE
 
     text = share_from_first(group, "measured link and device", known)
@@ -63,7 +65,9 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
         def write() -> str:
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(found)
+                draft = path.with_suffix(f".{os.getpid()}")
+                draft.write_text(found)
+                draft.replace(path)  # another job reads all of it, or what was there before
             return found
 
         text = share_from_first(group, "measured link and device", write)

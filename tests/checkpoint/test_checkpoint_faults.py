@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
+import threading
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -373,3 +378,93 @@ def test_all_ranks_learn_it(ranks: RankPool, tmp_path: Path) -> None:
         assert "__0_0.distcp', containing 'model." in flipped[1]
         assert "__1_0.distcp', containing '" in missing[1]
         assert "no such file" in missing[1]
+
+
+def test_what_cannot_be_removed_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader on NFS keeps files: saving goes on, says so once, and removes it when it can."""
+    model, optimizer = _model()
+    _step(model, optimizer)
+    remove = shutil.rmtree
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="'.*000001-step-1', could not be removed"):
+        checkpoint.save(folder, model, optimizer, step=3, keep_last=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoint.save(folder, model, optimizer, step=4)
+        assert [step for step, _ in checkpoint.complete(folder)] == [2, 3, 4]
+        assert (folder / "000001-step-1.gone").is_dir()
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        checkpoint.save(folder, model, optimizer, step=5)
+    assert not (folder / "000001-step-1.gone").exists()
+    assert not any("could not be removed" in str(one.message) for one in told)
+
+
+def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
+    model, optimizer = _run(rank)
+    write = storage_writer.Writer.write_data
+
+    def fail(*_: Any) -> Any:
+        raise OSError("the storage went away")
+
+    storage_writer.Writer.write_data = fail if rank == 1 else write  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            failed = checkpoint.async_save(folder, model, optimizer, step=1)
+            while not failed.is_done():
+                time.sleep(0.01)
+    finally:
+        storage_writer.Writer.write_data = write  # type: ignore[method-assign]
+    texts = [str(one.message) for one in told]
+    assert sum("was not saved" in text and "went away" in text for text in texts) == 1
+    assert checkpoint.load(folder, model, optimizer) is None
+    checkpoint.save(folder, model, optimizer, step=2)
+    return [step for step, _ in checkpoint.complete(folder)], _error_of(failed.wait)[1]
+
+
+def test_saving_after_one_that_failed(ranks: RankPool, tmp_path: Path) -> None:
+    """A failed save in the background has told so; it keeps nothing from being saved or loaded."""
+    for steps, told in ranks.run(_after_one_that_failed, 2, str(tmp_path)):
+        assert steps == [2]
+        assert "went away" in told
+
+
+def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, str]]:
+    model, optimizer = _run(rank)
+    elsewhere = Path(folder, "elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    before = Path.cwd()
+    may_write = threading.Event()
+    write = storage_writer.Writer.write_data
+
+    def later(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    os.chdir(folder)
+    storage_writer.Writer.write_data = later  # type: ignore[method-assign]
+    try:
+        saving = checkpoint.async_save("run", model, optimizer, step=1)
+        os.chdir(elsewhere)
+        may_write.set()
+        path = saving.wait()
+        os.chdir(elsewhere if rank else folder)
+        error = _error_of(lambda: checkpoint.save("run", model, optimizer, step=2))
+    finally:
+        storage_writer.Writer.write_data = write  # type: ignore[method-assign]
+        os.chdir(before)
+    return str(path), error
+
+
+def test_the_folder_is_that_of_the_call(ranks: RankPool, tmp_path: Path) -> None:
+    """``chdir`` while it is written does not move it, and all ranks must mean the same folder."""
+    for path, (kind, message) in ranks.run(_moving, 2, str(tmp_path)):
+        assert path == str(tmp_path / "run" / "000001-step-1")
+        assert kind == DivergenceError.__name__
+        assert f"folder '{tmp_path}/run'" in message
+        assert f"folder '{tmp_path}/elsewhere/run'" in message
+    assert not (tmp_path / "elsewhere" / "run").exists()

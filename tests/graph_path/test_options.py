@@ -300,6 +300,30 @@ def test_measured_numbers_are_the_same_everywhere_and_later(ranks: RankPool, tmp
     assert measurements == 1
 
 
+def _damaged(rank: int, world_size: int, place: str) -> list[dict[str, Any]]:
+    measure = inspect.unwrap(calibration.measured)
+    group, device = torch.distributed.group.WORLD, torch.device("cpu")
+    with mock.patch.dict(os.environ, {"FSDP_DYNAMO_PLACE": place}):
+        path = calibration._path_of(group, device)
+        found = [measure(group, device)]
+        whole = path.read_text() if rank == 0 else ""
+        for damaged in (whole[: len(whole) // 2], "3", "{}"):
+            if rank == 0:
+                path.write_text(damaged)
+            torch.distributed.barrier()
+            found.append(measure(group, device))
+        drafts = [name for name in path.parent.iterdir() if name.stem == path.stem]
+        assert rank or drafts == [path]
+        assert measure(group, device) == found[-1]  # read, not measured
+    return found
+
+
+def test_damaged_numbers_are_measured_anew(ranks: RankPool, tmp_path: Any) -> None:
+    first, second = ranks.run(_damaged, 2, str(tmp_path))
+    assert first == second
+    assert all(one.keys() == {"link", "device"} for one in first)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
