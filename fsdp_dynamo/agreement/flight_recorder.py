@@ -16,10 +16,12 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,10 +39,15 @@ _STACK_FRAMES = 12
 
 
 class _Recorder:
-    """Writer of this rank's record: once, and again only if collectives were issued since."""
+    """Writer of this rank's record: once, and again only if collectives were issued since.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: of the records; created when needed, for this user only.
+        private: a folder above it whose name others can guess, in one that all users share.
+    """
+
+    def __init__(self, folder: Path, private: Path | None = None) -> None:
+        self.folder, self._private = folder, private
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._lock = threading.RLock()  # a second signal may arrive during the first one's handler
         self._written_at = -1
@@ -64,9 +71,13 @@ class _Recorder:
             issued = sum(count for _, count, _ in groups)
             if self._written_at == issued:
                 return
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._private is not None:
+                self._private.mkdir(mode=0o700, exist_ok=True)
+                require_private(self._private)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft = self.path.with_suffix(".part")
-            draft.write_text(json.dumps(self._content(reason, stack, groups)))
+            with open(draft, "w", opener=_for_this_user) as file:
+                file.write(json.dumps(self._content(reason, stack, groups)))
             draft.rename(self.path)
             # With the lock held: another thread may end the process once the record is written.
             if issued:  # of no use for a script that fails before it trains
@@ -88,6 +99,27 @@ class _Recorder:
                 for ranks, count, entries in groups
             ],
         }
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    """An opener of files that no one else reads, and that are no links."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def require_private(folder: Path) -> None:
+    """Raise if a folder is not this user's alone; one that others may read is closed to them.
+
+    Raises:
+        PermissionError: it belongs to another user, or is a link.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(
+            f"'{folder}' is a link, or belongs to another user. Remove it, or set {VARIABLE} to a "
+            "folder of your own"
+        )
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def _print_error(line: str) -> None:
@@ -127,9 +159,22 @@ def record_flight(folder: str | Path) -> None:
 def record_flight_by_default() -> None:
     """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless a recorder is set up."""
     configured = os.environ.get(VARIABLE, "")
-    if _recorder is None and configured != "0":
-        with suppress(OSError):  # training does not depend on records
-            _begin(Path(configured) if configured else _default_folder())
+    if _recorder is not None or configured == "0":
+        return
+    try:
+        if configured:
+            _begin(Path(configured))
+        else:
+            _begin_in_temporary_files()
+    except OSError as error:  # training does not depend on records
+        warnings.warn(f"no flight records: {error}", stacklevel=2)
+
+
+def _begin_in_temporary_files() -> None:
+    folder = _default_folder()
+    if os.path.lexists(folder.parent):
+        require_private(folder.parent)
+    _begin(folder, private=folder.parent)
 
 
 def _default_folder() -> Path:
@@ -149,9 +194,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _begin(folder: Path) -> None:
+def _begin(folder: Path, private: Path | None = None) -> None:
     global _recorder
-    recorder = _Recorder(folder)
+    recorder = _Recorder(folder, private)
     recorder.remove_old()
     _recorder = recorder
     register_exit_callback(_record_error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,76 @@ def _run(tmp_path: Path, what: str, by_default: bool = False) -> str:
     said = subprocess.run(explain, env=environment, capture_output=True, text=True, check=True)
     assert said.stderr == ""
     return said.stdout
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The only rank of a run without a recorder; returns the folder of temporary files."""
+    monkeypatch.setattr(flight_recorder.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(flight_recorder.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(flight_recorder, "_recorder", None)
+    monkeypatch.setattr(flight_recorder, "register_exit_callback", lambda _: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(flight_recorder, "_user", lambda: "someone")
+    monkeypatch.delenv(flight_recorder.VARIABLE, raising=False)
+    return tmp_path
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_records_are_private(one_rank: Path) -> None:
+    """No other user reads them, whatever the umask, also in a folder of an older version."""
+    before = os.umask(0)
+    try:
+        flight_recorder.record_flight_by_default()
+        recorder = flight_recorder._recorder
+        assert recorder is not None
+        private = recorder.folder.parent
+        assert private.parent == one_rank
+        assert not private.exists()  # until there is a record
+        private.mkdir(mode=0o755)
+        recorder.write("a reason", [])
+    finally:
+        os.umask(before)
+    assert json.loads(recorder.path.read_text())["reason"] == "a reason"
+    assert [_mode(path) for path in (private, recorder.folder, recorder.path)] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
+
+
+@pytest.mark.parametrize("what", ["a link", "another user's", "a file"])
+def test_a_folder_that_is_not_ours(
+    one_rank: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Names of temporary files can be guessed: what others put there gets no record."""
+    private, elsewhere = flight_recorder._default_folder().parent, one_rank / "elsewhere"
+    elsewhere.mkdir()
+    if what == "a link":
+        private.symlink_to(elsewhere)
+    elif what == "a file":
+        private.touch()
+    else:
+        private.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: private.stat().st_uid + 1)
+    with pytest.warns(UserWarning, match="no flight records: .*is a link, or belongs to another"):
+        flight_recorder.record_flight_by_default()
+    assert flight_recorder._recorder is None
+    assert [*elsewhere.iterdir()] == []
+
+
+def test_a_link_in_the_place_of_a_record(one_rank: Path) -> None:
+    victim = one_rank / "victim"
+    victim.write_text("as it was")
+    recorder = flight_recorder._Recorder(one_rank / "records")
+    recorder.folder.mkdir()
+    recorder.path.with_suffix(".part").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        recorder.write("a reason", [])
+    assert victim.read_text() == "as it was"
 
 
 def test_a_rank_that_raises(tmp_path: Path) -> None:

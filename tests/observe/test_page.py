@@ -306,6 +306,34 @@ def test_nothing_runs_over_what_is_beside_it(browser: Any, tmp_path: Path, width
         )
 
 
+HOSTILE = (
+    "a <!-- <script>",
+    "<script>document.title = 'run'</script>",
+    "</script><script>document.title = 'run'</script>",
+    "<img src=x onerror=\"document.title = 'run'\">",
+    "__DATA__ __SCRIPT__ __STYLE__",
+    "&lt;b&gt; \\u003c",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_name_and_no_code_breaks_it(browser: Any, tmp_path: Path, text: str) -> None:
+    """Where HTML ends a script, begins a comment or knows an element, the page shows the text."""
+    unit = f"layers.{text}"
+    stages = ("partition", f"after_{text}")
+    listings = [_listing(unit, "backward", stage, f"    x = '{text}{stage}'") for stage in stages]
+    events = tuple(replace(event, unit=unit) for event in MEASURED)
+    report = replace(REPORT, units=(UnitSummary(unit, "", 0, 0, 0, 0),), measured=events)
+    whole = render_page(listings, TimelineData(report, text), text, {stages[1]: text})
+    with _opened(browser, tmp_path, whole) as tab:
+        assert tab.inner_text("#subtitle") == text
+        assert tab.locator("#owners li").all_inner_texts() == [unit]
+        assert f"x = '{text}partition'" in tab.inner_text("#diff")
+        assert tab.inner_text("#rightdescription").strip().startswith(text)
+        assert tab.locator("script").count() == 2
+        assert tab.title() != "run"
+
+
 def test_a_narrow_window(page: Any) -> None:
     page.set_viewport_size({"width": 500, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

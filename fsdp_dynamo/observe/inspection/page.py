@@ -60,7 +60,8 @@ def render_page(
         "units": [unit.unit for unit in report.units],
         "timeline": _timelines(timeline),
     }
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # in a <script>
+    # In a <script>, '<!--' and '<script' change what ends it, as '</script' does.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = _read("page.html")
     for placeholder, content in (
         ("__STYLE__", _read("page.css")),
