@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_dynamo.checkpoint.directory import SHARED_FILE
+from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
 from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest, checksum_of
 from fsdp_dynamo.checkpoint.storage_reader import INDEX_FILE, Reader
 from fsdp_dynamo.checkpoint.throttle import Throttle
@@ -23,8 +24,12 @@ def require_complete_files(folder: Path, manifest: Manifest) -> None:
     """Compare the sizes of all files with the manifest, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing or has another size.
+        CheckpointError: a file is missing, has another size, or is no file of this folder.
     """
+    ranks = range(manifest.world_size)
+    for name in (INDEX_FILE, SHARED_FILE, *map(rank_file, ranks)):
+        if name not in manifest.files:
+            raise _damage_error(folder / name, "a file that the manifest lists", "none", ())
     for name, expected in manifest.files.items():
         size = _size(folder / name)
         if size != expected.size:
@@ -65,10 +70,20 @@ def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> N
 
 
 def _size(path: Path) -> int | None:
+    """Of a file.
+
+    Raises:
+        CheckpointError: a folder, a device, or a link to another folder.
+    """
     try:
-        return path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         return None
+    is_here = path.resolve().parent == path.parent.resolve()
+    if not is_here or not stat.S_ISREG(found.st_mode):
+        got = "another kind of file" if is_here else f"a link to '{path.resolve()}'"
+        raise _damage_error(path, "a file in this folder", got, ())
+    return found.st_size
 
 
 def _index(folder: Path, manifest: Manifest) -> Metadata | None:

@@ -19,6 +19,7 @@ from fsdp_dynamo.checkpoint.throttle import CHUNK_BYTES, Throttle
 from fsdp_dynamo.errors import CheckpointError
 
 FORMAT = 1
+_FIELDS = {"step": int, "world_size": int, "shared": list, "per_rank": list, "files": dict}
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,12 @@ def read(folder: Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a newer format.
+        CheckpointError: it is missing, damaged, of a newer format, lacks a field, or lists files
+            elsewhere. Unknown fields are ignored.
     """
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():
+        raise _read_error(path, "a manifest", "another kind of file")
     try:
         given = json.loads(path.read_text())
         content = given["content"]
@@ -90,6 +94,8 @@ def read(folder: Path) -> Manifest:
         raise _read_error(path, "a manifest", f"something unreadable ({error})") from None
     if not is_whole:
         raise _read_error(path, "content that fits its checksum", "a damaged file")
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise _read_error(path, "a manifest with a format", "another file")
     if content["format"] > FORMAT:
         raise CheckpointError(
             expected=f"format {FORMAT} or older",
@@ -97,13 +103,33 @@ def read(folder: Path) -> Manifest:
             where=f"file '{path}'",
             fix="It was written by a newer fsdp_dynamo: upgrade to load it.",
         )
-    return _manifest(content)
+    return _manifest(path, content)
 
 
-def _manifest(content: Mapping[str, Any]) -> Manifest:
-    files = {name: FileChecksum(**one) for name, one in content["files"].items()}
-    lists = {name: tuple(content[name]) for name in ("shared", "per_rank")}
-    return Manifest(**{**content, **lists, "files": files})
+def _manifest(path: Path, content: Mapping[str, Any]) -> Manifest:
+    """Of known fields; others are of a newer version that has not changed the layout."""
+    for name, kind in _FIELDS.items():
+        if type(content.get(name)) is not kind:
+            raise _read_error(path, f"a field '{name}', {kind.__name__}", repr(content.get(name)))
+    for name in content["files"]:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise _read_error(path, "names of files in this folder", repr(name))
+    return Manifest(
+        step=content["step"],
+        world_size=content["world_size"],
+        shared=tuple(content["shared"]),
+        per_rank=tuple(content["per_rank"]),
+        files={name: _file_checksum(path, name, one) for name, one in content["files"].items()},
+        format=content["format"],
+    )
+
+
+def _file_checksum(path: Path, name: str, content: Any) -> FileChecksum:
+    try:
+        size, crc = content["size"], content["crc32"]
+    except (KeyError, TypeError):
+        raise _read_error(path, f"size and crc32 of file '{name}'", repr(content)) from None
+    return FileChecksum(size, crc)
 
 
 def _canonical(content: Mapping[str, Any]) -> str:

@@ -11,6 +11,8 @@ import io
 import pathlib
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,8 +52,25 @@ _ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
+_SINGLETONS: tuple[Any, ...] = (
+    *_ALLOWED_CLASSES.values(),
+    *index_classes._MEM_FORMAT_ENCODING,
+    pathlib.PurePath,
+)
+"""What a file can refer to and this process keeps."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickler of indexes; any class that they do not need is refused."""
+
+    def load(self) -> Any:
+        """The index.
+
+        Raises:
+            CheckpointError: it refers to something else, or changes a class.
+        """
+        with _kept_as_they_are(_SINGLETONS):
+            return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED_CLASSES:
@@ -61,13 +80,45 @@ class _IndexUnpickler(pickle.Unpickler):
             return value
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePath
-        raise CheckpointError(
-            expected="an index of tensors",
-            got=f"one that refers to '{module}.{name}'",
-            where=f"file '{INDEX_FILE}'",
-            fix="No code was run. torch.distributed.checkpoint does not write such a file: do "
-            "not load this checkpoint.",
-        )
+        raise _no_index(f"one that refers to '{module}.{name}'")
+
+
+@contextmanager
+def _kept_as_they_are(objects: Sequence[Any]) -> Iterator[None]:
+    """Undo what a pickle sets on classes: attributes can be given to any object, classes too.
+
+    The unpickler in Python could refuse it beforehand, but takes five times as long.
+
+    Raises:
+        CheckpointError: something was changed.
+    """
+    before = [(one, dict(vars(one))) for one in objects if hasattr(one, "__dict__")]
+    try:
+        yield
+    finally:
+        changed = [one for one, attributes in before if _restore(one, attributes)]
+    if changed:
+        raise _no_index(f"one that changes {changed[0]}")
+
+
+def _restore(one: Any, attributes: Mapping[str, Any]) -> bool:
+    now = dict(vars(one))
+    for name in now.keys() - attributes.keys():
+        delattr(one, name)
+    replaced = [name for name, value in attributes.items() if now.get(name) is not value]
+    for name in replaced:
+        setattr(one, name, attributes[name])
+    return bool(replaced) or now.keys() != attributes.keys()
+
+
+def _no_index(got: str) -> CheckpointError:
+    return CheckpointError(
+        expected="an index of tensors",
+        got=got,
+        where=f"file '{INDEX_FILE}'",
+        fix="No code was run. torch.distributed.checkpoint does not write such a file: do not load "
+        "this checkpoint.",
+    )
 
 
 class Reader(FileSystemReader):

@@ -15,7 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -23,11 +23,13 @@ import torch
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
 from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
 from fsdp_dynamo.checkpoint import manifest, storage_reader, storage_writer
 
 NEWEST = "000002-step-2"
+_INIT = metadata.Metadata.__init__
 
 
 def _model(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -86,12 +88,34 @@ def _cut_off(name: str) -> Callable[[Path], None]:
     return lambda path: os.truncate(path / name, (path / name).stat().st_size - 100)
 
 
-def _of_newer_format(path: Path) -> None:
-    content = json.loads((path / "manifest.json").read_text())["content"]
-    content["format"] = 99
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    whole = {"crc32": zlib.crc32(canonical.encode()), "content": content}
-    (path / "manifest.json").write_text(json.dumps(whole))
+def _in_the_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A change with a checksum that fits."""
+
+    def make(path: Path) -> None:
+        content = json.loads((path / "manifest.json").read_text())["content"]
+        change(content)
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        whole = {"crc32": zlib.crc32(canonical.encode()), "content": content}
+        (path / "manifest.json").write_text(json.dumps(whole))
+
+    return make
+
+
+def _rename(new: str) -> Callable[[Path], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["files"][new] = content["files"].pop("shared.pt")
+
+    return _in_the_manifest(change)
+
+
+def _link(path: Path) -> None:
+    (path / "shared.pt").rename(path.parent / "elsewhere.pt")
+    (path / "shared.pt").symlink_to(path.parent / "elsewhere.pt")
+
+
+def _fifo(path: Path) -> None:
+    (path / "shared.pt").unlink()
+    os.mkfifo(path / "shared.pt")
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -134,10 +158,49 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"manifest.json': expected a manifest, got no such file",
     ),
     "newer format": (
-        _of_newer_format,
+        _in_the_manifest(lambda content: content.update(format=99)),
         r"manifest.json': expected format 1 or older, got format 99. It was .* upgrade",
     ),
+    "a name above the folder": (
+        _rename("../shared.pt"),
+        r"manifest.json': expected names of files in this folder, got '../shared.pt'",
+    ),
+    "an absolute name": (_rename("/dev/zero"), r"names of files in this folder, got '/dev/zero'"),
+    "no file": (
+        lambda path: ((path / "manifest.json").unlink(), os.mkfifo(path / "manifest.json")),
+        r"manifest.json': expected a manifest, got another kind of file",
+    ),
+    "a field is missing": (
+        _in_the_manifest(lambda content: content.pop("shared")),
+        r"manifest.json': expected a field 'shared', list, got None",
+    ),
+    "no format": (
+        _in_the_manifest(lambda content: content.pop("format")),
+        r"manifest.json': expected a manifest with a format",
+    ),
+    "no size": (
+        _in_the_manifest(lambda content: content["files"]["shared.pt"].pop("size")),
+        r"manifest.json': expected size and crc32 of file 'shared.pt'",
+    ),
+    "a file that is not listed": (
+        _in_the_manifest(lambda content: content["files"].pop("rank-0.pt")),
+        r"rank-0.pt', states of one rank: expected a file that the manifest lists, got none",
+    ),
+    "a link": (_link, r"shared.pt', .*expected a file in this folder, got a link to '/"),
+    "a device": (_fifo, r"shared.pt', .*expected a file in this folder, got another kind of file"),
 }
+
+
+def test_fields_of_later_versions_are_ignored(folder: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["written_by"] = "fsdp_dynamo 9"
+        content["files"]["shared.pt"]["sha256"] = "0"
+
+    _in_the_manifest(change)(folder / NEWEST)
+    model, optimizer = _model()
+    loaded = checkpoint.load(folder, model, optimizer)
+    assert loaded is not None
+    assert loaded.step == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -268,6 +331,38 @@ def test_no_code_is_run(folder: Path, tmp_path: Path, name: str) -> None:
         checkpoint.load(folder, model)
     assert not mark.exists()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def _gives_attributes_to(target: Any) -> bytes:
+    """A pickle with BUILD on a class, or on another object that outlives the file."""
+    state = pickle.dumps((None, {"planted": 1, "__init__": None}), 2)[2:-1]
+    return pickle.dumps(target, 2)[:-1] + state + pickle.BUILD + pickle.STOP
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+        Path,
+    ],
+)
+def test_no_class_is_changed(folder: Path, target: Any) -> None:
+    planted = _gives_attributes_to(target)
+    if target is metadata.Metadata:  # the plant works: torch's own reader would be changed
+        pickle.loads(planted)
+        assert target.planted == 1  # type: ignore[attr-defined]
+        del target.planted  # type: ignore[attr-defined]
+        target.__init__ = _INIT  # type: ignore[method-assign]
+    _replace(folder / NEWEST, ".metadata", planted)
+    model, _ = _model()
+    before = dict(vars(target))
+    with pytest.raises(CheckpointError, match="expected an index of tensors, got one that changes"):
+        checkpoint.load(folder, model)
+    assert vars(target) == before
+    assert not hasattr(PurePath, "planted")
+    assert checkpoint.load(folder, model, step=1) is not None
 
 
 def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
