@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,29 @@ from torch import nn
 def join_fqn(*parts: str) -> str:
     """Join FQN parts, leaving empty ones out."""
     return ".".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class UnitPaths:
+    """Where the modules of one unit are: their FQNs below the root.
+
+    A unit of several modules calls its parameters ``0.weight``, ``1.weight``, by the position of
+    the module, until a root gives the modules their names.
+    """
+
+    paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The unit's name: the FQN of its module, or ``norm+output`` of two."""
+        return "+".join(self.paths)
+
+    def fqn_of(self, relative: str) -> str:
+        """The FQN of a parameter, of which the unit knows the part below itself."""
+        if len(self.paths) == 1:
+            return join_fqn(self.paths[0], relative)
+        position, _, rest = relative.partition(".")
+        return join_fqn(self.paths[int(position)], rest)
 
 
 WRAPPED = "_fsdp_wrapped_module"

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError
-from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 
 
@@ -62,7 +62,7 @@ class UnshardedSum:
             replicas, or ``None``.
         settings: of the unit.
         accumulation: of the root.
-        unit_fqn: for messages.
+        paths: of its unit, for messages.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class UnshardedSum:
         self.keeps_reduced_apart = False
         self.partial: torch.Tensor | None = None
         self.settings = UnitSettings()  # until a unit takes over
-        self.unit_fqn = ""
+        self.paths = UnitPaths(("",))
         self.accumulation = Accumulation([self])  # until a root takes over
         self._originals = originals
         self._layout = layout
@@ -148,7 +148,7 @@ class UnshardedSum:
                 raise FSDPStateError(
                     expected="the gradient that steps under no_sync() have left in .grad",
                     got=f"another tensor of shape {tuple(grad.shape)}",
-                    where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
+                    where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
                     fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
                     "until a step without no_sync() has reduced it.",
                 )

@@ -45,7 +45,7 @@ from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import Placing
 from fsdp_dynamo.core.rows import rows_in
-from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 
 
@@ -136,6 +136,7 @@ class FlatParameter:
         self.module_parameters = ModuleParameters(self.originals)
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
+        self.paths = UnitPaths(("",))
         self.ordinal = 0  # in its unit
         self.runs_hooks = True
         if mesh and (sharded_strategy or self.group.size() == 1):
@@ -145,13 +146,13 @@ class FlatParameter:
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
         self.piece: Piece | None = None
 
-    def rename(self, unit_fqn: str) -> None:
-        """Set the FQN of its unit relative to the root."""
-        self.unit_fqn = unit_fqn
+    def rename(self, paths: UnitPaths) -> None:
+        """Set where its unit is below the root."""
+        self.paths, self.unit_fqn = paths, paths.name
         for original in self.originals:
             if original.placing is not None:
-                original.placing.rows.fqn = join_fqn(unit_fqn, original.fqn)
-        self.grad_sum.unit_fqn = self.module_parameters.unit_fqn = unit_fqn
+                original.placing.rows.fqn = paths.fqn_of(original.fqn)
+        self.grad_sum.paths = self.module_parameters.paths = paths
 
     # -- construction ------------------------------------------------------------------
 
@@ -392,7 +393,7 @@ class FlatParameter:
             FSDPStateError: a parameter has a hook of ``register_hook()``.
         """
         for original in self.originals:
-            refuse_tensor_hooks(original.param, self.unit_fqn, original.fqn)
+            refuse_tensor_hooks(original.param, self.paths.fqn_of(original.fqn))
         sharded_grad = self.as_grad(sharded_grad)
         if self.is_offloaded:
             sharded_grad = sharded_grad.to(self.home)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import torch
 
 from fsdp_dynamo.errors import FSDPStateError
-from fsdp_dynamo.module_tree import join_fqn
 
 
-def refuse_tensor_hooks(param: torch.Tensor, unit_fqn: str, fqn: str) -> None:
+def refuse_tensor_hooks(param: torch.Tensor, fqn: str) -> None:
     """Raise for a parameter with hooks of ``register_hook()``.
 
     Args:
         param: an original parameter.
-        unit_fqn: of its unit, for messages.
-        fqn: its own, relative to the unit.
+        fqn: its name, for the message.
 
     Raises:
         FSDPStateError: it has one.
@@ -28,7 +26,7 @@ def refuse_tensor_hooks(param: torch.Tensor, unit_fqn: str, fqn: str) -> None:
         raise FSDPStateError(
             expected="hooks of register_post_accumulate_grad_hook() on a parameter",
             got="one of register_hook()",
-            where=f"parameter '{join_fqn(unit_fqn, fqn)}'",
+            where=f"parameter '{fqn}'",
             fix="Register it with register_post_accumulate_grad_hook(), and change p.grad there: "
             "this rank's part of the mean over ranks.",
         )

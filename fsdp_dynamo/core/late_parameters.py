@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.module_tree import UnitPaths, join_fqn
 
 Walk = Callable[[], Iterable[tuple[str, nn.Module]]]
 
@@ -30,7 +31,7 @@ class LateParameterCheck:
         self._ignored = ignored
         self._remember()
 
-    def check(self, unit_fqn: str) -> None:
+    def check(self, paths: UnitPaths) -> None:
         """Raise if modules have changed and one now has a trainable parameter of no unit.
 
         Raises:
@@ -46,7 +47,7 @@ class LateParameterCheck:
                     and owner_of(param) is None
                     and param not in self._ignored
                 ):
-                    raise _late_error(".".join(part for part in (unit_fqn, fqn, name) if part))
+                    raise _late_error(paths.fqn_of(join_fqn(fqn, name)))
         self._remember()
 
     def _is_as_remembered(self) -> bool:

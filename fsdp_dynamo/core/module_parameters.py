@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_dynamo.core.original_parameter import OriginalParameter, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
-from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.module_tree import UnitPaths
 
 _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
@@ -31,7 +31,7 @@ class ModuleParameters:
         frozen: indices of originals that are not trained, as of the last forward.
         is_summoned: whether the originals are whole on the user's request, on some rank at least.
         is_whole: whether they are on this rank.
-        unit_fqn: for messages.
+        paths: of its unit, for messages.
     """
 
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
@@ -40,7 +40,7 @@ class ModuleParameters:
         self.frozen: frozenset[int] = frozenset()
         self._has_views = False
         self.is_summoned = self.is_whole = False
-        self.unit_fqn = ""
+        self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
         self._gathered: list[tuple[OriginalParameter, int]] = []  # shown, with their versions
@@ -91,7 +91,7 @@ class ModuleParameters:
             raise FSDPStateError(
                 expected="parameters unsharded by hand to be read only",
                 got="one that was written, or has a gradient: it would be lost",
-                where=f"parameter '{join_fqn(self.unit_fqn, lost[0].fqn)}'",
+                where=f"parameter '{self.paths.fqn_of(lost[0].fqn)}'",
                 fix="Write values inside summon_full_params(), or a state dict; compute what has "
                 "gradients in a forward (register_forward_method for other methods).",
             )
@@ -145,7 +145,7 @@ class ModuleParameters:
             raise FSDPStateError(
                 expected="to run with sharded parameters",
                 got="a forward inside summon_full_params()",
-                where=unit_name(self.unit_fqn),
+                where=unit_name(self.paths.name),
                 fix="Leave the context first, or call the model under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
@@ -170,7 +170,7 @@ class ModuleParameters:
             raise FSDPStateError(
                 expected="values for all parameters before they are used",
                 got=f"none for {', '.join(map(repr, fqns))}: they are on the meta device",
-                where=unit_name(self.unit_fqn),
+                where=unit_name(self.paths.name),
                 fix="After fully_shard, call model.to_empty(device=...) and initialise the model, "
                 "or load a state dict.",
                 see="no-values-on-the-meta-device",
@@ -280,7 +280,7 @@ class ModuleParameters:
         return FSDPStateError(
             expected=expected,
             got=got,
-            where=f"parameter '{join_fqn(self.unit_fqn, original.fqn)}'",
+            where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
             fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
             "by a state dict, between two steps; tie and convert parameters before wrapping.",
             see="a-parameter-changed-after-wrapping",

@@ -24,7 +24,6 @@ from fsdp_dynamo.core.parts import has_plain_parts
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
-from fsdp_dynamo.module_tree import join_fqn
 
 _LIBRARIES = frozenset(
     {
@@ -212,4 +211,4 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
 
 
 def _name(flat: FlatParameter, index: int) -> str:
-    return f"optimizer of parameter '{join_fqn(flat.unit_fqn, flat.originals[index].fqn)}'"
+    return f"optimizer of parameter '{flat.paths.fqn_of(flat.originals[index].fqn)}'"

@@ -22,7 +22,6 @@ from fsdp_dynamo.core.row_dtensor import local_of, rows_like
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.module_tree import join_fqn
 
 WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -65,7 +64,7 @@ def _all_originals(units: Sequence[Unit]) -> Iterator[tuple[str, FlatParameter, 
         unit.write_back()
         for flat in unit.flats:
             for index, original in enumerate(flat.originals):
-                yield join_fqn(unit.fqn, original.fqn), flat, index
+                yield unit.paths.fqn_of(original.fqn), flat, index
 
 
 @torch.no_grad()

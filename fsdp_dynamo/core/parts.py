@@ -8,7 +8,6 @@ from weakref import WeakSet
 import torch
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.module_tree import join_fqn
 
 _sharded: WeakSet[FlatParameter] = WeakSet()
 
@@ -35,7 +34,7 @@ def parts_now() -> Iterator[tuple[torch.Tensor, str]]:
         if flat.module_parameters.is_summoned:
             continue
         for original in flat.originals:
-            fqn = join_fqn(flat.unit_fqn, original.fqn)
+            fqn = flat.paths.fqn_of(original.fqn)
             yield original.param, fqn
             grad = original.param.grad
             if grad is not None and flat.grad_sum.total is None:  # a sum is shown whole

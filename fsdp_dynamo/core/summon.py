@@ -20,7 +20,6 @@ from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError
-from fsdp_dynamo.module_tree import join_fqn
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator
     """
     units = [unit for unit in units if not unit.is_summoned]
     for unit in units:
-        known = {join_fqn(unit.fqn, o.fqn): o.parallel for o in unit.originals()}
+        known = {unit.paths.fqn_of(o.fqn): o.parallel for o in unit.originals()}
         refuse_parallel(known, "summon_full_params()")
         unit.write_back()
     with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated

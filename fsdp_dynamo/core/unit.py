@@ -35,6 +35,7 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.module_tree import UnitPaths
 
 _DTENSORS = settings_of(
     StateDictType.SHARDED_STATE_DICT,
@@ -71,7 +72,8 @@ class Unit:
     """The modules that share flat parameters, and the state they are in.
 
     Args:
-        module: the unit's outermost module (the user's, not the wrapper).
+        modules: the unit's outermost modules (the user's, not the wrapper): one, or those of a
+            list that ``fully_shard`` was given.
         flats: its flat parameters; none for a unit without parameters.
         config: arguments of the wrapper call.
 
@@ -80,13 +82,15 @@ class Unit:
             an error there that has reset its state.
     """
 
-    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], config: UnitConfig):
-        self.module = module
+    def __init__(
+        self, modules: Sequence[nn.Module], flats: Sequence[FlatParameter], config: UnitConfig
+    ):
+        self.modules = tuple(modules)
         self.flats = tuple(flats)
         for ordinal, flat in enumerate(self.flats):
             flat.ordinal = ordinal
         self.config = config
-        self.fqn = ""
+        self.paths, self.fqn = UnitPaths(("",)), ""
         self.late_parameters: LateParameterCheck | None = None  # until its modules are complete
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
         self.settings = UnitSettings()
@@ -102,12 +106,24 @@ class Unit:
         self._has_pieces = False
         self._gathered_versions: list[int] = []
 
-    def rename(self, fqn: str) -> None:
-        """Set the unit's FQN relative to its root."""
-        self.fqn = fqn
-        self.machine.fqn = fqn
+    def rename(self, paths: UnitPaths) -> None:
+        """Set where the unit's modules are below its root."""
+        self.paths, self.fqn = paths, paths.name
+        self.machine.fqn = self.fqn
         for flat in self.flats:
-            flat.rename(fqn)
+            flat.rename(paths)
+
+    def below(self, module: nn.Module, fqn: str) -> str | None:
+        """The name of a parameter below one of the unit's modules; ``None``: it is in another.
+
+        Args:
+            module: one of ``modules``.
+            fqn: what the unit calls the parameter.
+        """
+        if len(self.modules) == 1:
+            return fqn
+        position, _, rest = fqn.partition(".")
+        return rest if self.modules[int(position)] is module else None
 
     @property
     def device(self) -> torch.device | None:
@@ -130,7 +146,7 @@ class Unit:
     def wants_full_precision(self) -> bool:
         """Whether its forward is to run in full precision: it evaluates, and the user said so."""
         precision = self.config.precision
-        if not self.config.full_precision_in_eval or self.module.training or precision is None:
+        if not self.config.full_precision_in_eval or self.modules[0].training or precision is None:
             return False
         return (precision.param_dtype or precision.reduce_dtype) is not None
 
@@ -351,7 +367,7 @@ class Unit:
     def check_late_parameters(self) -> None:
         """Raise if a trainable parameter was added to the unit's modules after wrapping."""
         if self.late_parameters is not None:
-            self.late_parameters.check(self.fqn)
+            self.late_parameters.check(self.paths)
 
     def require_gathered_values(self) -> None:
         """Raise if a parameter was given other values between a forward and its backward."""
@@ -368,15 +384,16 @@ class Unit:
         for flat in self.flats:
             flat.module_parameters.write_back_lacking()
 
-    def end_lack(self, fqns: Collection[str]) -> None:
+    def end_lack(self, module: nn.Module, fqns: Collection[str]) -> None:
         """Let parameters that had no values be their parts of the shard, to be written.
 
         Args:
-            fqns: relative to the unit; others may be among them.
+            module: one of ``modules``.
+            fqns: relative to it; others may be among them.
         """
         for flat in self.flats:
-            named = enumerate(flat.originals)
-            found = {i for i, o in named if any(site in fqns for *_, site in o.sites)}
+            names = [{self.below(module, site) for *_, site in o.sites} for o in flat.originals]
+            found = {i for i, of_one in enumerate(names) if not of_one.isdisjoint(fqns)}
             flat.module_parameters.end_lack(found)
 
     # -- parameters ------------------------------------------------------------------------

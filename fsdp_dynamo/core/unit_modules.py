@@ -84,4 +84,4 @@ def units_in(module: nn.Module) -> list[Unit]:
     wrapper = wrapper_of(module)
     outer = [] if wrapper is None else [wrapper]
     found: list[UnitModuleProtocol] = [*outer, *(m for _, m in unit_modules(module))]
-    return [unit_module._fsdp_unit for unit_module in found]
+    return list(dict.fromkeys(unit_module._fsdp_unit for unit_module in found))

@@ -96,6 +96,14 @@ def is_first_call(name: str) -> bool:
     return is_first
 
 
+def number_of_body() -> int:
+    """A number of the body that is traced now: the graph's own, or that of an operator in it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx()
+    return id(translator.output.current_tracer)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_mode() -> tuple[str, int]:
     """The mode of the trace that runs now, and the number of its backend.

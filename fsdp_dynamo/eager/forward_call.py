@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from torch import nn
 
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -28,6 +29,8 @@ class ForwardCall:
         graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
             each of its segments as another pass, within it.
         segment_grads: gradients of the views that segments have given in this backward.
+        is_tracked: whether the views are tied into autograd.
+        left: modules of the unit that have not run yet.
         is_full_precision: whether its views are in the dtype of the shards.
         began: position in the order in which the forwards of the process began.
     """
@@ -40,6 +43,8 @@ class ForwardCall:
     graph_task: int = NO_GRAPH_TASK
     segment_grads: list[torch.Tensor | None] | None = None
     is_full_precision: bool = False
+    is_tracked: bool = False
+    left: set[nn.Module] = field(default_factory=set)
     began: int = field(default_factory=itertools.count().__next__)
 
     def show_views(self) -> None:
@@ -74,17 +79,22 @@ class Schedule(Protocol):
         """The gradients of all views of trainable parameters (``None`` where there is none)."""
 
 
-def begin_call(unit: Unit, schedule: Schedule) -> ForwardCall:
+def begin_call(
+    unit: Unit, schedule: Schedule, left: Iterable[nn.Module] | None = None
+) -> ForwardCall:
     """Show the modules of an unsharded unit views of its flat parameters, tied into autograd.
 
     Args:
         unit: an unsharded unit.
         schedule: told when the last gradient of the views has come.
+        left: modules of the unit that this call is for; all.
     """
     call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
+    call.left = set(unit.modules if left is None else left)
     tracked: tuple[torch.Tensor, ...] = ()
     if call.trainable and torch.is_grad_enabled():
         shards = [flat.sharded for flat in call.trainable]
+        call.is_tracked = True
         tracked = _UnshardedViews.apply(call, schedule, *shards)  # type: ignore[no-untyped-call]
     position = 0
     for flat in unit.flats:

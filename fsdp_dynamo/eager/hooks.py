@@ -24,6 +24,7 @@ from fsdp_dynamo.pytree import map_output, map_tensors, tensors_of
 def run_unit(
     root: Root,
     unit: Unit,
+    module: nn.Module,
     body: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -34,6 +35,7 @@ def run_unit(
     Args:
         root: the schedule of the unit.
         unit: whose forward it is.
+        module: which of its modules runs.
         body: the module, or its compiled form.
         args: positional inputs.
         kwargs: keyword inputs.
@@ -61,7 +63,7 @@ def run_unit(
         if outside is not None:
             raise outside from error
         raise
-    root.post_forward(unit, call)
+    root.post_forward(unit, call, module)
     if torch.is_grad_enabled():
         _register_pre_backward(root, call, output)
     return output

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
@@ -27,21 +28,22 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
+from fsdp_dynamo.module_tree import UnitPaths
 
 
 class Root:
     """Schedule of all units under one outermost wrapper.
 
     Args:
-        units: every unit with its FQN, in left-to-right depth-first order; the first is the
-            outermost.
+        units: every unit with its modules' FQNs, in left-to-right depth-first order; the first is
+            the outermost.
 
     Attributes:
         is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
 
-    def __init__(self, units: Sequence[tuple[str, Unit]]) -> None:
+    def __init__(self, units: Sequence[tuple[UnitPaths, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
         self.changes_state = False  # its forward changes Python state, seen in a trace
@@ -52,10 +54,11 @@ class Root:
         self._creates_graph = False  # of the gradients, in the backward that runs
         self._stays_unsharded = False  # for the backward of such a graph
         self._reduces = ReduceQueue()
+        self._open: dict[Unit, ForwardCall] = {}  # calls of units of several modules
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
         self.execution_order = ExecutionOrder()
-        for fqn, unit in units:
-            unit.rename(fqn)
+        for paths, unit in units:
+            unit.rename(paths)
             self.units.append(unit)
         flats = [flat for unit in self.units for flat in unit.flats]
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
@@ -81,7 +84,13 @@ class Root:
     # -- forward -----------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
-        """Unshard ``unit``, start the prefetch of the next one, show the views."""
+        """Unshard ``unit``, start the prefetch of the next one, show the views.
+
+        A call of a unit of several modules begins with the first of them and ends with the last.
+        """
+        if unit in self._open and not self.in_backward:
+            self._depth += 1
+            return self._join(unit)
         recomputes = self.in_backward
         if self.is_outside:
             collective_log.begin_step()
@@ -98,16 +107,42 @@ class Root:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
         call = begin_call(unit, self)
+        if len(unit.modules) > 1 and not recomputes:
+            self._open[unit] = call
         unit.event = events.begin(unit.fqn, "forward", "forward")
         self._depth += 1  # where something has failed above, the unit is not in its forward
         return call
 
-    def post_forward(self, unit: Unit, call: ForwardCall) -> None:
-        """Put the original parameters back and reshard ``unit`` if its strategy says so."""
-        events.finish(unit.event)
-        unit.use_sharded_views()
+    def _join(self, unit: Unit) -> ForwardCall:
+        """The open call of a unit of which another module runs."""
+        call = self._open[unit]
+        if call.is_tracked or not torch.is_grad_enabled():
+            call.show_views()  # a trace may have hidden them
+            return call
+        call = self._open[unit] = begin_call(unit, self, call.left)
+        return call
+
+    def post_forward(self, unit: Unit, call: ForwardCall, module: nn.Module) -> None:
+        """End the forward of one of the unit's modules, which may be that of the unit."""
         self._depth -= 1
         recomputes, outermost = self.in_backward, self._depth == 0
+        if unit in self._open and not recomputes:
+            call.left.discard(module)
+            if call.left and not outermost:
+                return
+        self._end_call(unit, call, outermost)
+        if outermost and not recomputes:
+            for left in [*self._open]:  # a module of theirs was not called
+                self._end_call(left, self._open[left], outermost=False)
+            self._end_forward()
+
+    def _end_call(self, unit: Unit, call: ForwardCall, outermost: bool) -> None:
+        """Put the original parameters back and reshard ``unit`` if its strategy says so."""
+        recomputes = self.in_backward
+        if not recomputes:
+            self._open.pop(unit, None)
+        events.finish(unit.event)
+        unit.use_sharded_views()
         if not recomputes:
             if torch.is_grad_enabled():
                 self.execution_order.end_call(call)
@@ -118,8 +153,6 @@ class Root:
             else:
                 unit.stay_unsharded()
         unit.machine.advance(UnitState.IDLE)
-        if outermost and not recomputes:
-            self._end_forward()
 
     def _begin_forward(self) -> None:
         self.machine.advance(RootState.FORWARD)
@@ -135,7 +168,7 @@ class Root:
         root = self.units[0]
         if not torch.is_grad_enabled():  # no backward begins with the last unit
             self._settle()
-        self.execution_order.end(root.config.groups.shard, root.module.training)
+        self.execution_order.end(root.config.groups.shard, root.modules[0].training)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if self._stays_unsharded:
@@ -300,6 +333,7 @@ class Root:
     def fail_forward(self, unit: Unit) -> None:
         """A unit's forward raised: undo what was done for it; at the outermost, for all."""
         self._depth -= 1
+        self._open.pop(unit, None)
         unit.use_sharded_views()
         if self.in_backward:  # a recomputation that ended early: its backward goes on
             unit.machine.reset()
@@ -309,6 +343,7 @@ class Root:
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
+        self._open = {}
         self._stays_unsharded = False
         self._reduces.abandon()
         for unit in self.units:

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
-from fsdp_dynamo.dynamo.private_api import CompileRefusedError, with_side_effects
+from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, with_side_effects
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
@@ -129,7 +129,8 @@ def _describe_flat(
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
-        places = {(paths[module], name) for module, name, _ in original.sites}
+        sites = [(paths.get(module), name) for module, name, _ in original.sites]
+        places = {(path, name) for path, name in sites if path is not None}
         views.append((piece, slot.shape, tuple(sorted(places))))
     return TracedFlat(
         group_name=flat.group.group_name,
@@ -295,33 +296,9 @@ class TracedUnshardNoReduce(torch.autograd.Function):
         return None, _cast(grad, ctx.spec.sum_dtype), None
 
 
-def traced_forward(
-    name: str,
-    tensors: TracedTensors,
-    module: Any,
-    body: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """A unit's forward with its all-gathers in the graph.
-
-    Views of the unsharded flat parameters stand in ``module._parameters`` while the module is
-    called, and the original parameters after it. Holders are reached by their path, as the
-    user's own code reaches them, so that Dynamo guards each module once.
-
-    Args:
-        name: the unit module's registered name.
-        tensors: inputs of the graph.
-        module: the unit's module.
-        body: calls it.
-        args: positional inputs.
-        kwargs: keyword inputs.
-    """
-    fqn, input_dtype, output_dtype, device, flats = constants_of(name)
-    if input_dtype or device:
-        dtype = getattr(torch, input_dtype) if input_dtype else None
-        target = torch.device(device) if device else None
-        args, kwargs = prepare_inputs(target, dtype, args, kwargs)
+def _gather(
+    tensors: TracedTensors, fqn: str, flats: tuple[tuple[Any, ...], ...]
+) -> list[torch.Tensor]:
     unsharded = []
     with traceback.annotate({UNIT: fqn, BODY: "0"}):
         for shard, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
@@ -336,6 +313,82 @@ def traced_forward(
                 unsharded.append(TracedUnshardWithSum.apply(shard, total, spec))  # type: ignore[no-untyped-call]
             else:
                 unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
+    return unsharded
+
+
+_OPEN = ""
+"""The key that is there while the outermost unit runs, which forgets them all afterwards."""
+
+
+def _gather_once(
+    name: str,
+    gathered: dict[str, list[torch.Tensor]],
+    tensors: TracedTensors,
+    fqn: str,
+    flats: tuple[tuple[Any, ...], ...],
+) -> list[torch.Tensor]:
+    """What another module of the unit has gathered, in a forward of the outermost unit."""
+    if is_outermost(name):
+        with_side_effects(_put, [(gathered, _OPEN, [])])
+    key = place_of(name, torch.is_grad_enabled())
+    if key in gathered:
+        return gathered[key]
+    unsharded = _gather(tensors, fqn, flats)
+    if _OPEN in gathered:
+        with_side_effects(_put, [(gathered, key, unsharded)])
+    return unsharded
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_outermost(name: str) -> bool:
+    """Whether the unit module of this name is that of the outermost unit."""
+    return registered(name)._fsdp_is_outermost()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def place_of(name: str, has_grad: bool) -> str:
+    """The unit of the unit module of this name, the body in which it is traced, and whether with
+    gradients.
+
+    What is made in the body of an operator like ``checkpoint`` is not seen outside.
+    """
+    return f"{id(registered(name)._fsdp_unit)} in {number_of_body()}, {has_grad}"
+
+
+def traced_forward(
+    name: str,
+    tensors: TracedTensors,
+    module: Any,
+    body: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    gathered: dict[str, list[torch.Tensor]] | None,
+) -> Any:
+    """A unit's forward with its all-gathers in the graph.
+
+    Views of the unsharded flat parameters stand in ``module._parameters`` while the module is
+    called, and the original parameters after it. Holders are reached by their path, as the
+    user's own code reaches them, so that Dynamo guards each module once.
+
+    Args:
+        name: the unit module's registered name.
+        tensors: inputs of the graph.
+        module: the unit's module.
+        body: calls it.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        gathered: unsharded flat parameters of units of several modules, by unit, in a forward of
+            the outermost one; ``None`` where there is no such unit.
+    """
+    fqn, input_dtype, output_dtype, device, flats = constants_of(name)
+    if input_dtype or device:
+        dtype = getattr(torch, input_dtype) if input_dtype else None
+        target = torch.device(device) if device else None
+        args, kwargs = prepare_inputs(target, dtype, args, kwargs)
+    if gathered is None:
+        unsharded = _gather(tensors, fqn, flats)
+    else:
+        unsharded = _gather_once(name, gathered, tensors, fqn, flats)
     shown = []
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
         for flat, fields, splits in zip(unsharded, flats, tensors.parallels):  # noqa: B905  # traced
@@ -357,9 +410,11 @@ def traced_forward(
         with_side_effects(_put, originals)
         if output_dtype:
             output = cast_output(getattr(torch, output_dtype), output)
+    if gathered is not None and is_outermost(name):
+        with_side_effects(gathered.clear)
     return output
 
 
-def _put(entries: list[tuple[Any, str, torch.Tensor]]) -> None:
+def _put(entries: list[tuple[Any, str, Any]]) -> None:
     for holder, name, tensor in entries:
         holder[name] = tensor

@@ -225,7 +225,8 @@ def fake_forward(
     dtype = unit_module._fsdp_input_dtype
     args, kwargs = hooks.prepare_inputs(unit.device, dtype, args, kwargs)
     kept = [
-        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in unit.module.modules()
+        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers))
+        for m in unit_module._fsdp_inner().modules()
     ]
     for module, *_ in kept:
         _make_fake(module._parameters)

@@ -26,7 +26,6 @@ from fsdp_dynamo.config import FullStateDictConfig, MixedPrecision, StateDictTyp
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding, shard
-from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.wrap.composable import FSDPModule
 from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
 
@@ -208,7 +207,7 @@ def _numel_of(model: FSDPModule) -> int:
         for unit in model._fsdp_root.units
         for flat in unit.flats
         for slot in flat.layout.slots
-        if join_fqn(unit.fqn, slot.fqn) not in embeddings
+        if unit.paths.fqn_of(slot.fqn) not in embeddings
     )
 
 

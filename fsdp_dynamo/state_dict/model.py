@@ -46,6 +46,7 @@ def plain_names_after_save(state_dict: dict[str, Any], prefix: str, new_prefix: 
 
 def save_unit(
     unit: Unit,
+    module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     is_root: bool,
@@ -54,6 +55,10 @@ def save_unit(
     """Replace a unit's local parameters by values of the chosen form, under plain names.
 
     Args:
+        unit: whose they are.
+        module: the module of the unit that is saved.
+        state_dict: with the module's local parameters.
+        prefix: the module's, in the keys.
         is_root: also remove the names that ``torch.compile`` has inserted from ``prefix``.
         buffer_dtypes: dtypes that buffers had before mixed precision, by FQN; they are restored.
     """
@@ -79,8 +84,9 @@ def save_unit(
         for original in flat.originals:
             value = _value_to_keep(next(values), flat, settings)
             for _, _, fqn in original.sites:
-                if base + fqn in state_dict:
-                    state_dict[base + fqn] = value
+                name = unit.below(module, fqn)
+                if name is not None and base + name in state_dict:
+                    state_dict[base + name] = value
 
 
 def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
@@ -109,7 +115,7 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
         return
     base = _plain_prefix(prefix)
     sites = [(unit, site) for unit in units for o in unit.originals() for *_, site in o.sites]
-    held = {base + join_fqn(unit.fqn, site) for unit, site in sites}
+    held = {base + unit.paths.fqn_of(site) for unit, site in sites}
     for key in [key for key in state_dict if key.startswith(base)]:
         if left_out:
             del state_dict[key]
@@ -141,7 +147,9 @@ def _plain_prefix(prefix: str) -> str:
     return f"{name}." if name else ""
 
 
-def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, str]:
+def load_unit(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> dict[str, str]:
     """Replace values by this rank's part of them, for the default code to load.
 
     Inside ``summon_full_params`` parameters take whole values.
@@ -156,7 +164,8 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, 
         takes_parts = not is_local and not flat.module_parameters.is_whole
         for index, original in enumerate(flat.originals if takes_parts else ()):
             for _, _, fqn in original.sites:
-                key = keys.get(fqn)
+                name = unit.below(module, fqn)
+                key = None if name is None else keys.get(name)
                 if key is not None:
                     state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
     return keys
@@ -164,6 +173,7 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str) -> dict[str, 
 
 def end_lack(
     unit: Unit,
+    module: nn.Module,
     modules: Iterable[tuple[str, nn.Module]],
     state_dict: dict[str, Any],
     keys: Mapping[str, str],
@@ -172,17 +182,18 @@ def end_lack(
 
     Args:
         unit: whose they are.
-        modules: those of the unit with their FQNs.
+        module: the module of the unit that is loaded.
+        modules: those below it with their FQNs.
         state_dict: with this rank's values.
         keys: its keys by plain FQNs.
     """
     given = {fqn for fqn, key in keys.items() if not getattr(state_dict[key], "is_meta", True)}
-    unit.end_lack(given)
-    for prefix, module in modules:
-        for name, buffer in module._buffers.items():
+    unit.end_lack(module, given)
+    for prefix, holder in modules:
+        for name, buffer in holder._buffers.items():
             if buffer is not None and buffer.is_meta and join_fqn(prefix, name) in given:
                 device = unit.flats[0].device if unit.flats else None
-                module._buffers[name] = torch.empty_like(buffer, device=device or "cpu")
+                holder._buffers[name] = torch.empty_like(buffer, device=device or "cpu")
 
 
 @torch.no_grad()

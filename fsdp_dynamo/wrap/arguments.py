@@ -19,6 +19,7 @@ from fsdp_dynamo.config import (
     coerce_mixed_precision,
 )
 from fsdp_dynamo.core.unit import Unit, UnitConfig
+from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
@@ -87,6 +88,19 @@ def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
                 f"a {type(module).__name__} of {len(module)} modules is a unit, but has no forward "
                 "that would unshard its parameters: let the modules in it be units",
                 stacklevel=4,
+            )
+
+
+def check_whole_units(root: nn.Module) -> None:
+    """Raise if a unit of several modules has only some of them below a root."""
+    below = set(root.modules())
+    for unit in units_in(root):
+        if not below.issuperset(unit.modules):
+            raise FSDPValueError(
+                expected="all modules of a list that fully_shard was given",
+                got=f"{sum(m in below for m in unit.modules)} of {len(unit.modules)}",
+                where=f"a {type(root).__name__} that becomes a unit",
+                fix="Give fully_shard modules of the same model in one list.",
             )
 
 

@@ -106,6 +106,19 @@ def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})[api.__name__] = RegistryItem()
 
 
+class Together(nn.Module):
+    """Above the modules of one unit, while it is made; no part of the user's model.
+
+    Args:
+        modules: called by their positions.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for position, module in enumerate(modules):
+            self.add_module(str(position), module)
+
+
 @dataclass(frozen=True)
 class Planned:
     """Units that can be built: everything is checked, and nothing is changed yet.
@@ -254,7 +267,7 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
             see="tied-to-a-unit-wrapped-before",
         )
     _check_is_plain(param, fqn)
-    refuse_tensor_hooks(param, "", fqn)
+    refuse_tensor_hooks(param, fqn)
 
 
 def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
@@ -318,7 +331,8 @@ def _build_unit(
         )
         for (_, _, chosen, _), members in groups.items()
     ]
-    return Unit(module, flats, config)
+    modules = [*module.children()] if isinstance(module, Together) else [module]
+    return Unit(modules, flats, config)
 
 
 def _is_worth_splitting(originals: Sequence[OriginalParameter], late: set[int]) -> bool:
@@ -401,6 +415,16 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+
+
+def managed_modules_of(unit: Unit, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
+    """Those of all modules of a unit, with the names that it gives them."""
+    if len(unit.modules) == 1:
+        yield from managed_modules(unit.modules[0], ignored)
+        return
+    for position, outer in enumerate(unit.modules):
+        for name, module in managed_modules(outer, ignored):
+            yield join_fqn(str(position), name), module
 
 
 def managed_modules(

@@ -7,7 +7,7 @@ forward hooks inside, as with the wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,17 @@ from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
+from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
+from fsdp_dynamo.wrap.build import Together
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
     PlacementFn,
-    leave_to_unit_above,
     offload_for,
+    outermost_of,
     precision_for,
     ranks_after_forward,
     strategy_for,
-    take_over_left,
-    tied_to_others,
 )
 from fsdp_dynamo.wrap.fsdp2_identity import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
@@ -88,9 +88,9 @@ def fully_shard(
     ``param_init_fn`` or ``sync_module_states`` give them values.
 
     Args:
-        module: what to shard; a compiled module is sharded below its ``torch.compile``. Of a list
-            each module becomes a unit, but those that share parameters: these are left to a unit
-            above, which must follow.
+        module: what to shard; a compiled module is sharded below its ``torch.compile``. The modules
+            of a list become one unit, gathered before the first of them runs and resharded after
+            the last; those that are inside another one belong to it.
         policy: ``auto_wrap_policy`` of ``FullyShardedDataParallel``.
         mesh: its ``device_mesh``. A 2-D one (replicas, shards) without a strategy is a hybrid one.
         process_group: its argument of this name.
@@ -118,8 +118,7 @@ def fully_shard(
         use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
 
     Returns:
-        The same object, or a list of those given; its class is now a subclass of ``FSDPModule`` and
-        of its own.
+        What was given; the class of each module is now a subclass of ``FSDPModule`` and of its own.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
@@ -151,14 +150,11 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):
-        return _shard(module, given, num_ranks)
-    targets = {one: _target_of(one) for one in module}
-    tied = tied_to_others(list(targets.values()))
-    for target in tied:
-        leave_to_unit_above(target)
-    return [
-        one if target in tied else _shard(one, given, num_ranks) for one, target in targets.items()
-    ]
+        _shard([module], given, num_ranks)
+    else:
+        _check_list(module, policy)
+        _shard(module, given, num_ranks)
+    return module
 
 
 def _target_of(module: nn.Module) -> nn.Module:
@@ -176,27 +172,45 @@ def _target_of(module: nn.Module) -> nn.Module:
     return target
 
 
-def _shard(module: nn.Module, given: Arguments, num_ranks: int | None) -> nn.Module:
-    target = _target_of(module)
-    made = construct(target, given)
-    for owner, unit in made.units.items():
+def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
+    if not modules or policy is not None:
+        raise FSDPValueError(
+            expected="modules that become one unit" if not modules else "a list without a policy",
+            got="an empty list" if not modules else f"policy={policy!r}",
+            where="fully_shard",
+            fix="Call fully_shard once for each module that a policy is for.",
+        )
+
+
+def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:
+    """Make one unit of modules that are beside each other."""
+    targets = outermost_of(map(_target_of, modules))
+    made = construct(targets[0] if len(targets) == 1 else Together(targets), given)
+    for unit in made.units.values():
         if num_ranks is not None:
             unit.settings.regathers_among = part_of(unit.config.groups.shard, num_ranks)
-        owner.__class__ = _class_for(type(owner))
-        assert isinstance(owner, FSDPModule)
-        owner._fsdp_setup(unit, made.ignored, may_compile=True)
-        # module.compile() of before would run without the hooks: they run around it.
-        owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
-        let_pipelines_end_backwards(owner)
-    take_over_left(target)
-    assert isinstance(target, FSDPModule)
-    target._fsdp_become_root()
-    if isinstance(module, torch._dynamo.OptimizedModule):
+        for owner in unit.modules:
+            owner.__class__ = _class_for(type(owner))
+            assert isinstance(owner, FSDPModule)
+            owner._fsdp_setup(unit, made.ignored, may_compile=True)
+            # module.compile() of before would run without the hooks: they run around it.
+            owner._fsdp_compiled_before = owner.__dict__.pop("_compiled_call_impl", None)
+            let_pipelines_end_backwards(owner)
+    assert isinstance(targets[0], FSDPModule)
+    targets[0]._fsdp_become_root()
+    for module in modules:
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            _keep_compiled(module)
+
+
+def _keep_compiled(module: torch._dynamo.OptimizedModule) -> None:
+    """Let a module that was compiled before run compiled, with the unit's hooks around it."""
+    target = module._orig_mod
+    if isinstance(target, FSDPModule):
         body = compiled_as_one_graph(module, target._fsdp_body(), target._fsdp_unit.shapes)
         if body is not None:
             target._fsdp_compiled_before = body
             module.forward = target.__call__
-    return module
 
 
 def replicate(module: nn.Module, **arguments: Any) -> nn.Module:

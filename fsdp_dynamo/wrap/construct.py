@@ -86,6 +86,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     Raises:
         FSDPError: one of its subclasses, before anything is changed.
     """
+    arguments.check_whole_units(module)
     strategy = strategy_of(given.sharding_strategy)
     is_given = dist.is_initialized()  # otherwise, making a group warns
     groups = groups_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_dynamo.config import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError, UnsupportedError
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
 
 PlacementFn = Callable[[nn.Parameter], object]
 
@@ -153,50 +153,8 @@ def check_placements(
             )
 
 
-def tied_to_others(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of a list of modules that share parameters with another of them.
-
-    Raises:
-        FSDPValueError: one is inside another.
-    """
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for position, module in enumerate(modules):
-        below = set(module.modules())
-        if any(other in below for other in modules if other is not module):
-            raise FSDPValueError(
-                expected="modules beside each other",
-                got=f"a {type(module).__name__} that holds another one",
-                where=f"argument 'module', position {position}",
-                fix="Each module of a list becomes a unit: call fully_shard on the inner one "
-                "first.",
-            )
-        for param in module.parameters():
-            holders.setdefault(param, set()).add(module)
-    tied = set().union(*(found for found in holders.values() if len(found) > 1))
-    return [module for module in modules if module in tied]
-
-
-_LEFT = "_fsdp_dynamo_left_to_unit_above"
-
-
-def leave_to_unit_above(module: nn.Module) -> None:
-    """Let a module's parameters go to a unit that comes later; until then its forward raises."""
-
-    def refuse(module: nn.Module, args: object) -> None:
-        raise FSDPStateError(
-            expected="fully_shard on a module above, too",
-            got="a forward without it",
-            where=f"a {type(module).__name__}, given to fully_shard in a list",
-            fix="It shares parameters with another one of the list, so they belong to a unit that "
-            "holds both: call fully_shard(model).",
-        )
-
-    module.__dict__[_LEFT] = module.register_forward_pre_hook(refuse)
-
-
-def take_over_left(root: nn.Module) -> None:
-    """End that for all modules below a new unit."""
-    for module in root.modules():
-        handle = module.__dict__.pop(_LEFT, None)
-        if handle is not None:
-            handle.remove()
+def outermost_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules of a list that are not inside another one of it, each once."""
+    given = list(dict.fromkeys(modules))
+    inner = {below for module in given for below in module.modules() if below is not module}
+    return [module for module in given if module not in inner]

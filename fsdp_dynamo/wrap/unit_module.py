@@ -35,11 +35,11 @@ from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.trace import TracedTensors, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
-from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.state_dict import model
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
-from fsdp_dynamo.wrap.deep_copy import deep_copy
+from fsdp_dynamo.wrap.deep_copy import deep_copy, finished_copies
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
 
@@ -64,7 +64,7 @@ class UnitModule(UserMethods):
         self._fsdp_own_unit = unit
         self._fsdp_ignored = ignored
         self._fsdp_may_compile = may_compile
-        self._fsdp_own_root = Root([("", unit)])
+        self._fsdp_own_root = Root([(UnitPaths(("",) * len(unit.modules)), unit)])
         self._fsdp_graph_settings = unit.settings.in_graphs()
         self._fsdp_low_input_dtype: torch.dtype | None = None
         self._fsdp_has_nested = False
@@ -76,8 +76,9 @@ class UnitModule(UserMethods):
         self._fsdp_last_key = NO_BACKEND
         self._fsdp_output_spec: Any = None
         self._fsdp_name = register(self)
+        self._fsdp_gathered: dict[str, list[torch.Tensor]] | None = None
         self._fsdp_share_shards()
-        managed = list(build.managed_modules(unit.module, ignored))
+        managed = list(build.managed_modules(self._fsdp_inner(), ignored))
         self._fsdp_buffer_dtypes = build.cast_buffers(managed, unit.config.precision)
         self._fsdp_full_precision_in_eval = unit.config.full_precision_in_eval
         self._fsdp_has_full_buffers = False
@@ -99,18 +100,28 @@ class UnitModule(UserMethods):
 
     def _fsdp_become_root(self) -> None:
         """Take over the units of all unit modules below; the outermost one is built last."""
-        named: list[tuple[str, UnitModule]] = list(module_tree.unit_modules(self))
-        root = Root([(fqn, module._fsdp_unit) for fqn, module in named])
+        own = self._fsdp_unit
+        tree = self if len(own.modules) == 1 else build.Together(own.modules)
+        named: list[tuple[str, UnitModule]] = list(module_tree.unit_modules(tree))
+        fqns = {module._fsdp_inner(): fqn for fqn, module in named}
+        units = dict.fromkeys(module._fsdp_unit for _, module in named)
+        root = Root([(UnitPaths(tuple([fqns[m] for m in unit.modules])), unit) for unit in units])
+        gathered: dict[str, list[torch.Tensor]] | None = (
+            {} if any(len(unit.modules) > 1 for unit in units) else None
+        )
         for _, module in named:
             module._fsdp_own_root = root
-            dtype = input_dtype_of(module._fsdp_unit, is_root=module is self)
+            module._fsdp_gathered = gathered
+            dtype = input_dtype_of(module._fsdp_unit, is_root=module._fsdp_unit is own)
             module._fsdp_low_input_dtype = dtype
             module.__dict__.pop(module._fsdp_entry, None)
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
-            walk = partial(build.managed_modules, unit.module, ignored)
+            walk = partial(build.managed_modules_of, unit, ignored)
             unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
-        self._fsdp_give_own_code()
+        for _, module in named:
+            if module._fsdp_unit is own:
+                module._fsdp_give_own_code()
 
     @property
     def _fsdp_input_dtype(self) -> torch.dtype | None:
@@ -122,7 +133,7 @@ class UnitModule(UserMethods):
         unit, dtypes = self._fsdp_own_unit, self._fsdp_buffer_dtypes
         if dtypes and self._fsdp_has_full_buffers is not unit.wants_full_precision:
             self._fsdp_has_full_buffers = unit.wants_full_precision
-            managed = build.managed_modules(unit.module, self._fsdp_ignored)
+            managed = build.managed_modules(self._fsdp_inner(), self._fsdp_ignored)
             if unit.wants_full_precision:
                 build.restore_buffers(managed, dtypes)
             else:
@@ -137,6 +148,7 @@ class UnitModule(UserMethods):
         flats = self._fsdp_own_unit.flats
         self._fsdp_shards = tuple(flat.sharded for flat in flats)
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
+        self._fsdp_unit_key = str(id(self._fsdp_own_unit))
         self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
         for flat in flats:
             mark_shard(flat)
@@ -155,9 +167,8 @@ class UnitModule(UserMethods):
                 _ = self._fsdp_graph_settings  # another guard
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
-                return traced_forward(
-                    self._fsdp_name, self._fsdp_tensors(), inner, body, args, kwargs
-                )
+                tensors, gathered = self._fsdp_tensors(), self._fsdp_gathered
+                return traced_forward(self._fsdp_name, tensors, inner, body, args, kwargs, gathered)
             if mode == LEAF_MODE and leaves.may_be_leaf(self._fsdp_name, changes_python_state()):
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
@@ -175,7 +186,7 @@ class UnitModule(UserMethods):
         carriers = sums
         if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
             carriers = self._fsdp_carriers
-        elif accumulation.has_sums and is_first_call(self._fsdp_name):  # a sum is added once
+        elif accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once
             sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])
         return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
 
@@ -194,7 +205,9 @@ class UnitModule(UserMethods):
             for _, module in module_tree.unit_modules(self):
                 module._fsdp_set_buffer_precision()
         with leaves.body_of(self, backend_key, recomputes=root.in_backward) as body:
-            return hooks.run_unit(root, unit, body, args, kwargs, self._fsdp_input_dtype)
+            return hooks.run_unit(
+                root, unit, self._fsdp_inner(), body, args, kwargs, self._fsdp_input_dtype
+            )
 
     # -- conversions and copies ------------------------------------------------------------------
 
@@ -231,22 +244,26 @@ class UnitModule(UserMethods):
         """A model of its own in the same process groups; compiled code is not copied."""
         for unit in self._fsdp_root.units:
             unit.write_back()
-        new = deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
-        for flat in new._fsdp_own_unit.flats:
+        with finished_copies(memo, UnitModule._fsdp_finish_copy):
+            return deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
+
+    def _fsdp_finish_copy(self) -> None:
+        """Give a copy what belongs to the process."""
+        unit = self._fsdp_own_unit
+        for flat in unit.flats:
             flat.point_originals_to_shard()
-        watch_optimizers(new._fsdp_own_unit.flats)
-        note_parts(new._fsdp_own_unit.flats)
-        for original in new._fsdp_own_unit.originals():
-            mark_managed(original.param, join_fqn(new._fsdp_own_unit.fqn, original.fqn))
-        new._fsdp_tell_inner()
-        new._fsdp_compiled_bodies = {}
-        new._fsdp_compiled_before = None
-        new._fsdp_hook_tables = None
-        new._fsdp_name = register(new)
-        new._fsdp_share_shards()
+        watch_optimizers(unit.flats)
+        note_parts(unit.flats)
+        for original in unit.originals():
+            mark_managed(original.param, unit.paths.fqn_of(original.fqn))
+        self._fsdp_tell_inner()
+        self._fsdp_compiled_bodies = {}
+        self._fsdp_compiled_before = None
+        self._fsdp_hook_tables = None
+        self._fsdp_name = register(self)
+        self._fsdp_share_shards()
         if self._fsdp_is_outermost():
-            new._fsdp_give_own_code()
-        return new
+            self._fsdp_give_own_code()
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -270,7 +287,8 @@ def _save_hook(
 ) -> None:
     assert isinstance(module, UnitModule)
     unit, dtypes = module._fsdp_unit, module._fsdp_buffer_dtypes
-    model.save_unit(unit, destination, prefix, module._fsdp_is_outermost(), dtypes)
+    inner, is_outermost = module._fsdp_inner(), module._fsdp_is_outermost()
+    model.save_unit(unit, inner, destination, prefix, is_outermost, dtypes)
     if module._fsdp_is_outermost():
         model.finish_save(module._fsdp_root.units, destination, prefix)
 
@@ -302,13 +320,10 @@ def _load_shards(
     module._fsdp_unit.write_back()
     module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
-    keys = model.load_unit(module._fsdp_unit, source, prefix)
-    managed = list(
-        build.managed_modules(
-            module._fsdp_unit.module, module._fsdp_ignored, remove_duplicate=False
-        )
-    )
-    model.end_lack(module._fsdp_unit, managed, source, keys)
+    inner = module._fsdp_inner()
+    keys = model.load_unit(module._fsdp_unit, inner, source, prefix)
+    managed = list(build.managed_modules(inner, module._fsdp_ignored, remove_duplicate=False))
+    model.end_lack(module._fsdp_unit, inner, managed, source, keys)
     if local_metadata.get("assign_to_params_buffers", False):
         model.assign_in_place(managed, source, keys, module._fsdp_buffer_dtypes)
 

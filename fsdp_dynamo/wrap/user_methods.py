@@ -27,7 +27,6 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
     unit_name,
 )
-from fsdp_dynamo.module_tree import join_fqn
 
 
 class UserMethods(nn.Module):
@@ -192,7 +191,8 @@ class UserMethods(nn.Module):
         self._fsdp_runs_method = True
         try:
             with root.execution_order.paused():
-                return hooks.run_unit(root, unit, method, args, kwargs, self._fsdp_input_dtype)
+                module, dtype = self._fsdp_inner(), self._fsdp_input_dtype
+                return hooks.run_unit(root, unit, module, method, args, kwargs, dtype)
         finally:
             self._fsdp_runs_method = False
 
@@ -261,7 +261,7 @@ class UserMethods(nn.Module):
         for unit in self._fsdp_root.units:
             for flat in unit.flats:
                 sites = [site for original in flat.originals for _, _, site in original.sites]
-                if fqn in [join_fqn(unit.fqn, site) for site in sites]:
+                if fqn in [unit.paths.fqn_of(site) for site in sites]:
                     flat.module_parameters.write_back()
                     return flat
         raise FSDPValueError(
@@ -307,7 +307,8 @@ def summon_full_params(
     for one in chosen:
         one._fsdp_root.reduce_sums()
     options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    with unshard_originals([one._fsdp_unit for one in chosen], options):
+    units = dict.fromkeys(one._fsdp_unit for one in chosen)
+    with unshard_originals(units, options):
         yield
 
 

@@ -392,12 +392,11 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    tied = nn.Linear(2, 2)
     wrong: dict[str, Any] = {
         "no unit yet": lambda: fully_shard(fully_shard(nn.Linear(2, 2))),
         "a module with a forward": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
         "a torch.nn.Module": lambda: fully_shard(["no module"]),
-        "modules beside each other": lambda: fully_shard([tied, nn.Sequential(tied)]),
+        "modules that become one unit": lambda: fully_shard([]),
         "no strategy beside it": lambda: fully_shard(
             nn.Linear(2, 2), reshard_after_forward=True, strategy=ShardingStrategy.NO_SHARD
         ),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
-from loops import error_of
 from models import Transformer, batch, loss_of, make_transformer
 from modes import in_mode
 from pool import RankPool
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, fully_shard
+from fsdp_dynamo import FSDP
 
 Arguments = Callable[[Any, Transformer], dict[str, Any]]
 HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -118,30 +117,3 @@ def test_equals_torchs(ranks: RankPool) -> None:
     modes = {"eager": tuple(CASES), "hooks": COMPILED, "graph": COMPILED}
     for wrong in ranks.run(_beside, 2, modes):
         assert wrong == []
-
-
-def _tied_in_a_list(rank: int, world_size: int) -> tuple[str, list[str], float]:
-    """The error before a unit above follows, names of what the root holds, and the difference."""
-    plain, model = (make_transformer(num_blocks=1, tied=True) for _ in range(2))
-    fully_shard([model.norm, model.embed, model.head])
-    error = error_of(lambda: loss_of(model, batch(rank, 0)))
-    fully_shard(model)
-    held = [original.fqn for original in model._fsdp_root.units[0].originals()]
-    loss_of(model, batch(rank, 0)).backward()
-    losses = [loss_of(plain, batch(other, 0)) for other in range(world_size)]
-    (sum(losses) / world_size).backward()  # type: ignore[union-attr]
-    grad, expected = model.embed.weight.grad, plain.embed.weight.grad
-    assert grad is not None
-    assert expected is not None
-    difference = 0.0
-    if isinstance(grad, DTensor):
-        difference = float((grad.full_tensor() - expected).abs().max())
-    return error, held, difference
-
-
-def test_modules_of_a_list_that_share_parameters(ranks: RankPool) -> None:
-    """They are left to the unit above them."""
-    for error, held, difference in ranks.run(_tied_in_a_list, 2):
-        assert "given to fully_shard in a list" in error
-        assert "embed.weight" in held
-        assert difference < 1e-6
