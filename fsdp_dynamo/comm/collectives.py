@@ -70,9 +70,16 @@ class InFlight:
     def wait(self) -> None:
         """Block until complete (on CUDA: make the current stream wait)."""
         event, self._event = self._event, None
-        finish, self._finish = self._finish, None
+        if event is None:
+            self._wait()
+            return
         began_ns = events.blocked_since(event)
-        timer = None if event is None or not self._buffers else timer_of(self._buffers[0].device)
+        timer = timer_of(self._buffers[0].device) if self._buffers else None
+        self._wait()
+        events.complete(event, began_ns, None if timer is None else timer.stopped())
+
+    def _wait(self) -> None:
+        finish, self._finish = self._finish, None
         kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
         with profiler_range(kind, label, is_wait=True):
             if self._works:
@@ -80,7 +87,6 @@ class InFlight:
             if finish is not None:
                 finish()
         self._buffers = ()
-        events.complete(event, began_ns, None if timer is None else timer.stopped())
 
     def _wait_for_works(self) -> None:
         """Wait for all works; if one fails, drop the others, as gloo never writes to freed ones.

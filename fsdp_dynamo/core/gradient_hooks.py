@@ -32,6 +32,14 @@ def refuse_tensor_hooks(param: torch.Tensor, fqn: str) -> None:
         )
 
 
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Whether ``run_post_accumulate_hooks`` has anything to do."""
+    return bool(param._post_accumulate_grad_hooks) or _OPTIMIZERS in param.__dict__  # type: ignore[attr-defined]
+
+
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration.
 
@@ -41,7 +49,7 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for hook in tuple(hooks.values()) if hooks else ():
         hook(param)
-    optimizers = getattr(param, "_in_backward_optimizers", ())
+    optimizers = getattr(param, _OPTIMIZERS, ())
     if optimizers and param.grad is not None:
         for optimizer in optimizers:
             optimizer.step()
