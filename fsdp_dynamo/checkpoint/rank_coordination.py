@@ -6,24 +6,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_dynamo.checkpoint.coordination_group import Meeting, arrival_timeout
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
 
 T = TypeVar("T")
-
-ARRIVAL_TIMEOUT_S = 300.0
-"""How late a rank may start a save or load: one of them may have run an evaluation before."""
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""By group: another one of the same ranks that carries only small objects, so that another
-thread may use it while the model communicates."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +26,13 @@ class RankCoordinator:
         group: a gloo group of all ranks; ``None`` if this process is the only one.
         rank: this process's rank in it.
         size: number of ranks.
+        meeting: what they do together.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    meeting: Meeting | None = None
 
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank; returns all ranks' results, by rank.
@@ -77,13 +71,16 @@ class RankCoordinator:
             raise self.unreachable_error(error) from error
 
     def unreachable_error(self, error: RuntimeError) -> CheckpointError:
-        """The error for a rank that does not answer."""
+        """The error for a rank that does not answer; the group is not used again."""
+        if self.meeting is not None:
+            self.meeting.give_up()
         return CheckpointError(
             expected=f"all {self.size} ranks to take part",
             got=str(error).split("\n")[0],
             where=f"rank {self.rank}",
-            fix="A rank has died, is stuck, or does not save or load. Start all ranks again; "
-            "complete checkpoints are unchanged.",
+            fix="A rank has died, is stuck, or does not save or load. If it was only late, "
+            "call fsdp_dynamo.checkpoint.set_arrival_timeout(); complete checkpoints are "
+            "unchanged.",
         )
 
     def run_on_first(self, action: Callable[[], T]) -> T:
@@ -106,34 +103,30 @@ def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> R
 
     Raises:
         DivergenceError: a rank's text differs. All ranks may go on.
-        CheckpointError: a rank has died, or has not come within ``ARRIVAL_TIMEOUT_S``.
+        CheckpointError: a rank has died, or has not come within the time of
+            ``set_arrival_timeout``.
     """
     ranks = group or (dist.group.WORLD if dist.is_initialized() else None)
     if ranks is None or ranks.size() == 1:
         return RankCoordinator(None, 0, 1)
-    coordinator = RankCoordinator(_coordination_group(ranks), ranks.rank(), ranks.size())
+    meeting = Meeting(ranks, f"{what}: {text}")
+    try:
+        own = meeting.group()
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        raise RankCoordinator(ranks, ranks.rank(), ranks.size()).unreachable_error(error) from error
+    coordinator = RankCoordinator(own, ranks.rank(), ranks.size(), meeting)
     if not _is_same_on_all(coordinator, zlib.crc32(text.encode())):
         _raise_divergence(what, coordinator.run_on_all(lambda: text))
     return coordinator
-
-
-def _coordination_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
-    if of not in _groups:
-        try:
-            dist.barrier(of)  # detects a dead rank, which new_group() does not
-        except RuntimeError as error:
-            raise RankCoordinator(of, of.rank(), of.size()).unreachable_error(error) from error
-        ranks = None if of is dist.group.WORLD else dist.get_process_group_ranks(of)
-        is_part = ranks is not None
-        _groups[of] = dist.new_group(ranks, backend="gloo", use_local_synchronization=is_part)
-    return _groups[of]
 
 
 def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
     numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(coordinator.size)]
     work = dist.all_gather(numbers, torch.tensor([number]), group=coordinator.group, async_op=True)
     try:
-        work.wait(timedelta(seconds=ARRIVAL_TIMEOUT_S))
+        work.wait(arrival_timeout())
     except RuntimeError as error:
         raise coordinator.unreachable_error(error) from error
     return len({int(one) for one in numbers}) == 1
