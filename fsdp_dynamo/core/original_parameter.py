@@ -108,13 +108,11 @@ class OriginalParameter:
 
     def add_grad(self, part: torch.Tensor) -> None:
         """Add to this rank's elements of the gradient."""
-        grad = self.grad
+        grad = self.param.grad
         if grad is not None:
-            grad.add_(part)
-        elif self.placing is None:
-            self.param.grad = part
+            (grad if self.placing is None else self.grad).add_(part)  # type: ignore[union-attr]
         else:
-            self.param.grad = self.placing.dtensor(part)
+            self.param.grad = part if self.placing is None else self.placing.dtensor(part)
 
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's kind of which this rank has ``part``."""

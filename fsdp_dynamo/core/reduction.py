@@ -101,7 +101,7 @@ def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingRe
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
     """Indices of parameters that have no gradient."""
-    return frozenset(index for index, grad in enumerate(grads) if grad is None)
+    return frozenset([index for index, grad in enumerate(grads) if grad is None])
 
 
 def _issue_over_replicas(
@@ -184,10 +184,11 @@ class ReduceQueue:
         pending = issue_reduce(flat, unsharded_grad)
         pending.unused = unused
         self._pending.append(pending)
-        streams = side_streams(flat.device)
         # What earlier backwards have left was made on the stream that computes.
-        if streams is not None and pending.over_replicas and flat.grad_sum.partial is None:
-            pending.advance_beside(streams)
+        if pending.over_replicas and flat.grad_sum.partial is None:
+            streams = side_streams(flat.device)
+            if streams is not None:
+                pending.advance_beside(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
         """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""

@@ -173,6 +173,9 @@ class Unit:
         """Whether its modules hold whole original parameters, so that it can run without hooks."""
         return self.is_summoned and all(flat.module_parameters.is_whole for flat in self.flats)
 
+    def _side_streams(self) -> SideStreams | None:
+        return side_streams(self.flats[0].device) if self.flats else None
+
     # -- unshard and reshard -----------------------------------------------------------------
 
     def set_full_precision(self, wanted: bool) -> None:
@@ -202,20 +205,12 @@ class Unit:
             if any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(collectives.InFlight([streams.after_gathers()]))
 
-    def _side_streams(self) -> SideStreams | None:
-        return side_streams(self.flats[0].device) if self.flats else None
-
     def _issue_gathers(self, phase: events.Phase) -> None:
-        outputs: list[tuple[FlatParameter, torch.Tensor]] = []
-        num_bytes = 0
-        for flat in self.flats:
-            if flat.needs_storage:
-                output = flat.allocate()
-                outputs.append((flat, output))
-                num_bytes += output.nbytes
-        if outputs:
-            events.instant(self.fqn, "unshard", phase, num_bytes)
-        for flat, output in outputs:
+        flats = [flat for flat in self.flats if flat.needs_storage]
+        outputs = [flat.allocate() for flat in flats]
+        if outputs and events.recorder is not None:
+            events.instant(self.fqn, "unshard", phase, sum(output.nbytes for output in outputs))
+        for flat, output in zip(flats, outputs, strict=True):
             piece = flat.take_piece() if self._has_pieces else None
             shard, group = piece or (flat.shard_to_gather(), flat.group)
             if not flat.is_sharded:
@@ -306,7 +301,8 @@ class Unit:
             return
         if self.is_ahead:
             self.hide_gathered()
-        self._wait_gathers()
+        if self._gathers:
+            self._wait_gathers()
         self.is_unsharded = self.is_ahead = False
         if not self.settings.keeps_storage:
             self._free(phase)

@@ -157,8 +157,8 @@ class Root:
     def _begin_forward(self) -> None:
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
-        for unit in self.units:  # left over from a forward that no backward followed
-            unit.drop_pieces()
+        for unit in self.units:
+            unit.drop_pieces()  # left over from a forward that no backward followed
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
         self._settle()  # shards are as the optimizer left them
