@@ -3,6 +3,7 @@
 ::
 
     run/
+        owner.json                    the run that saves there (owner.py)
         000001-step-100/              complete, as its name shows
         000002-step-200/
             manifest.json             contents: sizes, checksums, format (manifest.py)
@@ -27,6 +28,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+from fsdp_dynamo.checkpoint.owner import claim
 from fsdp_dynamo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -90,8 +92,13 @@ def _require_run_folder(folder: Path) -> None:
 
 
 def create_partial(folder: Path, step: int) -> Path:
-    """Create an empty folder to write to, and remove the incomplete ones of killed runs."""
+    """Create an empty folder to write to, and remove the incomplete ones of killed runs.
+
+    Raises:
+        CheckpointError: another run saves there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    claim(folder)
     found = _numbered(folder, _ANY)
     for _, _, path in found:
         if path.suffix:

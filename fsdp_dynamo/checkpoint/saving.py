@@ -174,7 +174,8 @@ def save(
 
     Raises:
         CheckpointError: it could not be written; names the file and the entry. On every rank; older
-            checkpoints are unchanged. Also if a rank has died or does not come.
+            checkpoints are unchanged. Also if a rank has died or does not come
+            (``set_arrival_timeout``), or if another run saves into this folder.
         DivergenceError: ranks want to save different steps or states, or to different folders.
         FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
             nothing was written.

@@ -293,7 +293,7 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(folder, model, optimizer, step=3)
     monkeypatch.undo()
-    assert {path.name for path in folder.iterdir()} == {"000001-step-1", NEWEST}
+    assert {path.name for path in folder.iterdir()} == {"000001-step-1", NEWEST, "owner.json"}
     checkpoint.load(folder, model, optimizer)
 
 
@@ -441,7 +441,7 @@ def test_full_disk(ranks: RankPool, small_disk: Path) -> None:
             assert kind == "CheckpointError"
             assert ".distcp', while writing 'optim." in message or "'model." in message
             assert "expected to write the whole file, got" in message
-        assert found["names"] == ["000001-step-1", "ballast"]
+        assert found["names"] == ["000001-step-1", "ballast", "owner.json"]
     assert [step for step, _ in checkpoint.complete(small_disk)] == [1, 2]
 
 
