@@ -152,9 +152,9 @@ def _load_tensors(
     optimizers: list[torch.optim.Optimizer],
     others: Mapping[str, Any],
 ) -> None:
-    """Read optimizer states first, into new memory: nothing is changed unless all of it fits."""
+    """Read everything into new memory: nothing is changed unless all ranks have read all of it."""
     reader = Reader(path)
-    index = reader.read_metadata()
+    index = coordinator.run_locally(reader.read_metadata)
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         return (
@@ -184,7 +184,7 @@ def _load_tensors(
     coordinator.run_locally(lambda: read(model_tensors))
     coordinator.run_locally(lambda: tensor_states.load_model(model_tensors, others, model))
     if load_optimizers is not None:
-        load_optimizers()
+        coordinator.run_locally(load_optimizers)
 
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def tensors_to_save(
 
 
 def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The model's own memory, to be filled by torch.distributed.checkpoint.
+    """New memory for the model's values, to be filled by torch.distributed.checkpoint.
 
     Args:
         others: the saved state dict's other values (extra states).
@@ -93,7 +93,8 @@ def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) 
     for fqn, entry in saved.items():
         shape = entry.size if isinstance(entry, TensorStorageMetadata) else ()
         _require_shape(f"{MODEL}.{fqn}", shape, state[fqn])
-    return {MODEL: {fqn: state[fqn] for fqn in saved}}
+    own = {fqn: state[fqn] for fqn in saved}
+    return {MODEL: optim_state.copied(own, to_cpu=False, is_deep=True)}
 
 
 def allocate_optim_states(
@@ -171,10 +172,7 @@ def prepare_optimizer_load(
 
 
 def load_model(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
-    """Load filled ``model_tensors`` into the model.
-
-    Sharded values share the model's memory already; others (extra states) are copied here.
-    """
+    """Load filled ``model_tensors``, and other values (extra states), into the model."""
     model = uncompiled(model)
     with _sharded_form(model):
         model.load_state_dict({**state[MODEL], **others})

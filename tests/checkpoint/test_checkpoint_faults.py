@@ -563,3 +563,54 @@ def test_the_folder_is_that_of_the_call(ranks: RankPool, tmp_path: Path) -> None
         assert f"folder '{tmp_path}/run'" in message
         assert f"folder '{tmp_path}/elsewhere/run'" in message
     assert not (tmp_path / "elsewhere" / "run").exists()
+
+
+def _gone(*args: Any) -> Any:
+    raise FileNotFoundError(errno.ENOENT, "removed by another process")
+
+
+def _read_one_and_stop(reader: Any, plan: Any, planner: Any) -> Any:
+    """Read the first tensor of a plan, as if the folder was removed then."""
+    _READ_DATA(reader, dataclasses.replace(plan, items=plan.items[:1]), planner)
+    return _gone()
+
+
+_READ_DATA = storage_reader.Reader.read_data
+READS = {"the index": ("read_metadata", _gone), "the tensors": ("read_data", _read_one_and_stop)}
+
+
+def _cannot_read(rank: int, world_size: int, folder: str, what: str) -> tuple[str, list[bool]]:
+    """The error where the last rank cannot read, and what is as it was."""
+    model, optimizer = _run(rank)
+    checkpoint.save(folder, model, optimizer, step=1)
+    loss_of(model, batch(rank, 1)).backward()
+    optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    moments = [
+        value.clone() for state in optimizer.state.values() for _, value in sorted(state.items())
+    ]
+    name, fault = READS[what]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:
+            patch.setattr(storage_reader.Reader, name, fault)
+        _, error = _error_of(lambda: checkpoint.load(folder, model, optimizer))
+        _, of_model = _error_of(lambda: checkpoint.load(folder, model))
+    now = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    checks = [
+        of_model != "",
+        all(map(torch.equal, before, model.parameters())),
+        all(map(torch.equal, moments, now)),
+    ]
+    checkpoint.load(folder, model, optimizer)
+    checks.append(not all(map(torch.equal, before, model.parameters())))
+    return error, checks
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_checkpoint_that_goes_while_it_is_read(
+    ranks: RankPool, tmp_path: Path, what: str
+) -> None:
+    for error, checks in ranks.run(_cannot_read, 2, str(tmp_path), what):
+        assert "rank 1" in error
+        assert "removed by another process" in error
+        assert checks == [True] * 4
