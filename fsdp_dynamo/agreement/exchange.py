@@ -44,14 +44,21 @@ def set_agreement_timeout(seconds: float) -> None:
         FSDPValueError: not a number above 0.
     """
     global _timeout_s
+    fix = "Pass how late a rank that does not compile may be."
+    _timeout_s = checked_seconds(seconds, "set_agreement_timeout()", fix)
+
+
+def checked_seconds(seconds: object, where: str, fix: str) -> float:
+    """A number of seconds that a user has given.
+
+    Raises:
+        FSDPValueError: not a number above 0.
+    """
     if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise FSDPValueError(
-            expected="a number of seconds above 0",
-            got=repr(seconds),
-            where="set_agreement_timeout()",
-            fix="Pass how late a rank that does not compile may be.",
+            expected="a number of seconds above 0", got=repr(seconds), where=where, fix=fix
         )
-    _timeout_s = float(seconds)
+    return float(seconds)
 
 
 def agreement_timeout_s() -> float:

@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp_dynamo.agreement.exchange import checked_seconds
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
-from fsdp_dynamo.errors import CheckpointError, FSDPValueError
+from fsdp_dynamo.errors import CheckpointError
 
 _arrival_timeout_s = 300.0
 _BROKEN = "checkpoint/broken"
@@ -39,14 +40,8 @@ def set_arrival_timeout(seconds: float) -> None:
         FSDPValueError: not a number above 0.
     """
     global _arrival_timeout_s
-    if not (isinstance(seconds, (int, float)) and seconds > 0):
-        raise FSDPValueError(
-            expected="a number of seconds above 0",
-            got=repr(seconds),
-            where="set_arrival_timeout()",
-            fix="Pass how late a rank may begin to save or load.",
-        )
-    _arrival_timeout_s = float(seconds)
+    fix = "Pass how late a rank may begin to save or load."
+    _arrival_timeout_s = checked_seconds(seconds, "set_arrival_timeout()", fix)
 
 
 def arrival_timeout() -> timedelta:
@@ -91,19 +86,23 @@ class Meeting:
     def _key(self) -> str:
         return f"checkpoint/{self._checksum:x}-{self._known.times.get(self._checksum, 0)}"
 
+    def require_open(self) -> None:
+        """Raise if the others have given this one up already.
+
+        Raises:
+            CheckpointError: they have.
+        """
+        if self._store is not None and self._store.check([self._key]):
+            self.give_up()
+            raise self._late_error()
+
     def group(self) -> dist.ProcessGroup:
         """The group to use, made anew if saves were given up since.
 
         Raises:
-            CheckpointError: the others have given this one up already.
             RuntimeError: a rank has died.
         """
-        number = 0
-        if self._store is not None:
-            if self._store.check([self._key]):
-                self.give_up()
-                raise self._late_error()
-            number = int(self._store.add(_BROKEN, 0))
+        number = 0 if self._store is None else int(self._store.add(_BROKEN, 0))
         known = self._known
         if known.group is None or known.number != number:
             known.group, known.number = _new_group(self._of), number

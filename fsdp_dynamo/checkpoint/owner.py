@@ -47,8 +47,8 @@ class Owner:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:
-            return True
+        except PermissionError:  # another user's
+            pass
         return True
 
 

@@ -180,11 +180,10 @@ def host_runs_ahead(device: torch.device) -> bool:
 
 def side_streams(device: torch.device) -> SideStreams | None:
     """The side streams of a device; ``None`` where the host does not run ahead of it."""
-    try:
+    if device in _by_device:
         return _by_device[device]
-    except KeyError:
-        streams = SideStreams(device) if host_runs_ahead(device) else None
-        return _by_device.setdefault(device, streams)
+    _by_device[device] = SideStreams(device) if host_runs_ahead(device) else None
+    return _by_device[device]
 
 
 def timer_of(device: torch.device) -> StreamTimer | None:

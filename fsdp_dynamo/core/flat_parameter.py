@@ -39,11 +39,7 @@ from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
-from fsdp_dynamo.core.gradient_hooks import (
-    has_hooks,
-    refuse_tensor_hooks,
-    run_post_accumulate_hooks,
-)
+from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
@@ -397,8 +393,7 @@ class FlatParameter:
             FSDPStateError: a parameter has a hook of ``register_hook()``.
         """
         for original in self.originals:
-            if original.param._backward_hooks:
-                refuse_tensor_hooks(original.param, self.paths.fqn_of(original.fqn))
+            refuse_tensor_hooks(original.param, self.paths, original.fqn)
         sharded_grad = self.as_grad(sharded_grad)
         if self.is_offloaded:
             sharded_grad = sharded_grad.to(self.home)
@@ -415,10 +410,13 @@ class FlatParameter:
         if dropped:
             used = [pair for index, pair in enumerate(used) if index not in dropped]
         for original, part in used:
-            original.add_grad(part)
+            grad = original.grad
+            if grad is None:
+                original.grad = part
+            else:
+                grad.add_(part)
         for original, _ in used if self.runs_hooks else ():
-            if has_hooks(original.param):
-                run_post_accumulate_hooks(original.param)
+            run_post_accumulate_hooks(original.param)
 
     # -- moving ----------------------------------------------------------------------------
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 
 from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.module_tree import UnitPaths
 
 
-def refuse_tensor_hooks(param: torch.Tensor, fqn: str) -> None:
+def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None:
     """Raise for a parameter with hooks of ``register_hook()``.
 
     Args:
         param: an original parameter.
-        fqn: its name, for the message.
+        paths: of its unit, for messages.
+        fqn: its own, relative to the unit.
 
     Raises:
         FSDPStateError: it has one.
@@ -26,18 +28,10 @@ def refuse_tensor_hooks(param: torch.Tensor, fqn: str) -> None:
         raise FSDPStateError(
             expected="hooks of register_post_accumulate_grad_hook() on a parameter",
             got="one of register_hook()",
-            where=f"parameter '{fqn}'",
+            where=f"parameter '{paths.fqn_of(fqn)}'",
             fix="Register it with register_post_accumulate_grad_hook(), and change p.grad there: "
             "this rank's part of the mean over ranks.",
         )
-
-
-_OPTIMIZERS = "_in_backward_optimizers"
-
-
-def has_hooks(param: torch.Tensor) -> bool:
-    """Whether ``run_post_accumulate_hooks`` has anything to do."""
-    return bool(param._post_accumulate_grad_hooks) or _OPTIMIZERS in param.__dict__  # type: ignore[attr-defined]
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
@@ -49,7 +43,7 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for hook in tuple(hooks.values()) if hooks else ():
         hook(param)
-    optimizers = getattr(param, _OPTIMIZERS, ())
+    optimizers = getattr(param, "_in_backward_optimizers", ())
     if optimizers and param.grad is not None:
         for optimizer in optimizers:
             optimizer.step()

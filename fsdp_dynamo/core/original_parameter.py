@@ -106,14 +106,6 @@ class OriginalParameter:
         is_dtensor = self.placing is not None and part is not None
         self.param.grad = self.as_param(part) if is_dtensor else part  # type: ignore[arg-type]
 
-    def add_grad(self, part: torch.Tensor) -> None:
-        """Add to this rank's elements of the gradient."""
-        grad = self.param.grad
-        if grad is not None:
-            (grad if self.placing is None else self.grad).add_(part)  # type: ignore[union-attr]
-        else:
-            self.param.grad = part if self.placing is None else self.placing.dtensor(part)
-
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's kind of which this rank has ``part``."""
         return part if self.placing is None else self.placing.dtensor(part)

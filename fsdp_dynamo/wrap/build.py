@@ -26,7 +26,14 @@ from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.module_tree import WRAPPER_NAMES, is_unit, join_fqn, plain_fqn, raw_named_modules
+from fsdp_dynamo.module_tree import (
+    WRAPPER_NAMES,
+    UnitPaths,
+    is_unit,
+    join_fqn,
+    plain_fqn,
+    raw_named_modules,
+)
 from fsdp_dynamo.wrap.fsdp2_arguments import keeps_dtype
 from fsdp_dynamo.wrap.initial_values import InitialValues
 
@@ -267,7 +274,7 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
             see="tied-to-a-unit-wrapped-before",
         )
     _check_is_plain(param, fqn)
-    refuse_tensor_hooks(param, fqn)
+    refuse_tensor_hooks(param, UnitPaths(("",)), fqn)
 
 
 def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
