@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.profiler_ranges import profiler_range
+from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
 from fsdp_dynamo.comm.streams import timer_of
 from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
@@ -79,13 +79,19 @@ class InFlight:
         events.complete(event, began_ns, None if timer is None else timer.stopped())
 
     def _wait(self) -> None:
-        finish, self._finish = self._finish, None
+        if not is_profiling():
+            self._complete()
+            return
         kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
         with profiler_range(kind, label, is_wait=True):
-            if self._works:
-                self._wait_for_works()
-            if finish is not None:
-                finish()
+            self._complete()
+
+    def _complete(self) -> None:
+        finish, self._finish = self._finish, None
+        if self._works:
+            self._wait_for_works()
+        if finish is not None:
+            finish()
         self._buffers = ()
 
     def _wait_for_works(self) -> None:

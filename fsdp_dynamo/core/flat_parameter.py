@@ -406,17 +406,12 @@ class FlatParameter:
             indices = sorted(unused)
             has = has_value([parts[index] for index in indices])
             dropped = dropped.union(i for i, one in zip(indices, has, strict=True) if not one)
-        used = list(zip(self.originals, parts, strict=True))
-        if dropped:
-            used = [pair for index, pair in enumerate(used) if index not in dropped]
-        for original, part in used:
-            grad = original.grad
-            if grad is None:
-                original.grad = part
-            else:
-                grad.add_(part)
-        for original, _ in used if self.runs_hooks else ():
-            run_post_accumulate_hooks(original.param)
+        for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
+            if index not in dropped:
+                original.add_grad(part)
+        for index, original in enumerate(self.originals) if self.runs_hooks else ():
+            if index not in dropped:
+                run_post_accumulate_hooks(original.param)
 
     # -- moving ----------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class OriginalParameter:
             self.param.data = part
         else:
             assert isinstance(self.param, RowDTensor)
-            self.param.move_to(part)
+            self.param.move_to(_of_its_own(part))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -106,9 +106,17 @@ class OriginalParameter:
         is_dtensor = self.placing is not None and part is not None
         self.param.grad = self.as_param(part) if is_dtensor else part  # type: ignore[arg-type]
 
+    def add_grad(self, part: torch.Tensor) -> None:
+        """Add this rank's elements of a gradient, which may become the gradient."""
+        param = self.param
+        if param.grad is not None:
+            self.grad.add_(part)  # type: ignore[union-attr]
+        else:
+            param.grad = self.as_param(part)
+
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's kind of which this rank has ``part``."""
-        return part if self.placing is None else self.placing.dtensor(part)
+        return part if self.placing is None else self.placing.dtensor(_of_its_own(part))
 
     def holds_as(self, tensor: RowDTensor) -> bool:
         """Whether a DTensor has the rows that this one has."""
@@ -170,6 +178,12 @@ class OriginalParameter:
         for mark in (_OWNER, _UPSTREAMS_MARK):
             setattr(new, mark, getattr(old, mark))
             delattr(old, mark)
+
+
+def _of_its_own(part: torch.Tensor) -> torch.Tensor:
+    """A part as an object of its own: parts without elements are one (``ShardLayout.split``), and
+    a trace would take the parameters of which this rank has none for one input."""
+    return part if part.numel() else part.detach()
 
 
 def owner_of(param: object) -> str | None:

@@ -206,24 +206,31 @@ class Unit:
                 self._gathers.append(collectives.InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> None:
-        flats = [flat for flat in self.flats if flat.needs_storage]
-        outputs = [flat.allocate() for flat in flats]
-        if outputs and events.recorder is not None:
-            events.instant(self.fqn, "unshard", phase, sum(output.nbytes for output in outputs))
-        for flat, output in zip(flats, outputs, strict=True):
+        outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
+        if events.recorder is not None and outputs:
+            num_bytes = sum(output.nbytes for _, output in outputs)
+            events.instant(self.fqn, "unshard", phase, num_bytes)
+        for flat, output in outputs:
             piece = flat.take_piece() if self._has_pieces else None
             shard, group = piece or (flat.shard_to_gather(), flat.group)
-            if not flat.is_sharded:
-                output.copy_(shard)
-                continue
-            event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
-            custom = self.settings.all_gather
-            if custom is not None:
-                work = custom(output, shard, group, async_op=True)
-                gather = collectives.InFlight([work] if work else [], (output, shard), event)
+            if flat.is_sharded:
+                self._gathers.append(self._issue_gather(output, shard, group, phase))
             else:
-                gather = collectives.issue_all_gather(output, shard, group, event, self.fqn)
-            self._gathers.append(gather)
+                output.copy_(shard)
+
+    def _issue_gather(
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        phase: events.Phase,
+    ) -> collectives.InFlight:
+        event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
+        custom = self.settings.all_gather
+        if custom is None:
+            return collectives.issue_all_gather(output, shard, group, event, self.fqn)
+        work = custom(output, shard, group, async_op=True)
+        return collectives.InFlight([work] if work else [], (output, shard), event)
 
     def keep_pieces(self) -> None:
         """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""

@@ -63,10 +63,10 @@ def body_of(
     """
     if key == NO_BACKEND:
         key = _active_key.get()
-    if not recomputes:
-        module._fsdp_last_key = key
-    elif key == NO_BACKEND:
+    if recomputes and key == NO_BACKEND:
         key = module._fsdp_last_key
+    elif module._fsdp_last_key != key and not recomputes:  # setting a module's attribute is slow
+        module._fsdp_last_key = key
     if key == NO_BACKEND or _has_hooks(module):
         yield module._fsdp_compiled_before or module._fsdp_body()
         return

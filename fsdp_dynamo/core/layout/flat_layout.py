@@ -184,6 +184,12 @@ class FlatLayout:
         return tuple(i for i, (_, is_slot) in enumerate(self._pieces) if not is_slot)
 
     @cached_property
+    def _shaped(self) -> list[tuple[int, tuple[int, ...] | None]]:
+        """For each slot, the index of its piece and the shape to give it (``None``: it has it)."""
+        shapes = [None if len(slot.shape) == 1 else slot.shape for slot in self.slots]
+        return list(zip(self.split_slots, shapes, strict=True))
+
+    @cached_property
     def _pieces(self) -> tuple[tuple[int, bool], ...]:
         pieces: list[tuple[int, bool]] = []
         position = 0
@@ -232,9 +238,7 @@ class FlatLayout:
     def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(padded_numel,)`` into the parameters' shapes (views)."""
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
-        return [
-            pieces[i].view(slot.shape) for i, slot in zip(self.split_slots, self.slots, strict=True)
-        ]
+        return [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._shaped]
 
     def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write values in the parameters' shapes into ``(padded_numel,)``, in one pass.
@@ -246,11 +250,11 @@ class FlatLayout:
             pieces[i].zero_()
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for value, i, slot in zip(values, self.split_slots, self.slots, strict=True):
+        for value, (i, shape) in zip(values, self._shaped, strict=True):
             if value is None:
                 pieces[i].fill_(NO_VALUE)
             else:
-                targets.append(pieces[i].view(slot.shape))
+                targets.append(pieces[i] if shape is None else pieces[i].view(shape))
                 sources.append(value)
         if targets:
             torch._foreach_copy_(targets, sources)
