@@ -30,6 +30,7 @@ from fsdp_dynamo.core import row_operators, row_reductions
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
 from fsdp_dynamo.core.layout.chunks import Chunk
 from fsdp_dynamo.core.layout.flat_layout import ShardRange, Slot
+from fsdp_dynamo.core.row_operands import is_made_of_rows
 from fsdp_dynamo.core.rows import Rows, mesh_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
@@ -64,8 +65,17 @@ class Placing:
         """torch's description of a DTensor of this dtype."""
         if dtype not in self._specs:
             meta = TensorMeta(self.rows.shape, self.rows.stride, dtype)
-            self._specs[dtype] = DTensorSpec(self.mesh, self.placements, meta)
+            self._specs[dtype] = _RowSpec(self.mesh, _Placements(self.placements), meta)
+            self._specs[dtype].placements.placing = self  # type: ignore[attr-defined]
         return self._specs[dtype]
+
+    def on(self, mesh: Any) -> Placing:
+        """The same rows on what stands for the mesh in a trace."""
+        if mesh is self.mesh:
+            return self
+        traced = copy.copy(self)
+        traced.mesh, traced._specs = mesh, {}
+        return traced
 
     def dtensor(self, local: torch.Tensor) -> RowDTensor:
         """The DTensor of which this rank holds ``local``, whose memory it shares."""
@@ -78,6 +88,32 @@ class Placing:
     def replicated(self, value: torch.Tensor) -> DTensor:
         """A DTensor of which every rank holds ``value``."""
         return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+class _Placements(tuple[Any, ...]):
+    """Placements of a DTensor that also say which ``Placing`` it is of: traces make others."""
+
+    placing: Placing
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Rows of a sharded parameter cannot be pickled: they know process groups.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Placements:
+        return self
+
+
+class _RowSpec(DTensorSpec):
+    """torch's description of a DTensor, equal to another one only if ranks hold equal rows.
+
+    Dynamo's guards compare it: a graph gives its results the rows that its inputs had.
+    """
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        if not isinstance(other, _RowSpec):
+            return False
+        theirs, own = other.placements, self.placements
+        rows: Rows = theirs.placing.rows  # type: ignore[attr-defined]
+        return own.placing.rows.holds_as(rows) and super()._check_equals(other, skip_shapes)  # type: ignore[attr-defined]
 
 
 def _placed(
@@ -275,6 +311,26 @@ class RowDTensor(ChunkedTensor, DTensor):
         parallel = self._placing.rows.parallel
         return parallel is not None and parallel.is_copy
 
+    # -- traces ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> RowDTensor:
+        """A tensor of a trace, from what ``DTensor.__tensor_flatten__`` has taken apart."""
+        placements, _, _, requires_grad = flatten_spec
+        placing = placements.placing.on(inner_tensors["device_mesh"])
+        made = placing.dtensor(inner_tensors["_local_tensor"])
+        return made.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+    def _stable_hash_for_caching(self) -> str:
+        """Keeps compiled code out of AOTAutograd's cache: a ``Placing`` cannot be read from a file.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("rows of a sharded parameter know process groups")
+
     # -- operators -------------------------------------------------------------------------------
 
     @classmethod
@@ -319,6 +375,21 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def rows_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local``, as rows of a ``RowDTensor`` where ``tensor`` is one."""
     return tensor._placing.dtensor(local) if isinstance(tensor, RowDTensor) else local
+
+
+def rows_of_state(param: torch.Tensor, value: Any) -> Any:
+    """An optimizer's state as rows, where it is a DTensor of torch's over a ``RowDTensor``'s rows.
+
+    Quantised ones are copied into the dtype that they stand for. Anything else is itself.
+    """
+    if not isinstance(param, RowDTensor) or not isinstance(value, DTensor):
+        return value
+    if isinstance(value, RowDTensor) or not is_made_of_rows(param._placing, value):
+        return value
+    local = value._local_tensor
+    if type(local) is not torch.Tensor:
+        local = torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
+    return param._placing.dtensor(local)
 
 
 def _rebuilt(

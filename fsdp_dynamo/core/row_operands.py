@@ -69,6 +69,24 @@ def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def is_made_of_rows(placing: Any, value: DTensor) -> bool:
+    """Whether a DTensor of torch's has rows of ours on this rank; the others are not asked.
+
+    Optimizers make states so, ``DTensor.from_local(state, p.device_mesh, p.placements)``. A tensor
+    that torch has divided into as many rows as ours on this rank holds other ones only if it has
+    another number of rows on another rank, which refuses it.
+    """
+    shape, held = placing.rows.shape, placing.rows.part.shape
+    is_same: bool = value.shape == shape and value._local_tensor.shape == held
+    is_same = is_same and value.placements == placing.placements
+    return is_same and bool(_real(value.device_mesh) == _real(placing.mesh))
+
+
+def _real(mesh: Any) -> Any:
+    """The mesh for which an object stands in a trace."""
+    return getattr(mesh, "real_obj", mesh)
+
+
 def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
     """This rank's rows of a DTensor of torch's own; all ranks must call it.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo.core.row_operands import mismatch, refused, rows_of
+from fsdp_dynamo.core.row_operands import is_made_of_rows, mismatch, refused, rows_of
 from fsdp_dynamo.core.row_reductions import REDUCTIONS
 
 aten = torch.ops.aten
@@ -111,19 +111,23 @@ def _operand(value: Any, row: Any) -> Any:
     if value.numel() == 1 and not isinstance(value, type(row)):
         value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.reshape(()) if value.dim() else value
-    is_torchs = isinstance(value, DTensor) and not isinstance(value, type(row))
-    placements: Any = value.placements if is_torchs else ()  # type: ignore[attr-defined]
-    if not all(placement.is_replicate() for placement in placements):
-        # With rows of its own: DTensor.from_local() has made it, perhaps, of ours.
-        raise mismatch(row._placing.rows, f"a DTensor of torch's with {placements}")
-    return rows_of(row, value)
+    if not isinstance(value, DTensor) or isinstance(value, type(row)):
+        return rows_of(row, value)
+    if all(placement.is_replicate() for placement in value.placements):
+        return rows_of(row, value)
+    if is_made_of_rows(row._placing, value):
+        return value._local_tensor
+    raise mismatch(row._placing.rows, f"a DTensor of torch's with {value.placements}")
 
 
 def _copy(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``row.copy_(value)``, of torch's DTensors too."""
     row, value, *others = args
     if not isinstance(row, cls):
-        return refused(cls, func, args, kwargs)  # a plain tensor would take rows
+        if not isinstance(row, DTensor) or not is_made_of_rows(value._placing, row):
+            return refused(cls, func, args, kwargs)  # a plain tensor would take rows
+        func(row._local_tensor, value._local_tensor, *others)
+        return row
     is_whole = isinstance(value, DTensor) and value.numel() > 1
     func(row._local_tensor, rows_of(row, value) if is_whole else _operand(value, row), *others)  # type: ignore[attr-defined]
     return row

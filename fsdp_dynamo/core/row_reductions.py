@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce as traced_all_reduce
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import served_device
@@ -121,6 +123,9 @@ def _all_reduced(
     value: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: Any
 ) -> torch.Tensor:
     for group in groups:
+        if torch.compiler.is_compiling():  # a trace takes in no change in place by another rank
+            value = wait_tensor(traced_all_reduce(value, operation.name.lower(), group))
+            continue
         sent = value.to(served_device(group, value.device))
         dist.all_reduce(sent, operation, group=group)
         value = sent.to(value.device)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.collectives import all_gather
@@ -95,10 +96,11 @@ class Rows:
 
         The answer is the same on all ranks, as what follows may be a collective, or an error.
         """
-        return self is other or (self._bounds == other._bounds and self.shape == other.shape)
+        return self is other or (self.bounds == other.bounds and self.shape == other.shape)
 
     @cached_property
-    def _bounds(self) -> tuple[tuple[int, int], ...]:
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """First element and number of elements of each rank's part."""
         return tuple((part.param_start, part.numel) for part in self.parts)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
@@ -122,8 +124,11 @@ class Rows:
         longest, device = max(1, *sizes), served_device(self.group, local.device)
         sent = local.new_zeros(longest, device=device)
         sent[: local.numel()].copy_(local.reshape(-1))
-        received = sent.new_empty(longest * len(sizes))
-        all_gather(received, sent, self.group, self.fqn)
+        if torch.compiler.is_compiling():
+            received = wait_tensor(all_gather_tensor(sent, 0, self.group))
+        else:
+            received = sent.new_empty(longest * len(sizes))
+            all_gather(received, sent, self.group, self.fqn)
         held = [row[:size] for row, size in zip(received.view(-1, longest), sizes, strict=True)]
         whole = torch.cat(held).to(local.device).view(self.slot.shape)
         return whole if self.parallel is None else self.parallel.whole(whole)

@@ -27,7 +27,7 @@ from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.config import StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of
+from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of, rows_of_state
 from fsdp_dynamo.core.state_origin import with_origins_of, without_origin
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
@@ -157,7 +157,7 @@ def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mappi
     """A parameter's state; of a named optimizer, by its name."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
-    return found
+    return {name: rows_of_state(place.param, value) for name, value in found.items()}
 
 
 def _groups_to_save(
