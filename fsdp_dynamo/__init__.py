@@ -16,6 +16,7 @@ from fsdp_dynamo.agreement.exchange import set_agreement_timeout
 from fsdp_dynamo.agreement.flight_recorder import record_flight
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CollectivePrecision,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
+    "CollectivePrecision",
     "CustomPolicy",
     "DivergenceError",
     "Event",

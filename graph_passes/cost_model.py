@@ -23,8 +23,11 @@ from graph_passes.graph_utils import (
     is_compute,
     num_bytes,
     payload_bytes,
+    payload_numel,
     world_size_of,
 )
+from graph_passes.markers import mark_of
+from graph_passes.wire_format import WireFormat
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,10 @@ def wire_bytes(node: fx.Node) -> int:
     size = world_size_of(node)
     if size is None:
         return 2 * payload_bytes(node)
+    mark = mark_of(node)
+    wire = None if mark is None else WireFormat.decode(mark.wire)
+    if wire is not None:
+        return wire.num_bytes(payload_numel(node) // max(size, 1)) * (size - 1)
     return payload_bytes(node) * (size - 1) // max(size, 1)
 
 

@@ -116,6 +116,12 @@ def payload_bytes(collective: fx.Node) -> int:
     return max(num_bytes(n) for n in (collective, *collective.all_input_nodes))
 
 
+def payload_numel(collective: fx.Node) -> int:
+    """Elements of the unsharded side of a collective."""
+    itemsize: int = collective.all_input_nodes[0].meta["val"].dtype.itemsize
+    return payload_bytes(collective) // itemsize
+
+
 def mutates(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node writes into a tensor that is one of its arguments."""
     schema = getattr(node.target, "_schema", None)
@@ -184,6 +190,7 @@ __all__ = [
     "op_name",
     "order_index",
     "payload_bytes",
+    "payload_numel",
     "wait_of",
     "world_size_of",
 ]

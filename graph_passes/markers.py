@@ -57,6 +57,7 @@ class Mark:
             backward keeps its mark; the graph it is in says the rest.)
         ordinal: which flat parameter of the unit, from 0.
         reshards: for an all-gather, whether the unit is resharded after its forward.
+        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
     """
 
     unit: str
@@ -64,11 +65,13 @@ class Mark:
     direction: Literal["forward", "backward"]
     ordinal: int
     reshards: bool = False
+    wire: str = ""
 
     def encode(self) -> str:
         """The mark as a string, which survives tracing and code generation."""
         name = encode_name(self.unit)
-        return f"{self.kind}|{self.direction}|{self.ordinal}|{int(self.reshards)}|{name}"
+        fields = (self.kind, self.direction, self.ordinal, int(self.reshards), self.wire, name)
+        return "|".join(map(str, fields))
 
     @staticmethod
     def decode(text: str) -> Mark:
@@ -77,13 +80,13 @@ class Mark:
         Raises:
             ValueError: anything else.
         """
-        kind, direction, ordinal, reshards, unit = text.split("|")
+        kind, direction, ordinal, reshards, wire, unit = text.split("|")
         if kind not in ("all_gather", "reduce_scatter", "all_reduce"):
             raise ValueError(f"mark: expected a collective's kind, got '{kind}' in '{text}'")
         if direction not in ("forward", "backward"):
             raise ValueError(f"mark: expected a direction, got '{direction}' in '{text}'")
         name = decode_name(unit)
-        return Mark(name, kind, direction, int(ordinal), reshards == "1")  # type: ignore[arg-type]
+        return Mark(name, kind, direction, int(ordinal), reshards == "1", wire)  # type: ignore[arg-type]
 
 
 def mark_of(node: torch.fx.Node) -> Mark | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.cluster.process_group import SimulatedGroup
 from benchmarks.peers.base import Peer, Setting, compiled, wrapped
-from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy
+from fsdp_dynamo import FSDP, CollectivePrecision, MixedPrecision, ShardingStrategy
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 Options = Mapping[str, Any] | None
@@ -22,8 +22,16 @@ GRAPH_BACKENDS = {"fsdp_dynamo": "inductor", "fsdp_dynamo_aot_eager": "aot_eager
 UNSCHEDULED = {"prefetch": False, "sink_waits": False, "bucket": False}
 
 
+INT8 = CollectivePrecision(all_gather="int8", reduce_scatter="int8")
+BF16 = CollectivePrecision(all_gather="bfloat16", reduce_scatter="bfloat16")
+
+
 def wrap(
-    model: nn.Module, setting: Setting, reshard: bool = True, use_dtensor: bool = False
+    model: nn.Module,
+    setting: Setting,
+    reshard: bool = True,
+    use_dtensor: bool = False,
+    collective_precision: CollectivePrecision | None = None,
 ) -> FSDP:
     """The wrapper, one unit per block and a root."""
     policy = ModuleWrapPolicy(set(setting.workload.block_classes)) if setting.wrap else None
@@ -39,6 +47,7 @@ def wrap(
         device_id=device,
         sharding_strategy=strategy,
         use_dtensor=use_dtensor,
+        collective_precision=collective_precision,
     )
 
 
@@ -60,6 +69,7 @@ def ours(
     reshard: bool = True,
     options: Options = None,
     use_dtensor: bool = False,
+    collective_precision: CollectivePrecision | None = None,
 ) -> Peer:
     """Mode of a backend: eager, graph mode (our backends) or hooks mode (others).
 
@@ -69,6 +79,7 @@ def ours(
         reshard: after the forward.
         options: of graph mode.
         use_dtensor: let parameters be DTensors.
+        collective_precision: formats in which shards travel.
     """
     is_graph = backend in GRAPH_BACKENDS
     if backend is None:
@@ -83,7 +94,8 @@ def ours(
 
     def shard(model: nn.Module, setting: Setting) -> nn.Module:
         chosen = {**_link(), **(options or {})} if is_graph else None
-        return compiled(wrap(model, setting, reshard, use_dtensor), backend, is_graph, chosen)
+        wrapped_model = wrap(model, setting, reshard, use_dtensor, collective_precision)
+        return compiled(wrapped_model, backend, is_graph, chosen)
 
     return Peer(key, title, wrapped(shard), ours=True)
 
@@ -91,6 +103,10 @@ def ours(
 PEERS = (
     ours(None),
     ours(None, "DTensors", use_dtensor=True),
+    ours(None, "int8", collective_precision=INT8),
+    ours(None, "bf16", collective_precision=BF16),
+    ours("fsdp_dynamo", "int8", collective_precision=INT8),
+    ours("fsdp_dynamo_aot_eager", "int8", collective_precision=INT8),
     ours("aot_eager"),
     ours("inductor"),
     ours("fsdp_dynamo_aot_eager"),

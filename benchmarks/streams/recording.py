@@ -46,6 +46,7 @@ _KINDS: dict[str, Kind] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_to_all_single": "reduce_scatter",  # the sum follows it
 }
 _NAN_BYTE = 0xFF
 """Floating-point numbers of such bytes are NaN in every format."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.errors import unit_name
+from graph_passes.wire_format import WireFormat
 
 MAX_ENTRIES = 1000
 """Collectives kept per group."""
@@ -106,17 +107,27 @@ def latest() -> Entry | None:
     return _latest
 
 
-def record(group: dist.ProcessGroup, kind: str, label: str, numel: int, use: str = "") -> Entry:
+def record(
+    group: dist.ProcessGroup,
+    kind: str,
+    label: str,
+    numel: int,
+    use: str = "",
+    wire: WireFormat | None = None,
+) -> Entry:
     """Log a collective that is issued.
 
     Args:
         use: by default, ``"forward"`` or ``"backward"``, whichever is running.
+        wire: the format in which it travels; becomes part of the use, as ranks must agree on it.
     """
     log = _logs.get(group)
     if log is None:
         log = _logs[group] = _GroupLog(group)
     global _latest
     use = use or ("backward" if is_in_backward() else "forward")
+    if wire is not None:
+        use = f"{use}, {wire.name}"
     _latest = Entry(log.count, _step, kind, label, numel, use)
     log.entries.append(_latest)
     log.count += 1

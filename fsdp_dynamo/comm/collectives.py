@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo import events
-from fsdp_dynamo.comm import collective_log, point_to_point
+from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
 from fsdp_dynamo.comm.streams import timer_of
 from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
+from graph_passes.wire_format import WireFormat
 
 
 class InFlight:
@@ -150,21 +151,34 @@ def issue_all_gather(
     event: events.Event | None = None,
     label: str = "",
     use: str = "",
+    wire: WireFormat | None = None,
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
     Args:
         label: FQN of the unit, for the comparison of collectives between ranks.
         use: see ``collective_log.record``.
+        wire: the format in which shards travel; ``None``: as they are.
     """
-    entry = collective_log.record(group, "all_gather", label, output.numel(), use)
+    entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
     with profiler_range("all_gather", label):
-        if transport_of(group, output.device) == "point_to_point":
-            tag = collective_log.message_tag(*entry.signature)
-            works = point_to_point.issue_all_gather(output, shard, group, tag)
-        else:
-            works = [all_gather_single(output, shard, group=group, async_op=True)]
-    return InFlight(works, (output, shard), event, group=group, entry=entry)
+        if wire is None:
+            works = _gather_works(output, shard, group, entry)
+            return InFlight(works, (output, shard), event, group=group, entry=entry)
+        sent = wire_codec.encode(shard, 1, wire)
+        received = sent.new_empty(sent.numel() * group.size())
+        works = _gather_works(received, sent, group, entry)
+    finish = partial(wire_codec.decode, output, received, group.size(), wire)
+    return InFlight(works, (output, sent, received), event, finish, group, entry)
+
+
+def _gather_works(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, entry: collective_log.Entry
+) -> Sequence[Work]:
+    if transport_of(group, output.device) == "point_to_point":
+        tag = collective_log.message_tag(*entry.signature)
+        return point_to_point.issue_all_gather(output, shard, group, tag)
+    return [all_gather_single(output, shard, group=group, async_op=True)]
 
 
 def all_gather(
@@ -182,17 +196,49 @@ def issue_reduce_mean(
     label: str = "",
     *,
     sums_only: bool = False,
+    wire: WireFormat | None = None,
+    may_lack: bool = True,
 ) -> InFlight:
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
-    ``output`` is either this rank's part of it ``(n,)`` (a reduce-scatter) or ``unsharded``
-    itself (an all-reduce). ``label``: see ``issue_all_gather``. ``sums_only``: divide first, then
-    sum.
+    Args:
+        output: this rank's part of it ``(n,)`` (a reduce-scatter), or ``unsharded`` itself (an
+            all-reduce).
+        label: see ``issue_all_gather``.
+        sums_only: divide first, then sum.
+        wire: the format in which parts travel to the ranks that sum them; an all-reduce has none.
+        may_lack: whether ``NO_VALUE`` may be among the elements.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
-    entry = collective_log.record(group, kind, label, unsharded.numel())
+    entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
     with profiler_range(kind, label):
+        if wire is not None:
+            return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
         return _issue_reduce_mean(output, unsharded, group, event, entry, sums_only)
+
+
+def _issue_encoded_mean(
+    output: torch.Tensor,
+    unsharded: torch.Tensor,
+    group: dist.ProcessGroup,
+    event: events.Event | None,
+    entry: collective_log.Entry,
+    wire: WireFormat,
+    may_lack: bool,
+) -> InFlight:
+    """A message from each rank to each; every rank sums what it has decoded."""
+    size = group.size()
+    sent = wire_codec.encode(unsharded, size, wire, may_lack)
+    if transport_of(group, sent.device) == "point_to_point":
+        tag = collective_log.message_tag(*entry.signature)
+        first = sent.new_empty(sent.numel() // size)
+        works, parts = point_to_point.issue_exchange(first, sent, group, tag)
+    else:
+        received = torch.empty_like(sent)
+        works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+        parts = list(received.chunk(size))
+    finish = partial(wire_codec.decode_sum, output, parts, wire, size)
+    return InFlight(works, (output, sent, *parts), event, finish, group, entry)
 
 
 def _issue_reduce_mean(
@@ -262,6 +308,7 @@ def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], 
 # -- several as one launch -------------------------------------------------------------------------
 
 Events = Sequence[events.Event | None]
+Wires = Sequence[WireFormat | None]
 
 
 def issue_all_gathers(
@@ -270,6 +317,7 @@ def issue_all_gathers(
     group: dist.ProcessGroup,
     recorded: Events,
     labels: Sequence[str],
+    wires: Wires,
 ) -> list[InFlight]:
     """``issue_all_gather`` of several tensors of one dtype as one launch, without a copy.
 
@@ -279,13 +327,14 @@ def issue_all_gathers(
         group: the process group.
         recorded: the recorded event, if any, of each.
         labels: FQN of the unit of each.
+        wires: the format of each; one launch has the tensors' own only.
 
     Returns:
         One handle per tensor. If the backend has one handle for all, waiting for the first waits
         for all, and waiting for the others returns at once.
     """
-    if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
-        return _issue_each(issue_all_gather, outputs, shards, group, recorded, labels)
+    if _is_apart(outputs, group, wires):
+        return _issue_each(issue_all_gather, outputs, shards, group, recorded, labels, wires)
     calls = [
         partial(all_gather_single, output, shard, group=group, async_op=True)
         for output, shard in zip(outputs, shards, strict=True)
@@ -299,14 +348,15 @@ def issue_reduce_means(
     group: dist.ProcessGroup,
     recorded: Events,
     labels: Sequence[str],
+    wires: Wires,
 ) -> list[InFlight]:
     """``issue_reduce_mean`` of several tensors of one dtype as one launch.
 
     All are reduce-scatters or all are all-reduces. Arguments and handles are those of
     ``issue_all_gathers``.
     """
-    if len(outputs) == 1 or transport_of(group, outputs[0].device) != "library":
-        return _issue_each(issue_reduce_mean, outputs, unsharded, group, recorded, labels)
+    if _is_apart(outputs, group, wires):
+        return _issue_each(issue_reduce_mean, outputs, unsharded, group, recorded, labels, wires)
     kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
     calls, divisions = [], []
     for output, grad in zip(outputs, unsharded, strict=True):
@@ -327,9 +377,20 @@ def _issue_each(
     group: dist.ProcessGroup,
     recorded: Events,
     labels: Sequence[str],
+    wires: Wires,
 ) -> list[InFlight]:
-    each = zip(outputs, inputs, recorded, labels, strict=True)
-    return [issue(output, sent, group, event, label) for output, sent, event, label in each]
+    each = zip(outputs, inputs, recorded, labels, wires, strict=True)
+    return [
+        issue(output, sent, group, event, label, wire=wire)
+        for output, sent, event, label, wire in each
+    ]
+
+
+def _is_apart(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, wires: Wires) -> bool:
+    """Whether collectives are issued one by one."""
+    if len(outputs) == 1 or any(wires):
+        return True
+    return transport_of(group, outputs[0].device) != "library"
 
 
 class _Shared:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
-from fsdp_dynamo.config import MixedPrecision
+from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
@@ -47,6 +47,7 @@ from fsdp_dynamo.core.row_dtensor import Placing
 from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
+from graph_passes.wire_format import WireFormat
 
 
 class Dtypes(NamedTuple):
@@ -64,6 +65,21 @@ class Dtypes(NamedTuple):
     def sum(self) -> torch.dtype:
         """Of gradients that wait for a reduction: as precise as each of them and the reduction."""
         return torch.promote_types(self.param, self.reduce)
+
+
+class Wires(NamedTuple):
+    """Formats in which shards travel; ``None``: as they are.
+
+    Attributes:
+        gather: of the shards of a flat parameter.
+        reduce: of those of its gradient.
+    """
+
+    gather: WireFormat | None
+    reduce: WireFormat | None
+
+
+_AS_THEY_ARE = Wires(None, None)
 
 
 class Piece(NamedTuple):
@@ -92,6 +108,7 @@ class FlatParameter:
         mesh: let them be DTensors on it, if it is sharded or there is one rank only; on one that is
             made, if it is ``True``.
         device: of originals that are on the meta device, when they have values.
+        collective_precision: formats in which its shards travel; ``None``: as they are.
     """
 
     def __init__(
@@ -104,8 +121,10 @@ class FlatParameter:
         offload: bool = False,
         mesh: DeviceMesh | bool | None = None,
         device: torch.device | None = None,
+        collective_precision: CollectivePrecision | None = None,
     ) -> None:
         first = originals[0].param
+        self.collective_precision = collective_precision if sharded_strategy else None
         self.is_offloaded = offload
         self.originals = tuple(originals)
         self.groups = groups
@@ -222,6 +241,26 @@ class FlatParameter:
             self.is_full_precision = wanted
             other, self._other_unsharded = self._other_unsharded, self.unsharded
             self.unsharded = self._make_unsharded() if other is None else other
+
+    @property
+    def gather_wire(self) -> WireFormat | None:
+        """The format in which its shards are gathered now; ``None``: as they are."""
+        return self.wires(self.is_full_precision).gather
+
+    @property
+    def reduce_wire(self) -> WireFormat | None:
+        """The same of its gradients to the ranks that sum them."""
+        return self.wires(self.is_full_precision).reduce
+
+    def wires(self, is_full_precision: bool) -> Wires:
+        """Formats of its collectives in low precision, or in full precision."""
+        precision, dtypes = self.collective_precision, self.dtypes(is_full_precision)
+        if precision is None:
+            return _AS_THEY_ARE
+        return Wires(
+            precision.wire_of("all_gather", dtypes.param),
+            precision.wire_of("reduce_scatter", dtypes.reduce),
+        )
 
     # -- sizes -------------------------------------------------------------------------
 

@@ -72,8 +72,13 @@ class PendingReduce:
         return self.sharded_grad
 
 
-def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingReduce:
-    """Start the mean over ranks of an unsharded gradient ``(padded_numel,)``."""
+def issue_reduce(
+    flat: FlatParameter, unsharded_grad: torch.Tensor, may_lack: bool = True
+) -> PendingReduce:
+    """Start the mean over ranks of an unsharded gradient ``(padded_numel,)``.
+
+    ``may_lack``: whether parameters may have none in it.
+    """
     groups = flat.groups.reductions
     is_all_reduced = len(groups) > 1 or not flat.is_sharded
     is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
@@ -92,7 +97,7 @@ def issue_reduce(flat: FlatParameter, unsharded_grad: torch.Tensor) -> PendingRe
         flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
         events.complete(event, began_ns)
         return PendingReduce(flat, collectives.InFlight([]), output)
-    in_flight = _issue_mean(flat, groups[0], output, unsharded_grad)
+    in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, may_lack)
     over_replicas = None
     if len(groups) > 1:
         over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
@@ -120,13 +125,24 @@ def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
 
 
 def _issue_mean(
-    flat: FlatParameter, group: dist.ProcessGroup, output: torch.Tensor, grad: torch.Tensor
+    flat: FlatParameter,
+    group: dist.ProcessGroup,
+    output: torch.Tensor,
+    grad: torch.Tensor,
+    may_lack: bool = True,
 ) -> collectives.InFlight:
     event = _begin(flat, output, grad)
     settings = flat.grad_sum.settings
     if settings.reduce_scatter is None or output is grad:
         return collectives.issue_reduce_mean(
-            output, grad, group, event, flat.unit_fqn, sums_only=settings.sums_only
+            output,
+            grad,
+            group,
+            event,
+            flat.unit_fqn,
+            sums_only=settings.sums_only,
+            wire=None if output is grad else flat.reduce_wire,
+            may_lack=may_lack,
         )
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
@@ -181,7 +197,7 @@ class ReduceQueue:
         """Start another one; ``unused`` are indices of parameters without a gradient."""
         if flat.grad_sum.partial is not None:
             unused = range(len(flat.originals))  # by any of the backwards
-        pending = issue_reduce(flat, unsharded_grad)
+        pending = issue_reduce(flat, unsharded_grad, bool(unused))
         pending.unused = unused
         self._pending.append(pending)
         # What earlier backwards have left was made on the stream that computes.

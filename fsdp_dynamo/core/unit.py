@@ -6,7 +6,7 @@ precision. When it unshards and reshards is the schedule's decision.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import SideStreams, side_streams
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CollectivePrecision,
     CPUOffload,
     MixedPrecision,
     ShardedOptimStateDictConfig,
@@ -34,8 +35,9 @@ from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
 from fsdp_dynamo.core.unit_settings import UnitSettings
-from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
+from graph_passes.wire_format import WireFormat
 
 _DTENSORS = settings_of(
     StateDictType.SHARDED_STATE_DICT,
@@ -54,6 +56,7 @@ class UnitConfig:
         limit_all_gathers: as given; nothing depends on it.
         full_precision_in_eval: whether evaluation leaves ``precision`` out.
         dtensor_mesh: of DTensors that parameters are; ``True``: one to be made, ``False``: none.
+        collective_precision: formats in which shards travel; ``None``: as they are.
     """
 
     groups: Groups
@@ -66,6 +69,29 @@ class UnitConfig:
     limit_all_gathers: bool
     full_precision_in_eval: bool
     dtensor_mesh: DeviceMesh | bool
+    collective_precision: CollectivePrecision | None = None
+
+
+def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
+    """Raise where the user's own collective would replace one that has a format.
+
+    Args:
+        units: whose collectives they are.
+        kind: ``"all_gather"`` or ``"reduce_scatter"``.
+        where: the user's call.
+
+    Raises:
+        UnsupportedError: ``collective_precision`` has a format for it.
+    """
+    for unit in units:
+        precision = unit.config.collective_precision
+        if precision is not None and getattr(precision, kind) is not None:
+            raise UnsupportedError(
+                expected=f"a unit whose {kind.replace('_', '-')} travels as it is",
+                got=f"collective_precision with {getattr(precision, kind)!r}",
+                where=f"{where}, {unit_name(unit.fqn)}",
+                fix="Leave one of the two out: a collective of your own sends what it chooses.",
+            )
 
 
 class Unit:
@@ -202,7 +228,10 @@ class Unit:
             return
         with streams.gathering():
             self._issue_gathers(phase)
-            if any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
+            if any(flat.gather_wire is not None for flat in self.flats):
+                self._wait_gathers()  # so that this stream decodes, beside what computes
+                self._gathers.append(collectives.InFlight([streams.after_gathers()]))
+            elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(collectives.InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> None:
@@ -214,7 +243,8 @@ class Unit:
             piece = flat.take_piece() if self._has_pieces else None
             shard, group = piece or (flat.shard_to_gather(), flat.group)
             if flat.is_sharded:
-                self._gathers.append(self._issue_gather(output, shard, group, phase))
+                wire = None if piece else flat.gather_wire
+                self._gathers.append(self._issue_gather(output, shard, group, phase, wire))
             else:
                 output.copy_(shard)
 
@@ -224,11 +254,12 @@ class Unit:
         shard: torch.Tensor,
         group: dist.ProcessGroup,
         phase: events.Phase,
+        wire: WireFormat | None,
     ) -> collectives.InFlight:
         event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
         custom = self.settings.all_gather
         if custom is None:
-            return collectives.issue_all_gather(output, shard, group, event, self.fqn)
+            return collectives.issue_all_gather(output, shard, group, event, self.fqn, wire=wire)
         work = custom(output, shard, group, async_op=True)
         return collectives.InFlight([work] if work else [], (output, shard), event)
 

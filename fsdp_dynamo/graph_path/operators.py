@@ -19,6 +19,7 @@ from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.graph_path import recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.text.boundary_labels import Label
+from graph_passes.wire_format import WireFormat
 
 _in_flight: dict[int, collectives.InFlight] = {}
 _absent: dict[tuple[str, int], list[Ranges]] = {}
@@ -39,6 +40,7 @@ _Issue = Callable[
         dist.ProcessGroup,
         collectives.Events,
         Sequence[str],
+        collectives.Wires,
     ],
     list[collectives.InFlight],
 ]
@@ -59,7 +61,8 @@ def _launch(
         if label.kind != "all_gather":
             _absent.setdefault((label.unit, label.ordinal), []).append(label.absent)
     noted = record.launch(labels, outputs, inputs)
-    issued = issue(outputs, inputs, group, noted, [label.unit for label in labels])
+    wires = [WireFormat.decode(label.wire) for label in labels]
+    issued = issue(outputs, inputs, group, noted, [label.unit for label in labels], wires)
     for output, in_flight in zip(outputs, issued, strict=True):
         _in_flight[output.data_ptr()] = in_flight
     record.launched(labels)

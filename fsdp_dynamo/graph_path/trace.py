@@ -21,6 +21,7 @@ from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, 
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
+from graph_passes.wire_format import text_of
 
 
 class TracedFlat(NamedTuple):
@@ -126,6 +127,7 @@ def _describe_flat(
     # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
     second = ordinal if flat.is_sharded else ordinal + len(unit.flats)
     dtypes = flat.dtypes(unit.wants_full_precision)
+    wires = flat.wires(unit.wants_full_precision)
     layout = flat.layout
     views = []
     for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
@@ -143,9 +145,17 @@ def _describe_flat(
         sum_dtype=_name(dtypes.sum),
         grad_dtype=_name(flat.dtype),
         grad_scale=unit.settings.grad_scale,
-        gather_mark=Mark(unit.fqn, "all_gather", "forward", ordinal, reshards).encode(),
+        gather_mark=Mark(
+            unit.fqn, "all_gather", "forward", ordinal, reshards, text_of(wires.gather)
+        ).encode(),
         reduce_marks=tuple(
-            Mark(unit.fqn, kind, "backward", ordinal if i == 0 else second).encode()
+            Mark(
+                unit.fqn,
+                kind,
+                "backward",
+                ordinal if i == 0 else second,
+                wire=text_of(wires.reduce if kind == "reduce_scatter" else None),
+            ).encode()
             for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
         ),
         offloaded_from=str(flat.device) if flat.is_offloaded else "",

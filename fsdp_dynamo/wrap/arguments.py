@@ -13,8 +13,10 @@ from torch import nn
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CollectivePrecision,
     CPUOffload,
     ShardingStrategy,
+    coerce_collective_precision,
     coerce_enum,
     coerce_mixed_precision,
 )
@@ -47,6 +49,21 @@ def rows_together_of(choose: RowsTogether | None, fqn: str, param: nn.Parameter)
             fix="Return 1 where any rows may be on different ranks.",
         )
     return rows
+
+
+def check_travels(precision: CollectivePrecision | None, fqn: str, param: nn.Parameter) -> None:
+    """Raise for a parameter whose dtype has no values for formats with fewer bits."""
+    if precision is not None and param.dtype not in _TRAVEL:
+        raise UnsupportedError(
+            expected="float32, bfloat16 or float16 parameters",
+            got=str(param.dtype),
+            where=f"argument 'collective_precision', parameter '{fqn}'",
+            fix="Leave the argument out for this unit, by a policy's dict of arguments, or put the "
+            "parameter into ignored_states.",
+        )
+
+
+_TRAVEL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_module(module: object) -> None:
@@ -222,6 +239,7 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
     known: dict[str, Callable[[Any], dict[str, Any]]] = {
         "sharding_strategy": lambda v: {"strategy": _strategy_of_target(v, config)},
         "mixed_precision": lambda v: {"precision": coerce_mixed_precision(v)},
+        "collective_precision": lambda v: {"collective_precision": coerce_collective_precision(v)},
         "backward_prefetch": lambda v: {"backward_prefetch": prefetch_of(v)},
         "forward_prefetch": lambda v: {"forward_prefetch": v},
     }

@@ -335,6 +335,7 @@ def _build_unit(
             offload=config.offload,
             mesh=config.dtensor_mesh,
             device=device,
+            collective_precision=config.collective_precision,
         )
         for (_, _, chosen, _), members in groups.items()
     ]

@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.process_groups import part_of
-from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.config import (
+    BackwardPrefetch,
+    CollectivePrecision,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.errors import FSDPValueError
@@ -76,6 +82,7 @@ def fully_shard(
     reduction_group: dist.ProcessGroup | None = None,
     rows_together: RowsTogether | None = None,
     use_dtensor: bool | None = None,
+    collective_precision: CollectivePrecision | None = None,
 ) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
@@ -115,6 +122,7 @@ def fully_shard(
         sync_module_states: its argument of this name.
         reduction_group: its argument of this name.
         rows_together: its argument of this name.
+        collective_precision: its argument of this name.
         use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
 
     Returns:
@@ -146,6 +154,7 @@ def fully_shard(
         reduction_group=reduction_group,
         rows_together=rows_together,
         use_dtensor=gives_dtensors,
+        collective_precision=collective_precision,
         may_lack_values=gives_dtensors,
         shard_placement_fn=shard_placement_fn,
     )

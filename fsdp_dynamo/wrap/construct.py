@@ -16,7 +16,7 @@ from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
-from fsdp_dynamo.config import coerce_mixed_precision
+from fsdp_dynamo.config import coerce_collective_precision, coerce_mixed_precision
 from fsdp_dynamo.core.norms_of_parts import replace_total_norm
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.parts import has_parts, note_parts
@@ -61,6 +61,7 @@ class Arguments:
     rows_together: arguments.RowsTogether | None = None
     use_dtensor: bool = False
     may_lack_values: bool = False
+    collective_precision: object | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
         dtensor_mesh=given.use_dtensor and (given.device_mesh or True),
+        collective_precision=coerce_collective_precision(given.collective_precision),
     )
     sources = groups if given.sync_module_states else None
     with together(sources.all if sources else (), device, "checks before sync_module_states"):
@@ -174,6 +176,10 @@ def _plan(
     every = [(owner, original) for owner, found in planned.owned.items() for original in found]
     named = [(join_fqn(planned.paths[owner], o.fqn), o) for owner, o in every]
     check_placements(given.shard_placement_fn, [(fqn, o.param) for fqn, o in named])
+    for owner, original in every:
+        fqn = join_fqn(planned.paths[owner], original.fqn)
+        precision = configs.get(owner, config).collective_precision
+        arguments.check_travels(precision, fqn, original.param)
     for fqn, original in named:
         original.rows_together = arguments.rows_together_of(
             given.rows_together, fqn, original.param

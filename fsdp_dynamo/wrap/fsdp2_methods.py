@@ -14,7 +14,7 @@ import torch
 from torch.distributed import fsdp
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit import Unit, refuse_formats
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, unit_name
 from fsdp_dynamo.wrap.user_methods import UserMethods
@@ -302,6 +302,7 @@ class FSDP2Methods(UserMethods):
             comm: ``torch.distributed.fsdp``'s ``AllGather``. Its ``allocate`` is not called: the
                 output is the unsharded flat parameter, the input the shard.
         """
+        refuse_formats([self._fsdp_unit], "all_gather", "set_custom_all_gather()")
         self._fsdp_set(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
@@ -310,6 +311,7 @@ class FSDP2Methods(UserMethods):
         Args:
             comm: ``torch.distributed.fsdp``'s ``ReduceScatter``. Its ``allocate`` is not called.
         """
+        refuse_formats([self._fsdp_unit], "reduce_scatter", "set_custom_reduce_scatter()")
         self._fsdp_set(False, reduce_scatter=comm)
 
     def set_post_optim_event(self, event: Any) -> None:

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
 from fsdp_dynamo.core.parameter_shards import ParameterShard, WholeUpdate, shards_of, update_whole
 from fsdp_dynamo.core.summon import SummonOptions, unshard_originals
-from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit import Unit, refuse_formats
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import (
@@ -143,6 +143,7 @@ class UserMethods(nn.Module):
                 expected="a callable", got=repr(hook), where=where, fix="Pass a function."
             )
         self._fsdp_require_outermost(where)
+        refuse_formats(self._fsdp_root.units, "reduce_scatter", where)
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
         if any(flat.comm_hook for flat in flats):
             raise FSDPStateError(

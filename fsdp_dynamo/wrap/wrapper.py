@@ -11,7 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.config import (
+    BackwardPrefetch,
+    CollectivePrecision,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
@@ -66,6 +72,8 @@ class FullyShardedDataParallel(WrapperAttributes):
             norms, gradient scaler and optimizers that work element by element are right then, other
             operators raise, and ``state_dict()`` has DTensors, too. New objects are put in the
             place of the parameters: make the optimizer afterwards.
+        collective_precision: formats with fewer bits in which shards of parameters and gradients
+            travel; a policy's dict of arguments may have one for a unit.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -96,6 +104,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         reduction_group: dist.ProcessGroup | None = None,
         rows_together: RowsTogether | None = None,
         use_dtensor: bool = False,
+        collective_precision: CollectivePrecision | None = None,
     ) -> None:
         check_module(module)
         compiled = None
@@ -121,6 +130,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 reduction_group=reduction_group,
                 rows_together=rows_together,
                 use_dtensor=use_dtensor,
+                collective_precision=collective_precision,
                 limit_all_gathers=limit_all_gathers,
             ),
         )

@@ -37,6 +37,7 @@ class Label:
         count: how many boundaries its graph has.
         ordinal: which flat parameter of the unit.
         absent: ranges of elements of a gradient that is reduced of which this rank has none.
+        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
     """
 
     unit: str
@@ -48,6 +49,7 @@ class Label:
     count: int = 1
     ordinal: int = 0
     absent: tuple[tuple[int, int], ...] = ()
+    wire: str = ""
 
     def encode(self) -> str:
         """The label as a string."""
@@ -58,12 +60,12 @@ class Label:
         place = f"{self.number}/{self.count}"
         absent = "".join(f"{begin}-{end}," for begin, end in self.absent)
         fields = [self.kind, self.phase, encode_name(self.unit), *lists, place]
-        return "|".join([*fields, str(self.ordinal), absent])
+        return "|".join([*fields, str(self.ordinal), absent, self.wire])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
-        kind, phase, unit, before, after, place, ordinal, absent = text.split("|")
+        kind, phase, unit, before, after, place, ordinal, absent, wire = text.split("|")
         names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
         number, _, count = place.partition("/")
         spans = [span.split("-") for span in absent.split(",")[:-1]]
@@ -77,6 +79,7 @@ class Label:
             int(count),
             int(ordinal),
             tuple((int(begin), int(end)) for begin, end in spans),
+            wire,
         )
 
 
@@ -106,7 +109,14 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         first = _units(before) if position == 0 else ()
         place = (position, len(boundaries))
         labels[node] = Label(
-            mark.unit, mark.kind, phase, first, _units(after), *place, ordinal=mark.ordinal
+            mark.unit,
+            mark.kind,
+            phase,
+            first,
+            _units(after),
+            *place,
+            ordinal=mark.ordinal,
+            wire=mark.wire,
         )
     return labels
 

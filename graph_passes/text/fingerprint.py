@@ -15,9 +15,10 @@ def fingerprint(graph: fx.Graph) -> str:
     """One entry a collective, in order of issue, joined by ``SEPARATOR``.
 
     An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
-    parameter, dtype and elements of the input, the reduction (``-`` for none), whether it is
-    launched together with the one before it (``+``, else ``-``) and the registered name of the
-    process group, which whoever compares replaces by its global ranks.
+    parameter, dtype (and format, where it travels in another one) and elements of the input, the
+    reduction (``-`` for none), whether it is launched together with the one before it (``+``, else
+    ``-``) and the registered name of the process group, which whoever compares replaces by its
+    global ranks.
 
     Args:
         graph: a scheduled graph whose collectives carry marks.
@@ -38,6 +39,8 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     reduction = next((arg for arg in node.args[1:-1] if isinstance(arg, str)), "-")
     name = op_name(node).rpartition("::")[2]
     dtype = str(value.dtype).removeprefix("torch.")
+    if mark is not None and mark.wire:
+        dtype = f"{dtype}~{mark.wire}"
     together = "+" if with_the_one_before else "-"
     fields = (name, unit, dtype, str(value.numel()), reduction, together, str(node.args[-1]))
     return _FIELDS.join(fields)

@@ -19,7 +19,14 @@ from benchmarks.streams import recording
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch
 from benchmarks.streams.recording import Recorder, record_program
-from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, record_events
+from fsdp_dynamo import (
+    FSDP,
+    CollectivePrecision,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    record_events,
+)
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
@@ -31,6 +38,7 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+INT8 = CollectivePrecision("int8", "int8", stochastic_rounding=False)
 STEPS = 3
 
 CASES: dict[str, dict[str, Any]] = {
@@ -44,13 +52,19 @@ CASES: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
     "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
     "gathered again among few": {},
+    "in int8": {"collective_precision": INT8},
+    "in int8, low precision": {"collective_precision": INT8, "mixed_precision": LOW},
+    "in int8, hybrid": {
+        "collective_precision": INT8,
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    },
 }
-FOUR_RANKS = ("hybrid", "gathered again among few")
+FOUR_RANKS = ("hybrid", "gathered again among few", "in int8, hybrid")
 
 
 def _wrapped(case: str) -> FSDP:
     kwargs = dict(CASES[case])
-    if case == "hybrid":
+    if "sharding_strategy" in kwargs and kwargs["sharding_strategy"].is_hybrid:
         kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
     with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
         model = make_transformer(num_blocks=3)
@@ -124,7 +138,7 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
 
 @pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
-    few = ["sharded", "by demand", "low precision"]
+    few = ["sharded", "by demand", "low precision", "in int8"]
     cases = [case for case in CASES if case not in FOUR_RANKS] if mode == "eager" else few
     for found in ranks.run(_run_cases, 2, mode, cases):
         for case, (expected, got, faults, streams, stops) in found.items():
