@@ -1,0 +1,52 @@
+"""What the planner and the fingerprint know of collectives that travel in fewer bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from graph_passes.cost_model import CostModel, Link, wire_bytes
+from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
+from graph_passes.text.fingerprint import describe_entry, fingerprint
+from graph_passes.wire_format import WireFormat
+
+NUMEL, RANKS = 4096, 4
+
+
+def _collective(kind: CollectiveKind, wire: str) -> fx.Node:
+    """One collective of fp32, among four ranks, in a graph of its own."""
+    graph = fx.Graph()
+    ops = torch.ops._c10d_functional
+    sent = graph.placeholder("sent")
+    if kind == "all_gather":
+        node = graph.call_function(ops.all_gather_into_tensor.default, (sent, RANKS, "g"))
+        sizes = (NUMEL // RANKS, NUMEL)
+    else:
+        arguments = (sent, "avg", RANKS, "g")
+        node = graph.call_function(ops.reduce_scatter_tensor.default, arguments)
+        sizes = (NUMEL, NUMEL // RANKS)
+    with FakeTensorMode():
+        sent.meta["val"], node.meta["val"] = (torch.empty(size) for size in sizes)
+    node.meta["custom"] = {COLLECTIVE: Mark("u", kind, "forward", 0, wire=wire).encode()}
+    graph.output(node)
+    return node
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_bytes_and_milliseconds(kind: CollectiveKind) -> None:
+    exact = _collective(kind, "")
+    assert wire_bytes(exact) == (RANKS - 1) * NUMEL // RANKS * 4
+    half = _collective(kind, WireFormat("bfloat16").encode())
+    assert wire_bytes(half) * 2 == wire_bytes(exact)
+    quarter = _collective(kind, WireFormat("int8").encode())
+    assert wire_bytes(quarter) == (RANKS - 1) * WireFormat("int8").num_bytes(NUMEL // RANKS)
+    cost = CostModel(link=Link(latency_ms=1.0, bytes_per_ms=100.0))
+    assert cost.collective_ms(half) == 1 + wire_bytes(half) / 100
+
+
+def test_fingerprint() -> None:
+    exact, other = (fingerprint(_collective("all_gather", w).graph) for w in ("", "int8/256"))
+    assert exact != other
+    assert "1024 float32~int8/256" in describe_entry(other)
