@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import served_device
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.row_operands import refused, rows_of
 from fsdp_dynamo.errors import UnsupportedError
 
 aten = torch.ops.aten
+_USE = "a norm or another value of all ranks, as in clip_grad_norm_()"
 
 
 def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -122,7 +124,8 @@ def _all_reduced(
 ) -> torch.Tensor:
     for group in groups:
         sent = value.to(served_device(group, value.device))
-        dist.all_reduce(sent, operation, group=group)
+        with watched(group, "all_reduce", _USE, sent.numel()):
+            dist.all_reduce(sent, operation, group=group)
         value = sent.to(value.device)
     return value
 
