@@ -66,7 +66,8 @@ class Entry(NamedTuple):
         """The collective in words, for messages."""
         kind = self.kind.replace("_", "-")
         if self.use not in _OF_UNITS:
-            return f"the {kind} for {self.use} ({self.numel} elements, step {self.step})"
+            elements = f"{self.numel} elements, " if self.numel else ""
+            return f"the {kind} for {self.use} ({elements}step {self.step})"
         use = f"{self.use}, " if self.use else ""
         return f"the {kind} of {self.subject} ({self.numel} elements, {use}step {self.step})"
 
