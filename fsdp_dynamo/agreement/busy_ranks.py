@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -26,8 +28,18 @@ def _publish(is_busy: bool) -> None:
 
 
 def publish_state() -> None:
-    """Write to the store whether this rank is busy."""
+    """Write to the store whether this rank is busy, and which process it is."""
     _publish(is_busy=_num_reasons > 0)
+    store = default_store()
+    if store is not None:
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        store.set(f"{PREFIX}/process/{dist.get_rank()}", process)
+
+
+def process_of(rank: int) -> str:
+    """The process and the host of a rank, in words."""
+    store, key = default_store(), f"{PREFIX}/process/{rank}"
+    return store.get(key).decode() if store.check([key]) else "of an unknown process"
 
 
 def _begin(_: object = None) -> None:

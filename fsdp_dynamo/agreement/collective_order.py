@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, recent
-from fsdp_dynamo.errors import error_message, unit_name
+from fsdp_dynamo.errors import error_message
 
 _CAUSE = (
     "A rank has left a unit out, run one more often, taken another branch, or called alone what "
@@ -39,14 +39,26 @@ def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str 
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
     for other in ranks:
-        key = f"order/{name}/{other}"
-        if other == rank or not store.check([key]):
+        if other == rank:
             continue
-        theirs = [Entry(*entry) for entry in json.loads(store.get(key))]
-        found = _first_difference(own, theirs)
+        found = _first_difference(own, issued_by(store, name, other))
         if found is not None:
             return _message(rank, other, *found)
     return None
+
+
+def issued_by(store: Any, name: str, rank: int) -> list[Entry]:
+    """The last collectives of a group that a rank has published, oldest first; perhaps none.
+
+    Args:
+        store: of the group's ranks.
+        name: the group's, see ``find_order_mismatch``.
+        rank: the global one.
+    """
+    key = f"order/{name}/{rank}"
+    if not store.check([key]):
+        return []
+    return [Entry(*entry) for entry in json.loads(store.get(key))]
 
 
 def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[Entry, Entry] | None:
@@ -64,7 +76,7 @@ def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     return error_message(
         expected=f"rank {second} to issue what rank {first} does, {expected.description()}",
         got=got.description(),
-        where=f"step {expected.step}, {unit_name(expected.label)}",
+        where=f"step {expected.step}, {expected.subject}",
         fix=_CAUSE,
         see="other-units-on-one-rank",
     )

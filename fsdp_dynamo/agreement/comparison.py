@@ -8,22 +8,12 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.busy_ranks import busy
-from fsdp_dynamo.agreement.exchange import (
-    LateMessage,
-    agreement_timeout_s,
-    exchange_texts,
-    next_round,
-    wait_for_texts,
-)
-from fsdp_dynamo.agreement.notices import post_notice, raise_on_all_ranks
-from fsdp_dynamo.agreement.store import shared_store
-from fsdp_dynamo.errors import RankFailedError, error_message
-
-CAUSE = (
-    "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
-    "the same on all ranks, then start all ranks again."
-)
-LATE_FIX = f"{CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout()."
+from fsdp_dynamo.agreement.exchange import exchange_texts, wait_for_texts
+from fsdp_dynamo.agreement.late_ranks import Awaited, listed
+from fsdp_dynamo.agreement.linked_groups import stores_with
+from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks
+from fsdp_dynamo.agreement.store import next_round, shared_store
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
 _MAX_SHOWN = 60
 """Characters of a text that a message shows."""
@@ -55,10 +45,10 @@ def require_same(
     store = shared_store(group)
     if store is None:
         return
-    texts = exchange_texts(group, store, f"same/{name}", text, late_message(name))
+    texts = exchange_texts(group, store, f"same/{name}", text, awaited(name))
     message = difference(name, texts, fix)
     if message is not None:
-        raise_on_all_ranks(store, message)
+        raise_on_all_ranks(group, DivergenceError(message))
 
 
 def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
@@ -111,28 +101,18 @@ def share_from_first(group: dist.ProcessGroup, name: str, make: Callable[[], str
                 text = make()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            post_notice(store, RankFailedError(f"{name}: rank {ranks[0]} failed: {cause}"))
+            failure = RankFailedError(f"{name}: rank {ranks[0]} failed: {cause}")
+            deliver(stores_with(group), failure)
             raise
         store.set(f"{key}/{ranks[0]}", text)
         return text
-    texts = wait_for_texts(group, store, key, ranks[:1], late_message(name))
+    texts = wait_for_texts(group, store, key, ranks[:1], awaited(name))
     return texts[ranks[0]]
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks, for messages."""
-    return ", ".join(map(str, ranks))
-
-
-def late_message(name: str) -> LateMessage:
-    """Makes the error message for ranks whose text has not come."""
-    return lambda missing: error_message(
-        expected=f"the {name} of rank(s) {listed(missing)}",
-        got=f"nothing within {agreement_timeout_s():g} s",
-        where=name,
-        fix=LATE_FIX,
-        see="another-graph-on-one-rank",
-    )
+def awaited(name: str) -> Awaited:
+    """A text of each rank, for messages."""
+    return Awaited(name, lambda ranks: f"the {name} of rank(s) {listed(ranks)}")
 
 
 def _excerpts(one: str, other: str) -> tuple[str, str]:

@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
-from fsdp_dynamo.agreement.notices import raise_if_noticed, raise_on_all_ranks
-from fsdp_dynamo.agreement.store import exchange_device, shared_store
-from fsdp_dynamo.comm.process_groups import group_timeout_s
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.agreement.late_ranks import Awaited, LateRanks
+from fsdp_dynamo.agreement.notices import raise_on_all_ranks
+from fsdp_dynamo.agreement.store import exchange_device, next_round, shared_store
+from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError
 
 _POLL_S = (0.005, 0.2)  # at first, and at most
 
-LateMessage = Callable[[Sequence[int]], str]
-"""Makes the error message for ranks that have not come."""
-
-_timeout_s = 10.0
-
-_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
-    WeakKeyDictionary()
-)
-"""Exchanges so far, by purpose and ranks; by default group, whose store holds them."""
+_timeout_s: float | None = None
 
 
-def set_agreement_timeout(seconds: float) -> None:
-    """Limit how long a rank waits for others that do not compile (default 10 s).
+def set_agreement_timeout(seconds: float | None) -> None:
+    """Limit how long a rank waits for others that do not compile (default: no shorter limit).
 
-    It waits before it first runs a new graph, and for decisions that one rank makes for all. Time
-    in which a rank of the group compiles is not counted, up to the process group's own timeout.
+    It waits before it first runs a new graph, and for decisions that one rank makes for all. After
+    10 s it warns, and names who is late. It raises when a rank it waits for has failed, is gone or
+    runs something else, and in any case after the process group's own timeout. A limit here ends
+    the wait earlier, or later; time in which a rank of the group compiles is not counted.
 
     Args:
-        seconds: more than 0.
+        seconds: more than 0; ``None``: the process group's timeout.
 
     Raises:
-        FSDPValueError: not a number above 0.
+        FSDPValueError: neither ``None`` nor a number above 0.
     """
     global _timeout_s
-    fix = "Pass how late a rank that does not compile may be."
-    _timeout_s = checked_seconds(seconds, "set_agreement_timeout()", fix)
+    fix = "Pass how late a rank that does not compile may be, or None."
+    where = "set_agreement_timeout()"
+    _timeout_s = None if seconds is None else checked_seconds(seconds, where, fix)
 
 
 def checked_seconds(seconds: object, where: str, fix: str) -> float:
@@ -61,30 +55,18 @@ def checked_seconds(seconds: object, where: str, fix: str) -> float:
     return float(seconds)
 
 
-def agreement_timeout_s() -> float:
-    """The value of ``set_agreement_timeout``."""
-    return _timeout_s
-
-
-def next_round(purpose: str, ranks: Sequence[int]) -> int:
-    """The number of these ranks' next exchange for a purpose; the same on each of them."""
-    counter = _rounds.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
-    counter[purpose, tuple(ranks)] += 1
-    return counter[purpose, tuple(ranks)]
-
-
 def exchange_texts(
-    group: dist.ProcessGroup, store: Any, purpose: str, text: str, late_message: LateMessage
+    group: dist.ProcessGroup, store: Any, purpose: str, text: str, awaited: Awaited
 ) -> dict[int, str]:
     """Every rank's text, by rank; every rank must call it. See ``wait_for_texts``."""
     ranks = dist.get_process_group_ranks(group)
     key = f"{purpose}/{next_round(purpose, ranks)}"
     store.set(f"{key}/{dist.get_rank()}", text)
-    return wait_for_texts(group, store, key, ranks, late_message)
+    return wait_for_texts(group, store, key, ranks, awaited)
 
 
 def maximum_over(
-    groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device
+    groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device, what: str
 ) -> list[int]:
     """Each value's maximum over all ranks that groups connect; every rank must call it.
 
@@ -95,23 +77,25 @@ def maximum_over(
         groups: this rank's, in the same order on all ranks.
         values: integers, as many on all ranks.
         device: one of the groups', used by those that do not serve the CPU.
+        what: they are, for messages.
     """
     for group in groups:
         tensor = torch.tensor(values, device=exchange_device(group, device))
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+        with watched(group, "all_reduce", what, len(values)):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
         values = tensor.tolist()
     return values
 
 
 def texts_over(
-    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, late_message: LateMessage
+    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, awaited: Awaited
 ) -> dict[int, str]:
     """The texts of all ranks that groups connect, by rank; every rank must call it."""
     texts = {dist.get_rank(): text}
     for group in groups:
         known = json.dumps(list(texts.items()))
         store = shared_store(group)
-        for one in exchange_texts(group, store, purpose, known, late_message).values():
+        for one in exchange_texts(group, store, purpose, known, awaited).values():
             texts.update(json.loads(one))
     return dict(sorted(texts.items()))
 
@@ -121,7 +105,7 @@ def wait_for_texts(
     store: Any,
     key: str,
     ranks: Sequence[int],
-    late_message: LateMessage,
+    awaited: Awaited,
 ) -> dict[int, str]:
     """Texts of ranks, by rank, from ``key/rank``.
 
@@ -130,30 +114,34 @@ def wait_for_texts(
         store: the group's, from ``shared_store``.
         key: of this exchange.
         ranks: global ranks that set their text.
-        late_message: for the ranks that have not come.
+        awaited: what they set, for messages.
 
     Raises:
-        DivergenceError: ranks that are not busy have not come within the timeout, or a rank has
-            posted a notice.
+        DivergenceError: on all ranks that wait: a rank has failed, is gone, runs something else, or
+            has not come in time.
     """
     with busy_ranks.waiting():
-        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, late_message)
+        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, awaited)
     return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
 
 
 def _wait_for_keys(
-    group: dist.ProcessGroup, store: Any, keys: dict[int, str], late_message: LateMessage
+    group: dist.ProcessGroup, store: Any, keys: Mapping[int, str], awaited: Awaited
 ) -> None:
-    began = last_busy = time.monotonic()
-    limit_s = max(group_timeout_s(group), _timeout_s)
+    try:
+        with LateRanks(group, store, keys, awaited, _timeout_s) as late:
+            try:
+                _poll(late)
+            except dist.DistError:  # the store has gone with the rank that served it
+                late.raise_if_gone(rank for rank in keys if rank != dist.get_rank())
+                raise
+    except DivergenceError as error:
+        raise_on_all_ranks(group, error)
+
+
+def _poll(late: LateRanks) -> None:
     poll_s, max_poll_s = _POLL_S
-    missing = list(keys)
-    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
-        raise_if_noticed(store)
-        now = time.monotonic()
-        if any(map(busy_ranks.is_busy, missing)):
-            last_busy = now
-        if now - last_busy > _timeout_s or now - began > limit_s:
-            raise_on_all_ranks(store, late_message(missing))
+    while missing := late.missing():
+        late.look_after(missing)
         time.sleep(poll_s)
         poll_s = min(1.5 * poll_s, max_poll_s)

@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.collective_order import find_order_mismatch
-from fsdp_dynamo.agreement.exchange import next_round
-from fsdp_dynamo.agreement.notices import post_notice, raise_if_noticed
-from fsdp_dynamo.agreement.store import shared_store
+from fsdp_dynamo.agreement.linked_groups import Stores, add_group, linked_stores
+from fsdp_dynamo.agreement.notices import deliver, post_notice, raise_if_noticed
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.watchdog import enable_watchdog
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
-Stores = Mapping[tuple[int, ...], Any]
-"""Stores of linked groups, by their ranks."""
-
 _MAX_SHOWN = 300
 """Characters of an error that a notice shows."""
-
-_linked: WeakKeyDictionary[dist.ProcessGroup, None] = WeakKeyDictionary()
-_stores: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Stores of the linked groups, by default group."""
 
 
 def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Let notices reach these groups and all groups that were linked before, and watch for them."""
     stores = linked_stores()
     for group in groups:
-        store = shared_store(group)
-        if store is None or group in _linked:  # one rank, or no shared store
-            continue
-        _linked[group] = None
-        ranks = tuple(dist.get_process_group_ranks(group))
-        stores.setdefault(ranks, store)
-        # Names of groups are local to a rank, so groups of the same ranks are numbered.
-        name = str(next_round("group", ranks))
-        enable_watchdog(group, partial(_check, stores, store, name), partial(post_to_all, stores))
-
-
-def linked_stores() -> dict[tuple[int, ...], Any]:
-    """Stores of all linked groups, by ranks."""
-    return _stores.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
-
-
-def post_to_all(stores: Stores, error: DivergenceError) -> None:
-    """Post a notice in each store."""
-    for store in stores.values():
-        post_notice(store, error)
+        added = add_group(group)
+        if added is not None:
+            check = partial(_check, stores, *added)
+            enable_watchdog(group, check, _check_notices, _deliver)
 
 
 def announce_failure(error: BaseException) -> None:
@@ -67,7 +42,22 @@ def announce_failure(error: BaseException) -> None:
         fix="Look at the output of that rank, and start all ranks again.",
     )
     with suppress(dist.DistError):  # the store has gone with the rank that served it
-        post_to_all(linked_stores(), RankFailedError(message))
+        _pass_on(linked_stores(), RankFailedError(message))
+
+
+def _deliver(error: DivergenceError) -> None:
+    deliver(linked_stores(), error)
+
+
+def _check_notices(_: dist.ProcessGroup) -> None:
+    """Raise for another rank's notice to any of the linked groups."""
+    for store in linked_stores().values():
+        raise_if_noticed(store)
+
+
+def _pass_on(stores: Stores, error: DivergenceError) -> None:
+    for store in stores.values():
+        post_notice(store, error)
 
 
 def _check(stores: Stores, store: Any, name: str, group: dist.ProcessGroup) -> None:
@@ -80,5 +70,5 @@ def _check(stores: Stores, store: Any, name: str, group: dist.ProcessGroup) -> N
             raise DivergenceError(message)
     except DivergenceError as error:
         # Pass it on: this rank may be the only one that two groups have in common.
-        post_to_all(stores, error)
+        _pass_on(stores, error)
         raise

@@ -6,7 +6,8 @@ explains the records of all ranks. A rank writes its record when an exception en
 the path. A rank that was killed leaves none, which is informative, too. Records go to
 ``$FSDP_DYNAMO_FLIGHT`` (``0``: no records), or to a folder of the run among other temporary files.
 ``record_flight`` chooses another folder, and also writes a record on SIGTERM (which torchrun sends
-to the other ranks), even while the rank waits inside a collective.
+to the other ranks), even while the rank waits inside a collective; ``record_flight(None)`` lets
+this rank write none. A record has at most 1 MiB: of too many collectives, the last ones.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ from fsdp_dynamo.errors import FSDPStateError
 
 VARIABLE = "FSDP_DYNAMO_FLIGHT"
 _STACK_FRAMES = 12
+MAX_BYTES = 1 << 20
+"""Size of a record at most."""
+
+_MAX_TEXT = 4000
+"""Characters of an error, and of each frame of the stack."""
 
 
 class _Recorder:
@@ -77,13 +83,30 @@ class _Recorder:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft = self.path.with_suffix(".part")
             with open(draft, "w", opener=_for_this_user) as file:
-                file.write(json.dumps(self._content(reason, stack, groups)))
+                file.write(self._text(reason, stack, groups))
             draft.rename(self.path)
             # With the lock held: another thread may end the process once the record is written.
             if issued:  # of no use for a script that fails before it trains
                 explainer = f"python -m fsdp_dynamo.flight {self.folder}"
                 _print_error(f"rank {self._rank}: flight record in {self.path} ({explainer})")
             self._written_at = issued
+
+    def _text(
+        self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.GroupRecord]
+    ) -> str:
+        """The record's content, ASCII, with as many of the last collectives as have room."""
+        kept, groups = collective_log.MAX_ENTRIES, list(groups)
+        while True:
+            last = [
+                (ranks, n, entries[max(0, len(entries) - kept) :]) for ranks, n, entries in groups
+            ]
+            text = json.dumps(self._content(reason, stack, last))
+            if len(text) <= MAX_BYTES or not groups:
+                return text
+            if kept:
+                kept //= 2
+            else:
+                groups.pop()
 
     def _content(
         self, reason: str, stack: Sequence[str], groups: Sequence[collective_log.GroupRecord]
@@ -92,8 +115,8 @@ class _Recorder:
             "rank": self._rank,
             "world_size": self._world_size,
             "host": socket.gethostname(),
-            "reason": reason,
-            "stack": list(stack)[-_STACK_FRAMES:],
+            "reason": reason[:_MAX_TEXT],
+            "stack": [frame[:_MAX_TEXT] for frame in list(stack)[-_STACK_FRAMES:]],
             "groups": [
                 {"ranks": list(ranks), "count": count, "entries": entries}
                 for ranks, count, entries in groups
@@ -131,20 +154,27 @@ def _print_error(line: str) -> None:
 
 
 _recorder: _Recorder | None = None
+_is_off = False
 
 
-def record_flight(folder: str | Path) -> None:
+def record_flight(folder: str | Path | None) -> None:
     """Write this rank's last collectives to ``folder/rank-N.json`` when it fails from now on.
 
     A rank fails when an exception ends it, or when it gets SIGTERM. Records of an earlier run are
-    removed. Existing handlers of exceptions and of SIGTERM still run.
+    removed. Existing handlers of exceptions and of SIGTERM still run. A record has at most 1 MiB.
 
     Args:
-        folder: created with the first record.
+        folder: created with the first record. ``None``: this rank writes no records, also none of
+            those that it writes by default. Call it before the model is wrapped, or afterwards.
 
     Raises:
         FSDPStateError: there is no process group, or the call is not in the main thread.
     """
+    global _recorder, _is_off
+    _is_off = folder is None
+    if folder is None:
+        _recorder = None
+        return
     if not dist.is_initialized() or threading.current_thread() is not threading.main_thread():
         raise FSDPStateError(
             expected="a process group, and a call in the main thread",
@@ -157,9 +187,9 @@ def record_flight(folder: str | Path) -> None:
 
 
 def record_flight_by_default() -> None:
-    """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless a recorder is set up."""
+    """Record to ``$FSDP_DYNAMO_FLIGHT`` or a default folder, unless that is settled."""
     configured = os.environ.get(VARIABLE, "")
-    if _recorder is not None or configured == "0":
+    if _recorder is not None or _is_off or configured == "0":
         return
     try:
         if configured:

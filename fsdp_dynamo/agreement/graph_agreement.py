@@ -5,21 +5,22 @@ compiled graph carries the graph's fingerprint. Before a fingerprint is first us
 it into the store and compares it with those of the others.
 
 A rank that has a new fingerprint alone (it has recompiled, the others have not) gets no answer.
-After a timeout it posts a notice; the others, blocked in a collective that it never joins, check
-for notices while they wait, and raise the same error.
+When it sees that another has issued a collective that it has not come to, it posts a notice; the
+others, blocked in that collective, check for notices while they wait, and raise the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement.comparison import CAUSE, LATE_FIX, first_difference, listed
-from fsdp_dynamo.agreement.exchange import agreement_timeout_s, exchange_texts
-from fsdp_dynamo.agreement.failure_propagation import link_groups, linked_stores, post_to_all
+from fsdp_dynamo.agreement.comparison import first_difference
+from fsdp_dynamo.agreement.exchange import exchange_texts
+from fsdp_dynamo.agreement.failure_propagation import link_groups
+from fsdp_dynamo.agreement.late_ranks import CAUSE, Awaited
+from fsdp_dynamo.agreement.linked_groups import linked_stores
 from fsdp_dynamo.agreement.notices import raise_on_all_ranks
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.errors import DivergenceError, error_message
@@ -54,33 +55,20 @@ def _require_same_graph(fingerprint: str) -> None:
     for groups in groups_by_ranks.values():
         link_groups(groups)
     stores = linked_stores()
-    try:
-        for ranks in [ranks for ranks in groups_by_ranks if ranks in stores]:
-            group, own = groups_by_ranks[ranks][0], _fingerprint_for(ranks, fingerprint)
-            _compare(group, stores[ranks], own)
-    except DivergenceError as error:
-        post_to_all(stores, error)
-        raise
+    for ranks in [ranks for ranks in groups_by_ranks if ranks in stores]:
+        group, own = groups_by_ranks[ranks][0], _fingerprint_for(ranks, fingerprint)
+        _compare(group, stores[ranks], own)
 
 
 def _compare(group: dist.ProcessGroup, store: Any, own: str) -> None:
-    first_entry = describe_entry(own.split(SEPARATOR)[0])
-
-    def late_message(missing: Sequence[int]) -> str:
-        return error_message(
-            expected=f"all ranks to compile a graph of collectives as rank {dist.get_rank()} did",
-            got=f"nothing from rank(s) {listed(missing)} within {agreement_timeout_s():g} s",
-            where=f"compiled graph that begins with {first_entry}",
-            fix=LATE_FIX,
-            see="another-graph-on-one-rank",
-        )
-
-    texts = exchange_texts(group, store, "graph", own, late_message)
+    expected = f"all ranks to compile a graph of collectives as rank {dist.get_rank()} did"
+    name = f"compiled graph that begins with {describe_entry(own.split(SEPARATOR)[0])}"
+    texts = exchange_texts(group, store, "graph", own, Awaited(name, lambda _: expected))
     ranks = list(texts)
     for rank in ranks[1:]:
         if texts[rank] != texts[ranks[0]]:
             message = _difference_message(ranks[0], rank, texts[ranks[0]], texts[rank])
-            raise_on_all_ranks(store, message)
+            raise_on_all_ranks(group, DivergenceError(message))
 
 
 def _resolve(entry: str) -> tuple[str, dist.ProcessGroup]:

@@ -1,34 +1,69 @@
-"""Failure notices in the store: errors that all ranks of a group raise instead of waiting."""
+"""Failure notices in the store: errors that all ranks of a group raise instead of waiting.
+
+The notices of a group are numbered. Each rank raises each of them once: it keeps, in the store as
+well, how many it has heard. So a notice that was raised and caught is not raised again by the next
+wait, and a rank that was busy meanwhile still raises it.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
+from fsdp_dynamo.agreement.linked_groups import Stores, stores_with
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
-_KEY = "notice"
 _KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
 
 
+def _heard() -> str:
+    """The key under which this rank counts the notices that it has raised."""
+    return f"heard/{dist.get_rank()}"
+
+
+def _next(store: Any) -> str:
+    """The key of the first notice that this rank has not raised."""
+    number = store.get(_heard()).decode() if store.check([_heard()]) else "0"
+    return f"notice/{number}"
+
+
 def post_notice(store: Any, error: DivergenceError) -> None:
-    """Let the ranks of a group raise this error while they wait; the first notice counts."""
-    if not store.check([_KEY]):
-        store.set(_KEY, f"{type(error).__name__} {error}")
+    """Let the ranks of a group raise this error while they wait.
+
+    A notice that this rank has not raised yet stays in its place: of what several ranks find at
+    the same time, the first counts.
+    """
+    store.compare_set(_next(store), "", f"{type(error).__name__} {error}")
 
 
 def raise_if_noticed(store: Any) -> None:
-    """Raise the error of another rank's notice.
+    """Raise the error of another rank's notice; it is not counted as heard yet.
 
     Raises:
         DivergenceError: with the other rank's message.
     """
-    if store.check([_KEY]):
-        kind, _, message = store.get(_KEY).decode().partition(" ")
+    key = _next(store)
+    if store.check([key]):
+        kind, _, message = store.get(key).decode().partition(" ")
         raise _KINDS[kind](message)
 
 
-def raise_on_all_ranks(store: Any, message: str) -> NoReturn:
-    """Post a ``DivergenceError`` as a notice, and raise it here."""
-    error = DivergenceError(message)
-    post_notice(store, error)
+def deliver(stores: Stores, error: DivergenceError) -> None:
+    """Post an error that this rank is about to raise, and count it as heard.
+
+    Args:
+        stores: of all groups that are to raise it.
+        error: this rank's, or the one of a notice in one of the stores.
+    """
+    for store in stores.values():
+        post_notice(store, error)
+        store.add(_heard(), 1)
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, error: DivergenceError) -> NoReturn:
+    """Raise an error here, and on all ranks of a group and of the linked ones that wait."""
+    with suppress(dist.DistError):  # the store has gone with the rank that served it
+        deliver(stores_with(group), error)
     raise error

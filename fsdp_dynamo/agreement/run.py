@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
-from fsdp_dynamo.agreement.comparison import difference, late_message
+from fsdp_dynamo.agreement.comparison import awaited, difference
 from fsdp_dynamo.agreement.exchange import maximum_over, texts_over
 from fsdp_dynamo.agreement.store import agree_on_run_id, shared_store
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
@@ -40,10 +40,10 @@ def _require_same_versions(groups: Sequence[dist.ProcessGroup], device: torch.de
     public = torch.__version__.partition("+")[0]  # builds for other accelerators may be mixed
     text = f"torch {public}, fsdp_dynamo {__version__}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    highest, lowest = maximum_over(groups, [number, -number], device)
+    highest, lowest = maximum_over(groups, [number, -number], device, "versions")
     if highest == -lowest:
         return
-    texts = texts_over(groups, "versions", text, late_message("versions"))
+    texts = texts_over(groups, "versions", text, awaited("versions"))
     fix = "Install the same versions for all ranks, then start all ranks again."
     raise DivergenceError(str(difference("versions", texts, fix)))
 
@@ -69,9 +69,9 @@ def together(
         yield
     except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
         failure = error
-    if any(maximum_over(shared, [int(failure is not None)], device)):
+    if any(maximum_over(shared, [int(failure is not None)], device, what)):
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        texts = texts_over(shared, what, own, late_message(what))
+        texts = texts_over(shared, what, own, awaited(what))
         if failure is None:
             lines = [f"{what}: rank {rank} failed: {text}" for rank, text in texts.items() if text]
             raise RankFailedError("\n".join([*lines, "Correct it, then start all ranks again."]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,12 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fsdp_dynamo.comm.watchdog import watched
+
 PREFIX = "fsdp_dynamo/agreement"
 
 _SHARED_STORES = frozenset({"TCPStore", "FileStore"})
 
 _run_ids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 """Identifiers of the run, by default group and by the ranks that have agreed on them."""
+
+_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
+    WeakKeyDictionary()
+)
+"""Exchanges so far, by purpose and ranks; by default group, whose store holds them."""
 
 
 def default_store() -> Any:
@@ -42,6 +51,13 @@ def shared_store(group: dist.ProcessGroup) -> Any:
     return PrefixStore(f"{PREFIX}/{listed}/{run_id}", store)
 
 
+def next_round(purpose: str, ranks: Sequence[int]) -> int:
+    """The number of these ranks' next exchange for a purpose; the same on each of them."""
+    counter = _rounds.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
+    counter[purpose, tuple(ranks)] += 1
+    return counter[purpose, tuple(ranks)]
+
+
 def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Give the ranks of a group an identifier of their run; returns whether it is new.
 
@@ -60,7 +76,8 @@ def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
     run_id = [secrets.token_hex(4)]
     by = exchange_device(group, device)
-    dist.broadcast_object_list(run_id, src=ranks[0], group=group, device=by)
+    with watched(group, "broadcast", "the begin of a run"):
+        dist.broadcast_object_list(run_id, src=ranks[0], group=group, device=by)
     known[ranks] = run_id[0]
     return True
 

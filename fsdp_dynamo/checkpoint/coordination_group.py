@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.exchange import checked_seconds
+from fsdp_dynamo.agreement.failure_propagation import link_groups
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.process_groups import group_timeout_s
-from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
+from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, watched
 from fsdp_dynamo.errors import CheckpointError
 
 _arrival_timeout_s = 300.0
@@ -134,7 +135,8 @@ def _mark(store: Any, key: str) -> None:
 
 
 def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
-    dist.barrier(of)  # detects a dead rank, which new_group() does not
+    with watched(of, "barrier", "checkpoints"):
+        dist.barrier(of)  # detects a dead rank, which new_group() does not
     ranks = None if of is dist.group.WORLD else dist.get_process_group_ranks(of)
     made: dist.ProcessGroup = dist.new_group(
         ranks,
@@ -142,4 +144,5 @@ def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
         backend="gloo",
         use_local_synchronization=ranks is not None,
     )
+    link_groups([made])
     return made

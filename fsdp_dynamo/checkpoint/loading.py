@@ -163,7 +163,7 @@ def _load_tensors(
         )
 
     def read(state: dict[str, Any]) -> None:
-        with translate_dcp_errors():
+        with translate_dcp_errors(coordinator.group):
             state_dict_loader.load(
                 state,
                 storage_reader=reader,

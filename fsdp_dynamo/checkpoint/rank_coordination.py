@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_dynamo.checkpoint.coordination_group import Meeting, arrival_timeout
+from fsdp_dynamo.comm.watchdog import interruptible, notice_for
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
 
 T = TypeVar("T")
@@ -65,18 +66,21 @@ class RankCoordinator:
         return results[0]
 
     def _gather(self, answers: list[Any], own: object) -> None:
+        assert self.group is not None
         try:
-            dist.all_gather_object(answers, own, group=self.group)
+            with interruptible(self.group):
+                dist.all_gather_object(answers, own, group=self.group)
         except RuntimeError as error:
             raise self.unreachable_error(error) from error
 
     def unreachable_error(self, error: RuntimeError) -> CheckpointError:
         """The error for a rank that does not answer; the group is not used again."""
+        notice = None if self.group is None else notice_for(self.group)
         if self.meeting is not None:
             self.meeting.give_up()
         return CheckpointError(
             expected=f"all {self.size} ranks to take part",
-            got=str(error).split("\n")[0],
+            got=str(notice or error).split("\n")[0],
             where=f"rank {self.rank}",
             fix="A rank has died, is stuck, or does not save or load. If it was only late, "
             "call fsdp_dynamo.checkpoint.set_arrival_timeout(); complete checkpoints are "
@@ -123,9 +127,12 @@ def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> R
 
 def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
     numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(coordinator.size)]
-    work = dist.all_gather(numbers, torch.tensor([number]), group=coordinator.group, async_op=True)
+    group = coordinator.group
+    assert group is not None
     try:
-        work.wait(arrival_timeout())
+        with interruptible(group):
+            work = dist.all_gather(numbers, torch.tensor([number]), group=group, async_op=True)
+            work.wait(arrival_timeout())
     except RuntimeError as error:
         raise coordinator.unreachable_error(error) from error
     return len({int(one) for one in numbers}) == 1
@@ -142,10 +149,15 @@ def _raise_divergence(what: str, texts: list[str]) -> None:
 
 
 @contextmanager
-def translate_dcp_errors() -> Iterator[None]:
-    """Raise errors of torch.distributed.checkpoint, which are no ``Exception``s, as our own."""
+def translate_dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise errors of torch.distributed.checkpoint, which are no ``Exception``s, as our own.
+
+    Args:
+        group: which it communicates in, if it does.
+    """
     try:
-        yield
+        with nullcontext() if group is None else interruptible(group):
+            yield
     except CheckpointException as error:
         failures = {rank: error_text(one) for rank, (one, _) in error.failures.items()}
         raise CheckpointError(_joined(failures)) from error

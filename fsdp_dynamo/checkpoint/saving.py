@@ -287,7 +287,7 @@ def _write_files(
     writer = Writer(part, throttle)
 
     def write_tensors() -> None:
-        with translate_dcp_errors():
+        with translate_dcp_errors(coordinator.group):
             state_dict_saver.save(
                 content.tensors,
                 storage_writer=writer,

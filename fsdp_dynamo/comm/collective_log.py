@@ -27,6 +27,8 @@ MAX_ENTRIES = 1000
 FULL_PARAMS = "whole parameters"
 """The use of a collective that a state dict or ``summon_full_params`` issues."""
 
+_OF_UNITS = ("", "forward", "backward", FULL_PARAMS)
+
 _ALL_GATHER_TAG, _REDUCE_SCATTER_TAG = 0x0E, 0x0F
 _LABEL_BITS = 24
 
@@ -37,10 +39,11 @@ class Entry(NamedTuple):
     Attributes:
         number: in its group, from 0.
         step: number of outermost forwards that had begun.
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ...
         label: FQN of the unit; empty for the root and for collectives of no unit.
         numel: elements of the unsharded tensor.
-        use: ``"forward"``, ``"backward"`` or ``FULL_PARAMS``.
+        use: ``"forward"``, ``"backward"`` or ``FULL_PARAMS``; of a collective of no unit, what it
+            is for.
     """
 
     number: int
@@ -55,12 +58,19 @@ class Entry(NamedTuple):
         """The fields that must be the same on all ranks."""
         return self.kind, self.label, self.numel, self.use
 
+    @property
+    def subject(self) -> str:
+        """The unit, or what the collective is for."""
+        return unit_name(self.label) if self.use in _OF_UNITS else self.use
+
     def description(self) -> str:
         """The collective in words, for messages."""
-        name = unit_name(self.label)
         kind = self.kind.replace("_", "-")
+        if self.use not in _OF_UNITS:
+            elements = f"{self.numel} elements, " if self.numel else ""
+            return f"the {kind} for {self.use} ({elements}step {self.step})"
         use = f"{self.use}, " if self.use else ""
-        return f"the {kind} of {name} ({self.numel} elements, {use}step {self.step})"
+        return f"the {kind} of {self.subject} ({self.numel} elements, {use}step {self.step})"
 
 
 class _GroupLog:
@@ -138,6 +148,12 @@ def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
     """The last ``most`` collectives of a group, oldest first."""
     log = _logs.get(group)
     return [] if log is None else list(log.entries)[-most:]
+
+
+def count(group: dist.ProcessGroup) -> int:
+    """How many of a group's collectives this rank has issued; the next one's number."""
+    log = _logs.get(group)
+    return 0 if log is None else log.count
 
 
 GroupRecord = tuple[list[int], int, list[Entry]]

@@ -1,5 +1,8 @@
 """Waits for gloo's collectives that end early when another rank has posted a failure notice.
 
+All waits of this package for other ranks are such waits: those for its own collectives
+(``wait_with_watchdog``), and those inside of torch's blocking calls (``watched``).
+
 A gloo wait that times out closes the group's connections, so waiting in slices is no option: it
 would abort healthy transfers. Instead, a watchdog thread checks the store for the groups of waits
 that last longer than a period, and closes a group's connections only when there is a notice. That
@@ -11,8 +14,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -20,11 +25,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.collective_log import Entry
+from fsdp_dynamo.comm.collective_log import Entry, record
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import Work, peer_of
-from fsdp_dynamo.errors import DivergenceError, RankFailedError
+from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError
 
 PERIOD_S = 1.0
 STORE_TIMEOUT_S = 5.0
@@ -37,13 +42,14 @@ _Wait = tuple[int, dist.ProcessGroup]
 
 
 class _Watchdog:
-    """Thread that checks long waits; it ends after a while without any."""
+    """Thread that checks long waits; it ends after a while without any, and for no other reason."""
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
+        self._told: set[str] = set()
 
     def begin(self, group: dist.ProcessGroup) -> None:
         """The calling thread starts to wait for a collective."""
@@ -59,7 +65,19 @@ class _Watchdog:
         with self._lock:
             if not self._is_alive:
                 self._is_alive = True
-                threading.Thread(target=self._watch, name="fsdp_dynamo", daemon=True).start()
+                threading.Thread(target=self._run, name="fsdp_dynamo", daemon=True).start()
+
+    def _run(self) -> None:
+        """Watch, and begin anew after an error, which is told once."""
+        while True:
+            try:
+                return self._watch()
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                if text not in self._told:
+                    self._told.add(text)
+                    _tell(error)
+                time.sleep(PERIOD_S)
 
     def _watch(self) -> None:
         idle = 0
@@ -79,12 +97,22 @@ class _Watchdog:
             return not self._is_alive
 
 
+def _tell(error: Exception) -> None:
+    where = "".join(traceback.format_exception(error))
+    with suppress(Warning):  # where warnings are errors
+        warnings.warn(
+            f"the thread that watches waits for other ranks has failed, and begins anew; please "
+            f"report this: {where}",
+            stacklevel=2,
+        )
+
+
 def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
-    check_notices = _notice_checks.get(group)
-    if check_notices is None:
+    check = _check_for(group)
+    if check is None:
         return
     try:
-        check_notices(group)
+        check(group)
     except DivergenceError:
         _close_connections(group)
     except RuntimeError:  # the store or the group is gone: the waits fail by themselves
@@ -104,29 +132,40 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 _watchdog = _Watchdog()
-_notice_checks: WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], None]] = (
-    WeakKeyDictionary()
-)
-_notice_posters: WeakKeyDictionary[dist.ProcessGroup, Callable[[DivergenceError], None]] = (
-    WeakKeyDictionary()
-)
+_Check = Callable[[dist.ProcessGroup], None]
+_Deliver = Callable[[DivergenceError], None]
+_notice_checks: WeakKeyDictionary[dist.ProcessGroup, _Check] = WeakKeyDictionary()
+_of_other_groups: list[_Check] = []
+"""The check for groups without one of their own, once there is one."""
+
+_deliverers: list[_Deliver] = []
+"""One, once there is a check."""
+
+_closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictionary()
+"""Groups whose connections are closed, with the reason: gloo has none for those who wait later."""
 
 
 def enable_watchdog(
-    group: dist.ProcessGroup,
-    check_notices: Callable[[dist.ProcessGroup], None],
-    post_notice: Callable[[DivergenceError], None],
+    group: dist.ProcessGroup, check: _Check, check_others: _Check, deliver: _Deliver
 ) -> None:
-    """Let waits for a group's collectives end when there is a notice.
+    """Let waits for collectives end when there is a notice.
 
     Args:
         group: a gloo group.
-        check_notices: raises ``DivergenceError`` if there is a notice. It is given the group, and
-            must hold no reference to it: the group would never be freed.
-        post_notice: posts an error as a notice.
+        check: raises ``DivergenceError`` if there is a notice. It is given the group, and must hold
+            no reference to it: the group would never be freed.
+        check_others: the same for groups that have no check of their own.
+        deliver: posts an error that is about to be raised here, unless it is of a notice, and
+            counts that as heard.
     """
-    _notice_checks[group] = check_notices
-    _notice_posters[group] = post_notice
+    _notice_checks[group] = check
+    _of_other_groups[:] = [check_others]
+    _deliverers[:] = [deliver]
+
+
+def _check_for(group: dist.ProcessGroup) -> _Check | None:
+    own = _notice_checks.get(group)
+    return own or next(iter(_of_other_groups), None)
 
 
 def wait_with_watchdog(
@@ -144,22 +183,68 @@ def wait_with_watchdog(
         RankFailedError: a rank is gone, or has not come within the group's timeout.
         RuntimeError: a collective failed for another reason.
     """
-    watched = group in _notice_checks
-    if watched:
+    is_watched = bool(_of_other_groups)
+    if is_watched:
         _watchdog.begin(group)
     position = 0
     try:
         for position, work in enumerate(works):  # noqa: B007
             work.wait()
     except RuntimeError as error:
-        if watched:
-            cause = _cause(error, group, peer_of(group, works, position), entry)
-            if cause is not None:
-                raise cause from None  # gloo's own message is of no help
+        cause = _cause(error, group, peer_of(group, works, position), entry)
+        if cause is not None:
+            raise cause from None  # gloo's own message is of no help
         raise
     finally:
-        if watched:
+        if is_watched:
             _watchdog.end()
+
+
+@contextmanager
+def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> Iterator[None]:
+    """A block that calls one collective of torch's and waits for it, on all ranks of a group.
+
+    The ranks compare it with what others issue instead, as they do those of units.
+
+    Args:
+        group: of the collective.
+        kind: ``"all_reduce"``, ``"broadcast"``, ...
+        use: what it is for, as users know it.
+        numel: elements, if they are the same on all ranks.
+
+    Raises:
+        DivergenceError: another rank of the group has posted a notice.
+        RankFailedError: a rank is gone, or has not come within the group's timeout.
+    """
+    entry = record(group, kind, "", numel, use)
+    try:
+        with interruptible(group):
+            yield
+    except RuntimeError as error:
+        cause = None if isinstance(error, FSDPError) else _cause(error, group, None, entry)
+        if cause is None:
+            raise
+        raise cause from None
+
+
+@contextmanager
+def interruptible(group: dist.ProcessGroup) -> Iterator[None]:
+    """A block that waits for other ranks: a notice lets its collectives fail, with gloo's error."""
+    is_watched = bool(_of_other_groups)
+    if is_watched:
+        _watchdog.begin(group)
+    try:
+        yield
+    finally:
+        if is_watched:
+            _watchdog.end()
+
+
+def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
+    """The error that another rank has posted; it is not counted as heard."""
+    check = _check_for(group)
+    raised = None if check is None else run_with_timeout(STORE_TIMEOUT_S, partial(check, group))
+    return raised if isinstance(raised, DivergenceError) else None
 
 
 def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
@@ -187,12 +272,24 @@ def _cause(
     error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
 ) -> DivergenceError | None:
     """The error of another rank's notice, or one for the peer, which is then posted."""
-    message = peer_failure_message(error, peer, entry)
-    notice = run_with_timeout(STORE_TIMEOUT_S, partial(_notice_checks[group], group))
-    if isinstance(notice, DivergenceError):
-        return notice
-    if message is None:
-        return None
-    failure = RankFailedError(message)
-    run_with_timeout(STORE_TIMEOUT_S, partial(_notice_posters[group], failure))
+    known = _closed.get(group)
+    if known is not None:
+        return _once_more(known)
+    failure = notice_for(group)
+    if failure is None:
+        message = peer_failure_message(error, group, peer, entry)
+        if message is None:
+            return None
+        failure = RankFailedError(message)
+    _closed[group] = type(failure)(str(failure))  # without the frames of its traceback
+    for deliver in _deliverers:
+        run_with_timeout(STORE_TIMEOUT_S, partial(deliver, failure))
     return failure
+
+
+def _once_more(known: DivergenceError) -> DivergenceError:
+    """The error for another wait after a group's connections were closed."""
+    return type(known)(
+        f"{known} The process group has no connections since: start all ranks again, or make a new "
+        "group and wrap the model again."
+    )

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_dynamo.comm.point_to_point import Work
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.row_dtensor import local_of, rows_like
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
@@ -99,10 +101,11 @@ def update_whole(
     refuse_parallel({fqn: parallel[fqn] for fqn in parts}, "update_whole()")
     updates = [_WholeUpdate(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
     _assign(updates)
-    _exchange([transfer for one in updates for transfer in one.gather()])
+    groups = list(dict.fromkeys(one.flat.group for one in updates if one.flat.is_sharded))
+    _exchange([transfer for one in updates for transfer in one.gather()], groups)
     for one in updates:
         one.run(update)
-    _exchange([transfer for one in updates for transfer in one.scatter()])
+    _exchange([transfer for one in updates for transfer in one.scatter()], groups)
     return {one.fqn: one.result for one in updates}
 
 
@@ -217,8 +220,21 @@ def _assign(updates: Sequence[_WholeUpdate]) -> None:
         load[one.owner] += one.numel
 
 
-def _exchange(transfers: Sequence[_Transfer]) -> None:
-    """Run messages; between two ranks they match in their order."""
+def _exchange(transfers: Sequence[_Transfer], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Run messages; between two ranks they match in their order.
+
+    Args:
+        transfers: this rank's, perhaps none.
+        groups: those of all ranks' transfers, in the same order on all of them.
+    """
+    works = {group: _issued([one for one in transfers if one.group is group]) for group in groups}
+    for group in groups:
+        with watched(group, "exchange", "update_whole()"):
+            for work in works[group]:
+                work.wait()
+
+
+def _issued(transfers: Sequence[_Transfer]) -> Sequence[Work]:
     ops = [
         dist.P2POp(
             dist.isend if one.is_send else dist.irecv,
@@ -228,5 +244,4 @@ def _exchange(transfers: Sequence[_Transfer]) -> None:
         )
         for one in transfers
     ]
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
+    return dist.batch_isend_irecv(ops) if ops else []

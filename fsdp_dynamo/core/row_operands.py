@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.comm.process_groups import served_device
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.rows import Rows
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
@@ -114,7 +115,8 @@ def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
         device = served_device(rows.group, local.device)
         votes = torch.tensor([is_theirs, is_ours], dtype=torch.int32, device=device)
         for group in rows.groups:
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+            with watched(group, "all_reduce", "a DTensor of torch's", votes.numel()):
+                dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
         is_theirs, is_ours = map(bool, votes.tolist())
     if is_ours:
         return local

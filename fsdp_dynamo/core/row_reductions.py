@@ -14,10 +14,12 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import served_device
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.row_operands import refused, rows_of
 from fsdp_dynamo.errors import UnsupportedError
 
 aten = torch.ops.aten
+_USE = "a norm or another value of all ranks, as in clip_grad_norm_()"
 
 
 def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -127,7 +129,8 @@ def _all_reduced(
             value = wait_tensor(traced_all_reduce(value, operation.name.lower(), group))
             continue
         sent = value.to(served_device(group, value.device))
-        dist.all_reduce(sent, operation, group=group)
+        with watched(group, "all_reduce", _USE, sent.numel()):
+            dist.all_reduce(sent, operation, group=group)
         value = sent.to(value.device)
     return value
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.row_dtensor import local_of
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
@@ -20,6 +21,8 @@ from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError
+
+_USE = "summon_full_params()"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class _SummonedFlat:
     def _any_rank_has_grad(self) -> list[bool]:
         """Whether any rank has a gradient, per original parameter."""
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
+        with watched(self._flat.group, "all_reduce", _USE, flags.numel()):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
         return [bool(flag) for flag in flags.tolist()]
 
     def _sharded_grad(self) -> torch.Tensor:
@@ -196,13 +200,16 @@ class _SummonedFlat:
             chunks = None
             if self._is_first:
                 chunks = list(self._as_flat(shard, values).chunk(flat.group.size()))
-            dist.scatter(shard, chunks, group=flat.group, group_src=0)
+            with watched(flat.group, "scatter", _USE, flat.layout.padded_numel):
+                dist.scatter(shard, chunks, group=flat.group, group_src=0)
         elif not flat.is_sharded:
             if self._is_first:
                 shard.copy_(self._as_flat(shard, values))
-            dist.broadcast(shard, group=flat.group, group_src=0)
+            with watched(flat.group, "broadcast", _USE, shard.numel()):
+                dist.broadcast(shard, group=flat.group, group_src=0)
         if replicate is not None:
-            dist.broadcast(shard, group=replicate, group_src=0)
+            with watched(replicate, "broadcast", _USE, shard.numel()):
+                dist.broadcast(shard, group=replicate, group_src=0)
         kept.copy_(shard)
 
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdp_dynamo.agreement.store import exchange_device
+from fsdp_dynamo.comm.watchdog import watched
+
+_USE = "loading what the first rank has"
 
 
 def broadcast_from_first(value: Any, groups: Sequence[dist.ProcessGroup] | None = None) -> Any:
@@ -34,7 +37,8 @@ def _from_first(value: Any, group: dist.ProcessGroup) -> Any:
     leaves, spec = tree_flatten(value) if is_first else ([], None)
     shapes = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in leaves]
     skeleton: list[Any] = [(shapes, spec)]
-    dist.broadcast_object_list(skeleton, src=first, group=group)
+    with watched(group, "broadcast", _USE):
+        dist.broadcast_object_list(skeleton, src=first, group=group)
     shapes, spec = skeleton[0]
     received = []
     for position, one in enumerate(shapes):
@@ -52,5 +56,6 @@ def _broadcast(
         buffer = torch.empty(like.shape, dtype=like.dtype, device=device)
     else:
         buffer = own.detach().to(device).contiguous()
-    dist.broadcast(buffer, src=first, group=group)
+    with watched(group, "broadcast", _USE, buffer.numel()):
+        dist.broadcast(buffer, src=first, group=group)
     return buffer.cpu()

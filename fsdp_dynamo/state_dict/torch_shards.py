@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.agreement.store import exchange_device
+from fsdp_dynamo.comm.watchdog import watched
 
 
 def whole_tensor(value: Any) -> Any:
@@ -44,7 +45,8 @@ def _gathered(value: ShardedTensor) -> torch.Tensor:
     for place, shard in _places(sent, by_rank.get(dist.get_rank(), [])):
         place.copy_(own[tuple(shard.shard_offsets)])
     received = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather([one.view(torch.uint8) for one in received], sent.view(torch.uint8), group)
+    with watched(group, "all_gather", "a ShardedTensor", value.size().numel()):
+        dist.all_gather([one.view(torch.uint8) for one in received], sent.view(torch.uint8), group)
     whole = torch.empty(value.size(), dtype=value.dtype, device=device)
     for rank, buffer in zip(dist.get_process_group_ranks(group), received, strict=True):
         for place, shard in _places(buffer, by_rank.get(rank, [])):

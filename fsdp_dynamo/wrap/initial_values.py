@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_dynamo.agreement.run import together
 from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.deferred_init import DeferredInit, InitFn
@@ -105,7 +106,8 @@ class InitialValues:
             return
         for tensor in tensors:
             for group in reversed(self._source.all):  # across replicas, then inside each
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
+                with watched(group, "broadcast", "sync_module_states", tensor.numel()):
+                    dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def _serves_cpu(group: dist.ProcessGroup) -> bool:

@@ -80,6 +80,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(flight_recorder.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(flight_recorder.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(flight_recorder, "_recorder", None)
+    monkeypatch.setattr(flight_recorder, "_is_off", False)
     monkeypatch.setattr(flight_recorder, "register_exit_callback", lambda _: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(flight_recorder, "_user", lambda: "someone")
@@ -142,6 +143,36 @@ def test_a_link_in_the_place_of_a_record(one_rank: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         recorder.write("a reason", [])
     assert victim.read_text() == "as it was"
+
+
+def test_records_are_small(one_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many groups with long names, the last collectives; of an endless error, the begin."""
+    label = "layers." * 40
+    entries = [Entry(number, 1, "all_gather", label, 8) for number in range(1000)]
+    groups = [([0, rank], 1000, entries) for rank in range(8)]
+    monkeypatch.setattr(flight_recorder.collective_log, "recent_by_group", lambda: groups)
+    flight_recorder.record_flight_by_default()
+    recorder = flight_recorder._recorder
+    assert recorder is not None
+    recorder.write("\u00fc" * (1 << 21), ["x" * (1 << 21)] * 20)
+    assert recorder.path.stat().st_size <= flight_recorder.MAX_BYTES == 1 << 20
+    written = json.loads(recorder.path.read_text())
+    assert written["reason"].startswith("\u00fc")
+    for group in written["groups"]:
+        assert group["count"] == 1000
+        assert group["entries"][-1][0] == 999
+        assert len(group["entries"]) > 100
+
+
+def test_no_records(one_rank: Path) -> None:
+    """Neither by default nor from a recorder that was there."""
+    flight_recorder.record_flight_by_default()
+    assert flight_recorder._recorder is not None
+    record_flight(None)
+    flight_recorder._record_error(ValueError("as asked"))
+    flight_recorder.record_flight_by_default()
+    assert flight_recorder._recorder is None
+    assert [*one_rank.iterdir()] == []
 
 
 def test_a_rank_that_raises(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""A wait for ranks that have not come: a warning first, an error only on evidence.
+
+A rank may be late for good reasons: it tokenizes, its disk is slow, it stands at a breakpoint. So a
+late one is named in a warning, and waited for until the group's timeout. What ends a wait early:
+
+- a rank has posted a notice: it has failed;
+- the connection to a late rank is closed: it has ended or was killed, compiling or not;
+- a late rank has issued a collective, or waits for an exchange, that this rank was to take part in
+  before it came here: it runs something else. Ranks do both in one order, so neither could come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_dynamo.agreement import busy_ranks
+from fsdp_dynamo.agreement.collective_order import issued_by
+from fsdp_dynamo.agreement.linked_groups import linked_groups, linked_stores, stores_with
+from fsdp_dynamo.agreement.notices import raise_if_noticed
+from fsdp_dynamo.comm import collective_log, watchdog
+from fsdp_dynamo.comm.peer_failure import GONE, GONE_FIX, gone_ranks
+from fsdp_dynamo.comm.process_groups import group_timeout_s
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
+
+CAUSE = (
+    "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
+    "the same on all ranks, then start all ranks again."
+)
+_LATE_FIX = f"{CAUSE} If they are only late, call fsdp_dynamo.set_agreement_timeout()."
+WARN_S = 10.0
+"""After so many seconds a late rank is named in a warning; while it compiles, it is not late."""
+
+_MAX_LOOKED_AT = 16
+"""Ranks that are looked at each time."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What a rank waits for, in words.
+
+    Attributes:
+        name: of what is exchanged.
+        expected: of ranks that have not come, for an error message.
+    """
+
+    name: str
+    expected: Callable[[Sequence[int]], str]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks, for messages."""
+    return ", ".join(map(str, ranks))
+
+
+class LateRanks:
+    """The ranks for which this one waits; a context that lasts as long as the wait.
+
+    Args:
+        group: of the ranks.
+        store: the group's.
+        keys: what each rank sets when it comes, by rank.
+        awaited: what that is.
+        timeout_s: how late ranks may be that do not compile; ``None``: the group's timeout.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: Any,
+        keys: Mapping[int, str],
+        awaited: Awaited,
+        timeout_s: float | None,
+    ) -> None:
+        self._group, self._store, self._keys, self._awaited = group, store, keys, awaited
+        self._missing = list(keys)
+        self._num_looks = 0
+        self._began = self._last_busy = self._last_look = time.monotonic()
+        self._limit_s = max(group_timeout_s(group), timeout_s or 0)
+        self._timeout_s = self._limit_s if timeout_s is None else timeout_s
+        self._is_warned = False
+        self._is_announced = False
+
+    def __enter__(self) -> LateRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_announced:
+            with suppress(dist.DistError):
+                self._store.set(_wait_key(dist.get_rank()), "")
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        came = [rank for rank in self._missing if self._store.check([self._keys[rank]])]
+        self._missing = [rank for rank in self._missing if rank not in came]
+        return self._missing
+
+    def look_after(self, missing: Sequence[int]) -> None:
+        """Warn if these ranks are late, and raise if they will not come.
+
+        Raises:
+            DivergenceError: they run something else, or the time is over.
+            RankFailedError: a rank has failed or is gone.
+        """
+        raise_if_noticed(self._store)
+        now = time.monotonic()
+        if now - self._last_look > watchdog.PERIOD_S:
+            self._last_look = now
+            self._raise_on_evidence(self._some_of(missing))
+        if any(map(busy_ranks.is_busy, missing)):
+            self._last_busy = now
+        late_s = now - self._last_busy
+        if late_s > self._timeout_s or now - self._began > self._limit_s:
+            seconds = self._timeout_s if late_s > self._timeout_s else self._limit_s
+            got = f"nothing from rank(s) {listed(missing)} within {seconds:g} s"
+            raise DivergenceError(self._message(missing, got, _LATE_FIX))
+        if late_s > WARN_S and not self._is_warned:
+            self._is_warned = True
+            self._warn(missing, late_s)
+
+    def _some_of(self, missing: Sequence[int]) -> Sequence[int]:
+        """At most ``_MAX_LOOKED_AT`` of them, others each time: thousands would load the store."""
+        begin = self._num_looks * _MAX_LOOKED_AT % max(1, len(missing))
+        self._num_looks += 1
+        return [*missing[begin:], *missing[:begin]][:_MAX_LOOKED_AT]
+
+    def raise_if_gone(self, ranks: Iterable[int]) -> None:
+        """Raise if a connection to one of these ranks is closed.
+
+        Raises:
+            RankFailedError: one is gone.
+        """
+        gone = gone_ranks(self._group, ranks)
+        if gone:
+            expected, where = self._awaited.expected(gone), f"rank {listed(gone)}"
+            raise RankFailedError(
+                error_message(expected=expected, got=GONE, where=where, fix=GONE_FIX)
+            )
+
+    def _raise_on_evidence(self, missing: Sequence[int]) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            record = [self._keys, self._awaited.name]
+            self._store.set(_wait_key(dist.get_rank()), json.dumps(record))
+        try:
+            self.raise_if_gone(missing)
+        except RankFailedError:
+            raise_if_noticed(self._store)  # what it has said before it went
+            raise
+        found = _issued_instead(missing) or _awaited_instead(self._group, missing)
+        # Both were read before this: a rank that had come in between has come in time.
+        if found is not None and not self._store.check([self._keys[found[0]]]):
+            rank, what = found
+            got = f"{what} on rank {rank}, which rank {dist.get_rank()} has not come to"
+            raise DivergenceError(self._message([rank], got, CAUSE))
+
+    def _message(self, ranks: Sequence[int], got: str, fix: str) -> str:
+        return error_message(
+            expected=self._awaited.expected(ranks),
+            got=got,
+            where=self._awaited.name,
+            fix=fix,
+            see="another-graph-on-one-rank",
+        )
+
+    def _warn(self, missing: Sequence[int], late_s: float) -> None:
+        each = ", ".join(f"{rank} ({busy_ranks.process_of(rank)})" for rank in missing)
+        warnings.warn(
+            f"{self._awaited.name}: rank {dist.get_rank()} has waited {late_s:.0f} s for rank(s) "
+            f"{each}. They neither compile nor have failed: perhaps they load data, write a file "
+            "or are at a breakpoint (py-spy dump shows where). They are waited for, at most for "
+            f"{self._timeout_s:g} s.",
+            stacklevel=2,
+        )
+
+
+def _wait_key(rank: int) -> str:
+    return f"waits/{rank}"
+
+
+def _issued_instead(missing: Sequence[int]) -> tuple[int, str] | None:
+    """A rank that has issued a collective which this one has not, and the collective."""
+    stores = linked_stores()
+    for group, name, ranks in linked_groups():
+        count = collective_log.count(group)
+        for rank in [rank for rank in missing if rank in ranks]:
+            for entry in issued_by(stores[ranks], name, rank):
+                if entry.number >= count:
+                    return rank, entry.description()
+    return None
+
+
+def _awaited_instead(group: dist.ProcessGroup, missing: Sequence[int]) -> tuple[int, str] | None:
+    """A rank that waits for this one elsewhere, and what for."""
+    own = str(dist.get_rank())
+    for ranks, store in stores_with(group).items():
+        for rank in [rank for rank in missing if rank in ranks]:
+            key = _wait_key(rank)
+            record = store.get(key).decode() if store.check([key]) else ""
+            if record:
+                keys, name = json.loads(record)
+                if own in keys and not store.check([keys[own]]):
+                    return rank, f"a wait for the {name}"
+    return None
