@@ -31,7 +31,7 @@ def set_agreement_timeout(seconds: float | None) -> None:
     the wait earlier, or later; time in which a rank of the group compiles is not counted.
 
     Args:
-        seconds: more than 0; ``None``: the process group's timeout.
+        seconds: more than 0; ``None``: the process group's timeout, but 10 s at least.
 
     Raises:
         FSDPValueError: neither ``None`` nor a number above 0.

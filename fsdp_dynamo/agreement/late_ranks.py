@@ -38,6 +38,9 @@ _LATE_FIX = f"{CAUSE} If they are only late, call fsdp_dynamo.set_agreement_time
 WARN_S = 10.0
 """After so many seconds a late rank is named in a warning; while it compiles, it is not late."""
 
+LEAST_S = 10.0
+"""The limit of a group whose own timeout is shorter: its ranks do not compile equally fast."""
+
 _MAX_LOOKED_AT = 16
 """Ranks that are looked at each time."""
 
@@ -68,7 +71,8 @@ class LateRanks:
         store: the group's.
         keys: what each rank sets when it comes, by rank.
         awaited: what that is.
-        timeout_s: how late ranks may be that do not compile; ``None``: the group's timeout.
+        timeout_s: how late ranks may be that do not compile; ``None``: the group's timeout, but
+            ``LEAST_S`` at least.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class LateRanks:
         self._missing = list(keys)
         self._num_looks = 0
         self._began = self._last_busy = self._last_look = time.monotonic()
-        self._limit_s = max(group_timeout_s(group), timeout_s or 0)
+        self._limit_s = max(group_timeout_s(group), timeout_s or LEAST_S)
         self._timeout_s = self._limit_s if timeout_s is None else timeout_s
         self._is_warned = False
         self._is_announced = False
