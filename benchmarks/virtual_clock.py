@@ -17,6 +17,7 @@ Rates: H100 SXM (data sheet: 989 TFLOP/s in bf16, of which 60 % are taken; 3.35 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,12 @@ from torch.nn import functional as F
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed import fsdp as upstream
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as UpstreamPolicy
 
 from benchmarks.command_line import BadInputError, one_line_on_bad_input
 from benchmarks.measure.report import record, write
+from benchmarks.peers.simple_fsdp import shard_parameters
 from benchmarks.streams.clock import Rates, Timeline, run
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import Program
@@ -44,16 +47,22 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 SCALE, RECORDED_RANKS, TOKENS = 64, 8, 4096
 MODELS = {
-    "8b": DecoderSizes(4096, 32, 32, 128256, 14336),
-    "70b": DecoderSizes(8192, 80, 64, 128256, 28672),
+    "8b": DecoderSizes(4096, 32, 32, 128256, 14336, 8),
+    "70b": DecoderSizes(8192, 80, 64, 128256, 28672, 8),
 }
-PEERS = ("fsdp2", "ours", "ours_hooks", "ours_graph")
+PEERS = ("fsdp1", "fsdp2", "simple_fsdp", "ours", "ours_hooks", "ours_graph")
 TITLES = {
+    "fsdp1": "FSDP1 eager",
     "fsdp2": "FSDP2 eager",
+    "simple_fsdp": "SimpleFSDP, no passes",
     "ours": "fsdp_dynamo, eager",
     "ours_hooks": "fsdp_dynamo, hooks mode",
     "ours_graph": "fsdp_dynamo, graph mode",
 }
+STREAMS_IN_FORWARD = ("fsdp1", "fsdp2")
+"""Peers that make their streams in their first forward, which is recorded for that."""
+FREES_BY_ALLOCATOR = ("fsdp1",)
+"""Peers that leave it to ``record_stream`` when memory is used again, which no event shows."""
 
 
 def rates_of(num_ranks: int) -> Rates:
@@ -63,18 +72,40 @@ def rates_of(num_ranks: int) -> Rates:
 
 
 def _small(sizes: DecoderSizes) -> Decoder:
+    """The model with all widths ``SCALE`` times smaller: heads are fewer and narrower."""
     torch.manual_seed(0)
-    dim, hidden = sizes.dim // SCALE, sizes.hidden_dim // SCALE
-    return Decoder(DecoderSizes(dim, sizes.num_blocks, 1, sizes.vocabulary // SCALE, hidden))
+    narrower = math.isqrt(SCALE)
+    return Decoder(
+        DecoderSizes(
+            sizes.dim // SCALE,
+            sizes.num_blocks,
+            sizes.num_heads // narrower,
+            sizes.vocabulary // SCALE,
+            sizes.hidden_dim // SCALE,
+            sizes.num_kv_heads // narrower,
+        )
+    )
 
 
 def _wrapped(peer: str, model: Decoder, rates: Rates) -> tuple[nn.Module, Callable[..., Any]]:
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if peer == "fsdp1":
+        sharded: nn.Module = upstream.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=UpstreamPolicy({Block}),
+            mixed_precision=upstream.MixedPrecision(**low),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        return sharded, sharded
     if peer == "fsdp2":
         for block in model.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(**low))
-        sharded = fully_shard(model, mp_policy=MixedPrecisionPolicy(**low))
+            upstream.fully_shard(block, mp_policy=upstream.MixedPrecisionPolicy(**low))
+        sharded = upstream.fully_shard(model, mp_policy=upstream.MixedPrecisionPolicy(**low))
         return sharded, sharded
+    if peer == "simple_fsdp":  # its gradients are reduced in the dtype of the parameters, float32
+        shard_parameters(model, torch.device("cpu"), torch.bfloat16)
+        return model, torch.compile(model, backend="aot_eager", fullgraph=True)
     sharded = FSDP(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=MixedPrecision(**low)
     )
@@ -113,14 +144,14 @@ def program_of(peer: str, sizes: DecoderSizes, rates: Rates) -> Program:
         F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
         sharded.zero_grad()
 
-    if peer != "fsdp2":  # its streams are made in its first forward
+    if peer not in STREAMS_IN_FORWARD:
         step()
     with record_program() as recorder:
         for _ in range(2):
             begin = len(recorder.program)
             step()
         end = len(recorder.program)
-    faults = unordered(recorder.program)
+    faults = [] if peer in FREES_BY_ALLOCATOR else unordered(recorder.program)
     if faults:
         raise AssertionError(f"{peer}: {faults[0]}")
     return recorder.program[begin:end]

@@ -81,7 +81,7 @@ class Timeline:
 
 
 def run(program: Program, rates: Rates) -> Timeline:
-    """Give a program a clock."""
+    """Give a program a clock; an event that was recorded before it begins is there."""
     host = 0.0
     streams: dict[str, float] = defaultdict(float)
     communicators: dict[str, float] = defaultdict(float)
@@ -104,7 +104,7 @@ def run(program: Program, rates: Rates) -> Timeline:
         elif isinstance(step, Wait):
             streams[step.stream] = max(streams[step.stream], events.get(step.event, 0.0))
         elif isinstance(step, HostWait):
-            known = list(streams.values()) if step.event is None else [events[step.event]]
+            known = streams.values() if step.event is None else [events.get(step.event, 0.0)]
             host = max([host, *known])
     timeline.total_s = max([host, *streams.values()])
     timeline.busy_s = dict(busy)

@@ -19,6 +19,8 @@ class DecoderSizes:
         num_heads: attention heads.
         vocabulary: rows of the embedding and of the (untied) head.
         hidden_dim: width inside the SwiGLU.
+        num_kv_heads: heads of keys and values, of which each serves as many query heads; 0: as
+            many as query heads.
     """
 
     dim: int
@@ -26,6 +28,7 @@ class DecoderSizes:
     num_heads: int
     vocabulary: int
     hidden_dim: int
+    num_kv_heads: int = 0
 
 
 class Block(nn.Module):
@@ -35,8 +38,10 @@ class Block(nn.Module):
         super().__init__()
         dim, hidden = sizes.dim, sizes.hidden_dim
         self.num_heads = sizes.num_heads
+        self.num_kv_heads = sizes.num_kv_heads or sizes.num_heads
+        kv_dim = self.num_kv_heads * (dim // self.num_heads)
         self.attention_norm = nn.RMSNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = nn.Linear(dim, dim + 2 * kv_dim, bias=False)
         self.attention_out = nn.Linear(dim, dim, bias=False)
         self.mlp_norm = nn.RMSNorm(dim)
         self.gate = nn.Linear(dim, hidden, bias=False)
@@ -45,8 +50,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, dim = x.shape
-        qkv = self.qkv(self.attention_norm(x))
-        q, k, v = qkv.view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, sum(heads), -1)
+        q, k, v = qkv.transpose(1, 2).split(heads, dim=1)
+        if self.num_kv_heads != self.num_heads:
+            shared_by = self.num_heads // self.num_kv_heads
+            k, v = k.repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, dim))
         normed = self.mlp_norm(x)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.memory_runs import by_kind, runs_of
 from fsdp_dynamo.core.row_reductions import power_sum, require_one_norm
 from fsdp_dynamo.errors import unit_name
 
@@ -61,12 +62,13 @@ def clip_grad_norm(
                 same.append(original.grad)
         if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
             dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
-    grads = [grad for same in spread.values() for grad in same]
+    has_grads = any(spread.values())
+    runs = {over: runs_of(same) for over, same in spread.items()}
     wanted = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     dtype = torch.float64 if wanted == torch.float64 else torch.float32
     norm_type = float(norm_type)
     totals = torch.stack(
-        [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
+        [power_sum(same, over, norm_type, dtype, device) for over, same in runs.items()]
     )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     if partial is not None:
@@ -74,9 +76,9 @@ def clip_grad_norm(
         where = f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}"
         require_one_norm(norm, groups, on_ranks, where)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.device, grad.dtype))
-    if not grads and not norm:
+    for grads in by_kind(grad for same in runs.values() for grad in same):
+        torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+    if not has_grads and not norm:  # read on the host only where this rank has no gradient
         warnings.warn(
             f"clip_grad_norm_() found no gradient that is not zero: its norm is 0, in {wanted}",
             stacklevel=4,

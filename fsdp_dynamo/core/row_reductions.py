@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.memory_runs import by_kind, runs_of
 from fsdp_dynamo.core.row_operands import refused, rows_of
 from fsdp_dynamo.errors import UnsupportedError
 
@@ -31,9 +32,9 @@ def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float
     for row in rows:
         by_groups.setdefault(row._placing.rows.groups, []).append(row._local_tensor)
     found = [tensor for tensors in by_groups.values() for tensor in tensors]
-    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in found], torch.float32)
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in found}, torch.float32)
     powers = [
-        power_sum(tensors, groups, order, dtype, found[0].device)
+        power_sum(runs_of(tensors), groups, order, dtype, found[0].device)
         for groups, tensors in by_groups.items()
         if tensors
     ]
@@ -91,21 +92,34 @@ def power_sum(
     NaN if a rank has one.
 
     Args:
-        tensors: this rank's; none, perhaps.
+        tensors: this rank's, none of them empty; none, perhaps.
         groups: the ranks.
         order: p.
         dtype: of the sum.
         device: of the sum.
     """
     norms = [
-        torch.linalg.vector_norm(tensor, order, dtype=dtype).to(device)
-        for tensor in tensors
-        if tensor.numel()
+        torch.stack(torch._foreach_norm(same, order, dtype=dtype)).to(device)
+        for same in by_kind(_in_blocks(tensors))
     ]
-    own = torch.stack([*norms, torch.zeros((), dtype=dtype, device=device)])
+    own = torch.cat([*norms, torch.zeros(1, dtype=dtype, device=device)])
     if math.isinf(order):
         return _reduced(own.max(), groups, dist.ReduceOp.MAX)
     return _reduced((own**order).sum(), groups, dist.ReduceOp.SUM)
+
+
+_BLOCK = 1 << 16
+"""Elements of which a kernel of a CPU takes the norm; it adds them up in as many floats as a
+vector has, which lose 1 % of the norm of 128 M elements."""
+
+
+def _in_blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same elements in blocks, where kernels need them."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel() > _BLOCK:
+            yield from tensor.reshape(-1).split(_BLOCK)
+        else:
+            yield tensor
 
 
 def _reduced(

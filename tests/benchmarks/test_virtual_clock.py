@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool
 from torch import nn
+from torch.distributed import fsdp as upstream
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn import functional as F
 
 from benchmarks.streams.clock import Rates, Timeline, run
+from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch, Program, Record, Wait
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import fully_shard
@@ -90,19 +95,81 @@ def test_exposed_is_what_the_computation_waits() -> None:
     assert (timeline.total_s, timeline.exposed_s, timeline.communication_s) == (9, 4, 5)
 
 
+# -- recording -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_causal", "products"), [(False, 2 + 5), (True, (2 + 5) / 2)])
+def test_work_of_attention(is_causal: bool, products: float) -> None:
+    """Two products forward and five backward; a causal kernel leaves out half of them."""
+    batch, heads, length, dim = 2, 3, 8, 16
+    q, k, v = torch.ones(3, batch, heads, length, dim, requires_grad=True).unbind()
+    with record_program() as recorder:
+        F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward()
+    work = sum(step.flops for step in recorder.program if isinstance(step, Launch))
+    assert work == products * 2 * batch * heads * length**2 * dim
+
+
+def test_bytes_of_an_operator() -> None:
+    """Views of one storage are counted each, and memory that is given is no work."""
+    parts = [torch.ones(4), torch.ones(8)]
+    with record_program() as recorder:
+        whole = torch.empty(16)
+        torch._foreach_copy_([whole[:4], whole[4:12]], parts)
+    (copy,) = [step for step in recorder.program if isinstance(step, Launch)]
+    assert (copy.name, copy.num_bytes) == ("_foreach_copy_", 2 * 4 * 12)
+
+
+def _functional(rank: int, world_size: int) -> tuple[list[float], Program]:
+    x = torch.full((2,), float(rank))
+    operators, group = torch.ops._c10d_functional, dist.group.WORLD
+    assert group is not None
+    with record_program() as recorder:
+        gathered = operators.all_gather_into_tensor(x, world_size, group.group_name)
+        own = x + 1
+        whole = operators.wait_tensor(gathered) * 2
+    return [*own.tolist(), *whole.tolist()], recorder.program
+
+
+def test_functional_collectives(ranks: RankPool) -> None:
+    """They run on the communicator's stream until they are waited for."""
+    for rank, (values, program) in enumerate(ranks.run(_functional, 2)):
+        assert values == [rank + 1.0] * 2 + [0.0, 0.0, 2.0, 2.0]
+        launches = [step for step in program if isinstance(step, Launch)]
+        assert [step.name for step in launches] == ["all_gather", "add", "mul"]
+        assert [step.stream == COMPUTING for step in launches] == [False, True, True]
+        assert unordered(program) == []
+        never = [step for step in program if step != Wait(COMPUTING, _last_wait(program))]
+        assert len(unordered(never)) > 0
+
+
+def _last_wait(program: Program) -> int:
+    return [step.event for step in program if isinstance(step, Wait)][-1]
+
+
 # -- overlap ---------------------------------------------------------------------------------------
 
 NUM_UNITS, WIDTH = 6, 64
 
 
-def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:
-    """A clock for the last of some steps, recorded from the first one on."""
+def _sharded(peer: str) -> nn.Module:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_UNITS)])
+    if peer == "fsdp1":
+        return upstream.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
     options = {} if peer == "fsdp2" else {"use_dtensor": False}
-    shard = torch.distributed.fsdp.fully_shard if peer == "fsdp2" else fully_shard
+    shard = upstream.fully_shard if peer == "fsdp2" else fully_shard
     for layer in model:
         shard(layer, **options)
-    shard(model, **options)
+    return shard(model, **options)
+
+
+def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:
+    """A clock for the last of some steps, recorded from the first one on."""
+    model = _sharded(peer)
     tokens = 2 * WIDTH
     with record_program() as recorder:
         for _ in range(steps):
@@ -116,7 +183,12 @@ def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:
 
 
 def _steps(rank: int, world_size: int) -> dict[str, float]:
-    cases = {"fsdp2": ("fsdp2", 3), "first step": ("ours", 1), "steady": ("ours", 3)}
+    cases = {
+        "fsdp1": ("fsdp1", 3),
+        "fsdp2": ("fsdp2", 3),
+        "first step": ("ours", 1),
+        "steady": ("ours", 3),
+    }
     return {name: _step(rank, world_size, *case).exposed_s for name, case in cases.items()}
 
 
@@ -126,3 +198,4 @@ def test_only_the_ends_are_exposed(ranks: RankPool) -> None:
         assert exposed["steady"] == pytest.approx(1.0, abs=1e-2)
         assert exposed["first step"] == pytest.approx(1.0, abs=1e-2)
         assert exposed["steady"] <= exposed["fsdp2"] + 1e-6
+        assert exposed["steady"] <= exposed["fsdp1"] + 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, UnsupportedError
+from fsdp_dynamo.core.row_reductions import power_sum
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
@@ -236,3 +239,139 @@ def test_dtype_and_warning_are_upstreams(ranks: RankPool) -> None:
     for dtypes, texts in ranks.run(_low_precision, 2):
         assert dtypes == [torch.bfloat16, torch.float32]
         assert ["found no gradient" in text for text in texts] == [True]
+
+
+# -- launches ------------------------------------------------------------------------------------
+
+
+class _Launches(TorchDispatchMode):
+    """How often an operator reads or writes gradients; one of lists counts for each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.number += len(args[0]) if isinstance(args[0], list) else 1
+        return result
+
+
+def _stack(num_layers: int, dim: int, *, bias: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(dim, dim, bias=bias) for _ in range(num_layers)])
+
+
+def _rows(rank: int, dim: int) -> torch.Tensor:
+    return torch.randn(3, dim, generator=torch.Generator().manual_seed(rank))
+
+
+def _launches(rank: int, world_size: int, mode: str, use_dtensor: bool) -> list[int]:
+    """Of ``clip_grad_norm_`` with units of two and of nine parameters; of torch's with DTensors."""
+    numbers = []
+    for num_layers in (2, 9):
+        wrapped = FSDP(_stack(num_layers, 8), use_dtensor=use_dtensor)
+        in_mode(wrapped, mode)(_rows(rank, 8)).square().sum().backward()
+        with _Launches() as launches:
+            wrapped.clip_grad_norm_(BOUND)
+        numbers.append(launches.number)
+        if use_dtensor:
+            with _Launches() as launches:
+                nn.utils.get_total_norm([p.grad for p in wrapped.parameters()])  # type: ignore[misc]
+            numbers.append(launches.number)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("mode", "use_dtensor"), [("eager", False), ("eager", True), ("graph", False)]
+)
+def test_launches_are_those_of_flat_parameters(
+    ranks: RankPool, mode: str, use_dtensor: bool
+) -> None:
+    for numbers in ranks.run(_launches, 2, mode, use_dtensor):
+        half = len(numbers) // 2
+        assert numbers[:half] == numbers[half:]
+
+
+def _edit(params: dict[str, nn.Parameter]) -> None:
+    """Gradients as a user may leave them: absent, replaced, of other strides, of zeros."""
+    params["1.weight"].grad = None
+    params["2.bias"].grad = params["2.bias"].grad.clone() * 3  # type: ignore[union-attr]
+    whole = params["3.weight"].grad
+    assert whole is not None
+    params["3.weight"].grad = torch.stack([whole, whole]).movedim(0, -1)[..., 0]
+    params["4.weight"].grad.zero_()  # type: ignore[union-attr]
+
+
+def _spoil_the_rest(grads: list[torch.Tensor]) -> int:
+    """Write NaN into all memory of gradients that is no gradient's; returns how many elements."""
+    spoilt = 0
+    for address in {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}:
+        kept = [grad for grad in grads if grad.untyped_storage().data_ptr() == address]
+        values = [grad.clone() for grad in kept]
+        size = kept[0].untyped_storage().nbytes() // kept[0].itemsize
+        memory = kept[0].as_strided((size,), (1,), 0)
+        memory.fill_(torch.nan)
+        for grad, value in zip(kept, values, strict=True):
+            grad.copy_(value)
+        spoilt += int(memory.isnan().sum())
+    return spoilt
+
+
+def _edited(rank: int, world_size: int, strategy: str) -> list[str]:
+    """What differs from one process: 5 and 7 elements a row, so there are gaps between them."""
+    wrong = []
+    inputs = [_rows(r, 5) for r in range(world_size)]
+    for norm_type in NORM_TYPES:
+        plain = _stack(6, 5, bias=True)
+        wrapped = FSDP(
+            copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+        )
+        plain[0].weight.requires_grad_(False)
+        wrapped.module[0].weight.requires_grad_(False)
+        sum(plain(x).square().sum() for x in inputs).div(world_size).backward()  # type: ignore[union-attr]
+        wrapped(inputs[rank]).square().sum().backward()
+        _edit(dict(plain.named_parameters()))
+        _edit(dict(wrapped.module.named_parameters()))
+        if not _spoil_the_rest([p.grad for p in wrapped.parameters() if p.grad is not None]):
+            wrong.append(f"{norm_type}: nothing to spoil")
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), BOUND, norm_type)
+        got = wrapped.clip_grad_norm_(BOUND, norm_type)
+        if not torch.allclose(got, expected, rtol=1e-6):
+            wrong.append(f"{norm_type}: norm {got} for {expected}")
+        wrong += [f"{norm_type}: {name}" for name in _different(plain, wrapped)]
+    return wrong
+
+
+def _different(plain: nn.Module, wrapped: FSDP) -> list[str]:
+    """Parameters whose gradients are not this rank's part of one process's."""
+    names = []
+    shards = wrapped.parameter_shards()
+    for name, param in plain.named_parameters():
+        part = dict(wrapped.module.named_parameters())[name]
+        if (param.grad is None) != (part.grad is None):
+            names.append(name)
+        elif param.grad is not None and part.grad is not None:
+            begin = shards[name].start
+            own = param.grad.reshape(-1)[begin : begin + part.numel()]
+            if not torch.allclose(part.grad.reshape(-1), own, rtol=1e-5, atol=1e-7):
+                names.append(name)
+    return names
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_gradients_that_are_not_side_by_side(ranks: RankPool, strategy: str) -> None:
+    """Nothing but gradients is read: not padding, and not what a dropped one has left."""
+    assert ranks.run(_edited, 2, strategy) == [[], []]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_norms_of_large_tensors(order: float) -> None:
+    """Kernels of CPUs add up all elements in one float."""
+    tensor = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
+    power = power_sum([tensor], (), order, torch.float32, torch.device("cpu"))
+    got = power if math.isinf(order) else power ** (1 / order)
+    expected = torch.linalg.vector_norm(tensor.double().view(1024, -1), order, dim=1)
+    expected = torch.linalg.vector_norm(expected, order)
+    torch.testing.assert_close(got.double(), expected, rtol=3e-6, atol=0)

@@ -15,10 +15,11 @@ from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.streams import recording
+from benchmarks.streams import recorder as recorders
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch
-from benchmarks.streams.recording import Recorder, record_program
+from benchmarks.streams.recorder import Recorder
+from benchmarks.streams.recording import record_program
 from fsdp_dynamo import (
     FSDP,
     CollectivePrecision,
@@ -78,9 +79,10 @@ def _wrapped(case: str) -> FSDP:
 
 
 def _train(
-    model: torch.nn.Module, call: Any, rank: int, first: int, *, no_sync: bool
+    model: torch.nn.Module, call: Any, rank: int, first: int, case: str, mode: str
 ) -> list[torch.Tensor]:
-    """Losses of some steps of SGD; a step under ``no_sync()`` among them."""
+    """Losses of some steps of SGD with clipping; a step under ``no_sync()`` among them."""
+    no_sync = mode != "graph"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[torch.Tensor] = []
     for step in range(first, first + STEPS):
@@ -88,6 +90,8 @@ def _train(
             loss = loss_of(call, batch(rank, step))
             loss.backward()
         if not no_sync or step != first:
+            if case != "offloaded":  # its norms stop the host
+                model.clip_grad_norm_(0.5)  # type: ignore[operator]
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.detach())  # not read: that would stop the host
@@ -99,7 +103,7 @@ def _recorded(
 ) -> tuple[list[torch.Tensor], Recorder]:
     model = _wrapped(case)
     call = in_mode(model, mode)
-    losses = _train(model, call, rank, 0, no_sync=mode != "graph")
+    losses = _train(model, call, rank, 0, case, mode)
     with ExitStack() as stack:
         recorder = stack.enter_context(record_program())
         if fault:
@@ -108,7 +112,7 @@ def _recorded(
             for unit in model._fsdp_root.units:
                 for flat in unit.flats:
                     recorder.lives_on_host(flat.sharded)
-        losses += _train(model, call, rank, STEPS, no_sync=mode != "graph")
+        losses += _train(model, call, rank, STEPS, case, mode)
     return losses, recorder
 
 
@@ -119,9 +123,7 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
         model = _wrapped(case)
         call = in_mode(model, mode)
         expected = [
-            loss
-            for first in (0, STEPS)
-            for loss in _train(model, call, rank, first, no_sync=mode != "graph")
+            loss for first in (0, STEPS) for loss in _train(model, call, rank, first, case, mode)
         ]
         got, recorder = _recorded(rank, case, mode)
         names = {step.stream for step in recorder.program if isinstance(step, Launch)}
@@ -300,7 +302,7 @@ def _measured(rank: int, world_size: int, case: str) -> tuple[float, Counter[str
     """Exposed milliseconds where each wait of the computing stream takes two; the collectives."""
     model = _wrapped(case)
     loss_of(model, batch(rank, 0)).backward()
-    elapsed = mock.patch.object(recording.Event, "elapsed_time", return_value=2.0)
+    elapsed = mock.patch.object(recorders.Event, "elapsed_time", return_value=2.0)
     with elapsed, record_program(), record_events() as events:
         loss_of(model, batch(rank, 1)).backward()
     return events.exposed_ms(), Counter(one.kind for one in events if one.kind in COLLECTIVE_KINDS)

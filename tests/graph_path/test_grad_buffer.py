@@ -19,7 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fsdp_dynamo import FSDP, MixedPrecision
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.gradients.flat_gradient import copied_bytes, reductions
+from graph_passes.gradients.flat_gradient import (
+    chain_of,
+    copied_bytes,
+    ranges_of,
+    reductions,
+    write_name,
+)
 from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node
 from graph_passes.gradients.group_writes import group_writes
 from graph_passes.gradients.operators import OPERATORS
@@ -353,6 +359,7 @@ def _frozen() -> Transformer:
     return model
 
 
+GATHER, WAIT = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor"
 _MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _CASES: dict[str, Callable[[], FSDP]] = {
     "plain": lambda: wrap(make_transformer(num_blocks=2)),
@@ -431,6 +438,67 @@ def test_results_under_inductor(ranks: RankPool, case: str) -> None:
         assert after < before
         for expected, got in zip(off, on, strict=True):
             torch.testing.assert_close(got, expected, **tolerance)
+
+
+def _mixed_writes(rank: int, world_size: int) -> list[tuple[str, set[torch.dtype], int, list[str]]]:
+    """Of each reduction in fp32: what makes its flat gradient, the dtypes of what is copied there,
+    how many gradients, and whatever else is as large."""
+    found = []
+    run_pipeline = Pipeline.run
+
+    def watch(self: Pipeline, graph: fx.Graph) -> None:
+        run_pipeline(self, graph)
+        for reduction in reductions(graph) if is_backward(graph) else ():
+            flat, *chain = reversed(chain_of(reduction))
+            assert flat.meta["val"].dtype == torch.float32
+            sources = [source for node in chain for source in _written(node)]
+            found.append(
+                (
+                    op_name(flat).split("::")[-1],
+                    {source.meta["val"].dtype for source in sources},
+                    sum(len(ranges_of(node)) for node in chain),
+                    _as_large(graph, flat),
+                )
+            )
+
+    Pipeline.run = watch  # type: ignore[method-assign]
+    try:
+        torch._dynamo.reset()
+        wrapped = wrap(make_transformer(num_blocks=2), mixed_precision=_MIXED)
+        backend = backends.fsdp_dynamo_aot_eager.__name__
+        model = torch.compile(wrapped, fullgraph=True, backend=backend)
+        with nothing_cached():
+            loss_of(model, batch(rank, 0)).backward()
+    finally:
+        Pipeline.run = run_pipeline  # type: ignore[method-assign]
+    return found
+
+
+def _as_large(graph: fx.Graph, flat: fx.Node) -> list[str]:
+    """Other rows of as many elements as a flat gradient has, but gathered ones."""
+    names = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or write_name(node) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == flat.meta["val"].shape and op_name(node) not in (GATHER, WAIT):
+            names.append(node.name)
+    return names
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a node of a chain copies into the flat gradient."""
+    if write_name(node) == "write_many":
+        return list(node.args[2])  # type: ignore[arg-type]
+    return [node.args[3]] if write_name(node) == "write" else []  # type: ignore[list-item]
+
+
+def test_low_precision_is_cast_into_the_flat_gradient(ranks: RankPool) -> None:
+    """bf16 parameters, fp32 reductions: a copy per gradient, which is the cast, and no other."""
+    for found in ranks.run(_mixed_writes, 2):
+        expected = ("new_flat", {torch.bfloat16}, [])
+        assert [(made, dtypes, large) for made, dtypes, _, large in found] == [expected] * 3
+        assert [number for _, _, number, _ in found] == [12, 12, 6]  # parameters, last block first
 
 
 class Linears(nn.Module):

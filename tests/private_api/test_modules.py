@@ -329,6 +329,21 @@ def test_many_tensors_are_copied_at_once() -> None:
 
 
 @pytest.mark.private(
+    "torch._foreach_norm",
+    "torch._foreach_mul_",
+    need="norms of gradients, and their scaling, by one call for all",
+    instead="loops of torch.linalg.vector_norm and Tensor.mul_",
+)
+def test_many_tensors_are_measured_and_scaled_at_once() -> None:
+    grads = [torch.full((4,), 3.0, dtype=torch.bfloat16), torch.ones(9, dtype=torch.bfloat16)]
+    found = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
+    assert (found.dtype, found.tolist()) == (torch.float32, [6.0, 3.0])
+    assert torch.stack(torch._foreach_norm(grads, float("inf"))).tolist() == [3.0, 1.0]
+    torch._foreach_mul_(grads, torch.tensor(0.5, dtype=torch.bfloat16))
+    assert [grad[0].item() for grad in grads] == [1.5, 0.5]
+
+
+@pytest.mark.private(
     "Tensor._version",
     need="whether a tensor was written since, on fake tensors too",
     instead="for integers, a copy to compare with; for regions of a graph, the names of in-place "

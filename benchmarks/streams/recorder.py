@@ -1,0 +1,293 @@
+"""Streams, events and collectives of a recording, and the program that is made of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.streams.program import (
+    COMPUTING,
+    Allocate,
+    Free,
+    HostAccess,
+    HostWait,
+    Kind,
+    Launch,
+    Program,
+    Record,
+    Wait,
+)
+from graph_passes.cost_model import operator_flops
+
+NAN_BYTE = 0xFF
+"""Floating-point numbers of such bytes are NaN in every format."""
+_ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operators that are no work."""
+_BLOCKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+
+class Recorder:
+    """What has been enqueued so far."""
+
+    def __init__(self) -> None:
+        self.program: Program = []
+        self.current = Stream(self, COMPUTING)
+        self.default = self.current
+        self.is_quiet = False
+        self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._host: set[int] = set()
+        self.coalesced: list[Poisoned] | None = None  # by the launch that is being put together
+        self._num_buffers = self._num_events = self._num_streams = 0
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Record no operators inside."""
+        before, self.is_quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self.is_quiet = before
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    def buffer(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage's memory."""
+        known = self._numbers.get(storage._cdata)
+        if known is not None and not known[1].expired():
+            return known[0]
+        number = self._num_buffers = self._num_buffers + 1
+        self._numbers[storage._cdata] = number, StorageWeakRef(storage)
+        self.program.append(Allocate(number, self.current.name, storage.nbytes()))
+        return number
+
+    def buffers(self, values: Any) -> dict[int, int]:
+        """Numbers of all tensors in ``values``, with their bytes; views of one storage together."""
+        found: dict[int, int] = {}
+        for one in tree_leaves(values):
+            if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+                continue
+            storage = one.untyped_storage()
+            if storage.nbytes():
+                number = self.buffer(storage)
+                found[number] = min(found.get(number, 0) + one.nbytes, storage.nbytes())
+        return found
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Memory that goes or comes while its storage stays."""
+        if num_bytes == 0:
+            known = self._numbers.pop(storage._cdata, None)
+            if known is not None:
+                self.program.append(Free(known[0]))
+        else:
+            self.buffer(storage)
+
+    def sweep(self) -> None:
+        """Free what is gone since the last launch."""
+        for key, (number, reference) in list(self._numbers.items()):
+            if reference.expired():
+                del self._numbers[key]
+                self.program.append(Free(number))
+
+    def lives_on_host(self, tensor: torch.Tensor) -> None:
+        """Take a tensor for one in the host's memory."""
+        self._host.add(self.buffer(tensor.untyped_storage()))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+        """Run an operator and append it."""
+        self.sweep()
+        name, written = _name_and_written(func, args, kwargs)
+        reads = self.buffers([args, kwargs])
+        writes = self.buffers(written)
+        result = call()
+        out = self.buffers(result)
+        is_view = bool(reads) and set(out) <= set(reads) and not writes
+        if is_view or name in _ALLOCATING or not (reads or out) or self.is_quiet:
+            return result
+        writes |= {number: size for number, size in out.items() if number not in reads}
+        touched = {**reads, **writes}
+        if self._host and touched.keys() <= self._host:
+            self.program.append(HostAccess(name, tuple(touched)))
+            return result
+        self.program.append(
+            Launch(
+                name, self.current.name, tuple(reads), tuple(writes), "compute",
+                sum(touched.values()), _flops(func, args, kwargs, result),
+            )
+        )  # fmt: skip
+        if name in _BLOCKING:
+            self.program.append(HostWait(None, name))
+        return result
+
+    def collective(
+        self, kind: Kind, group: dist.ProcessGroup | None, tensors: list[Any], *,
+        is_async: bool,
+    ) -> Work | None:  # fmt: skip
+        """Append a collective; its output comes first, of one that is not asynchronous perhaps as a
+        list of its parts."""
+        self.sweep()
+        output, sent = self.buffers(tensors[0]), self.buffers(tensors[-1])
+        stream = self.current
+        if is_async:
+            stream = Stream(self, communicator(group))
+            stream.wait_event(self.current.record_event())
+        num_bytes = max(sum(part.nbytes for part in tree_leaves(one)) for one in tensors)
+        self.program.append(
+            Launch(
+                kind, stream.name, tuple(sent), tuple(output), kind, num_bytes, 0,
+                communicator(group),
+            )
+        )  # fmt: skip
+        if not is_async:
+            return None
+        with self.quiet():
+            poisoned = [Poisoned(tensors[0])]
+        if self.coalesced is not None:
+            self.coalesced += poisoned
+            poisoned = []
+        return Work(self, stream.record_event(), poisoned)
+
+    def new_event(self) -> int:
+        """A number for an event."""
+        self._num_events += 1
+        return self._num_events
+
+    def new_stream(self) -> str:
+        """A name for a stream."""
+        self._num_streams += 1
+        return f"stream {self._num_streams}"
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Arguments of an operator with their schema; none of one of higher order, which has none."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        yield from zip(schema.arguments, args, strict=False)
+        named = {one.name: one for one in schema.arguments}
+        yield from ((named[key], value) for key, value in kwargs.items() if key in named)
+
+
+def _name_and_written(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Any]]:
+    """An operator's name, and the arguments that it writes.
+
+    Operators of higher order are taken to write none.
+    """
+    if not hasattr(func, "_schema"):
+        return func.name(), []
+    arguments = _named(func, args, kwargs)
+    written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return func._schema.name.removeprefix("aten::"), written
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Of products; half of them where attention is causal, as its kernels leave the others out."""
+    count = operator_flops(func, args, kwargs, result)
+    is_causal = any(a.name == "is_causal" and v for a, v in _named(func, args, kwargs))
+    return count // 2 if is_causal else count
+
+
+def communicator(group: dist.ProcessGroup | None) -> str:
+    """The name of a group's own stream."""
+    one = group or dist.group.WORLD
+    assert one is not None
+    return f"communicator {one.group_name}"
+
+
+class Stream:
+    """``torch.cuda.Stream`` of a recording."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self.name = name
+
+    def wait_event(self, event: Event | None) -> None:
+        """Go on when an event is there."""
+        if event is not None and event.number is not None:
+            self._recorder.program.append(Wait(self.name, event.number))
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on when another stream has done what it has now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event for what is enqueued now."""
+        event = event or Event(self._recorder)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Block the host."""
+        self.record_event().synchronize()
+
+
+class Event:
+    """``torch.cuda.Event`` of a recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.number: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be there when a stream has done what it has now."""
+        self.number = self._recorder.new_event()
+        name = (stream or self._recorder.current).name
+        self._recorder.program.append(Record(self.number, name))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait."""
+        (stream or self._recorder.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Block the host."""
+        if self.number is not None:
+            self._recorder.program.append(HostWait(self.number, "synchronize"))
+
+    def elapsed_time(self, end: Event) -> float:
+        """Nothing is measured here."""
+        return 0.0
+
+    def query(self) -> bool:
+        """Never known to be there: the host is far ahead."""
+        return False
+
+
+class Poisoned:
+    """The output of a collective that nobody has waited for."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self._output = output.detach()
+        self._brought = self._output.clone()
+        self._output.untyped_storage().fill_(NAN_BYTE)
+
+    def cure(self) -> None:
+        """Give it what the collective has brought, unless it was freed before."""
+        if self._output.untyped_storage().nbytes():
+            self._output.data.copy_(self._brought)
+
+
+class Work:
+    """The handle of an asynchronous collective."""
+
+    def __init__(self, recorder: Recorder, event: Event, poisoned: list[Poisoned]) -> None:
+        self.event = event
+        self._recorder = recorder
+        self._poisoned = poisoned
+
+    def wait(self, *_: object) -> bool:
+        """Let the current stream wait."""
+        self._recorder.current.wait_event(self.event)
+        with self._recorder.quiet():
+            while self._poisoned:
+                self._poisoned.pop().cure()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether its values are there: everything has run in the host's order."""
+        return True
