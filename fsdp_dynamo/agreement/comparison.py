@@ -11,10 +11,10 @@ from fsdp_dynamo.agreement.busy_ranks import busy
 from fsdp_dynamo.agreement.exchange import (
     LateMessage,
     agreement_timeout_s,
-    exchange_texts,
     next_round,
     wait_for_texts,
 )
+from fsdp_dynamo.agreement.gathering import exchange_texts
 from fsdp_dynamo.agreement.notices import post_notice, raise_on_all_ranks
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.errors import RankFailedError, error_message

@@ -1,8 +1,7 @@
-"""Exchange of texts between the ranks of a group through their store, with a timeout."""
+"""Waits for texts of other ranks in the store, with a timeout, and small values of all ranks."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +13,11 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.notices import raise_if_noticed, raise_on_all_ranks
-from fsdp_dynamo.agreement.store import exchange_device, shared_store
+from fsdp_dynamo.agreement.store import exchange_device
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.errors import FSDPValueError
 
-_POLL_S = (0.005, 0.2)  # at first, and at most
+POLL_S = (0.005, 0.2)  # at first, and at most
 
 LateMessage = Callable[[Sequence[int]], str]
 """Makes the error message for ranks that have not come."""
@@ -73,16 +72,6 @@ def next_round(purpose: str, ranks: Sequence[int]) -> int:
     return counter[purpose, tuple(ranks)]
 
 
-def exchange_texts(
-    group: dist.ProcessGroup, store: Any, purpose: str, text: str, late_message: LateMessage
-) -> dict[int, str]:
-    """Every rank's text, by rank; every rank must call it. See ``wait_for_texts``."""
-    ranks = dist.get_process_group_ranks(group)
-    key = f"{purpose}/{next_round(purpose, ranks)}"
-    store.set(f"{key}/{dist.get_rank()}", text)
-    return wait_for_texts(group, store, key, ranks, late_message)
-
-
 def maximum_over(
     groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device
 ) -> list[int]:
@@ -103,25 +92,13 @@ def maximum_over(
     return values
 
 
-def texts_over(
-    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, late_message: LateMessage
-) -> dict[int, str]:
-    """The texts of all ranks that groups connect, by rank; every rank must call it."""
-    texts = {dist.get_rank(): text}
-    for group in groups:
-        known = json.dumps(list(texts.items()))
-        store = shared_store(group)
-        for one in exchange_texts(group, store, purpose, known, late_message).values():
-            texts.update(json.loads(one))
-    return dict(sorted(texts.items()))
-
-
 def wait_for_texts(
     group: dist.ProcessGroup,
     store: Any,
     key: str,
     ranks: Sequence[int],
     late_message: LateMessage,
+    each_time: Callable[[], object] | None = None,
 ) -> dict[int, str]:
     """Texts of ranks, by rank, from ``key/rank``.
 
@@ -131,25 +108,33 @@ def wait_for_texts(
         key: of this exchange.
         ranks: global ranks that set their text.
         late_message: for the ranks that have not come.
+        each_time: called whenever this rank has looked for them.
 
     Raises:
         DivergenceError: ranks that are not busy have not come within the timeout, or a rank has
             posted a notice.
     """
     with busy_ranks.waiting():
-        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, late_message)
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        _wait_for_keys(group, store, keys, late_message, each_time)
     return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
 
 
 def _wait_for_keys(
-    group: dist.ProcessGroup, store: Any, keys: dict[int, str], late_message: LateMessage
+    group: dist.ProcessGroup,
+    store: Any,
+    keys: dict[int, str],
+    late_message: LateMessage,
+    each_time: Callable[[], object] | None,
 ) -> None:
     began = last_busy = time.monotonic()
     limit_s = max(group_timeout_s(group), _timeout_s)
-    poll_s, max_poll_s = _POLL_S
+    poll_s, max_poll_s = POLL_S
     missing = list(keys)
     while missing := [rank for rank in missing if not store.check([keys[rank]])]:
         raise_if_noticed(store)
+        if each_time is not None:
+            each_time()
         now = time.monotonic()
         if any(map(busy_ranks.is_busy, missing)):
             last_busy = now

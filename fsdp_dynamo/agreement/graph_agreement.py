@@ -2,7 +2,7 @@
 
 Mismatched collectives do not fail: they hang, or mix up bytes. So the first collective of every
 compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each rank puts
-it into the store and compares it with those of the others.
+a digest of it into the store, and the rank that comes first compares them.
 
 A rank that has a new fingerprint alone (it has recompiled, the others have not) gets no answer.
 After a timeout it posts a notice; the others, blocked in a collective that it never joins, check
@@ -18,8 +18,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.comparison import CAUSE, LATE_FIX, first_difference, listed
-from fsdp_dynamo.agreement.exchange import agreement_timeout_s, exchange_texts
+from fsdp_dynamo.agreement.exchange import agreement_timeout_s
 from fsdp_dynamo.agreement.failure_propagation import link_groups, linked_stores, post_to_all
+from fsdp_dynamo.agreement.gathering import exchange_texts
 from fsdp_dynamo.agreement.notices import raise_on_all_ranks
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.errors import DivergenceError, error_message
