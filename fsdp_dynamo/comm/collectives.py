@@ -27,7 +27,7 @@ from fsdp_dynamo.comm import collective_log, point_to_point
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.comm.streams import timer_of
-from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
+from fsdp_dynamo.comm.watchdog import refusal_of, wait_until_settled, wait_with_watchdog
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 
 
@@ -155,7 +155,10 @@ def issue_all_gather(
     with profiler_range("all_gather", label):
         if transport_of(group, output.device) == "point_to_point":
             tag = collective_log.message_tag(*entry.signature)
-            works = point_to_point.issue_all_gather(output, shard, group, tag)
+            try:
+                works = point_to_point.issue_all_gather(output, shard, group, tag)
+            except point_to_point.UnreachableError as error:
+                raise refusal_of(error, group, entry) from None
         else:
             works = [all_gather_single(output, shard, group=group, async_op=True)]
     return InFlight(works, (output, shard), event, group=group, entry=entry)
@@ -208,7 +211,10 @@ def _issue_reduce_mean(
         return InFlight([work], (output, unsharded), event, divide, group, entry)
     if transport == "point_to_point":
         tag = collective_log.message_tag(*entry.signature)
-        works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
+        try:
+            works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
+        except point_to_point.UnreachableError as error:
+            raise refusal_of(error, group, entry) from None
         finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
         received = torch.empty_like(unsharded)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
-from fsdp_dynamo.comm.point_to_point import Work, peer_of
+from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
 PERIOD_S = 1.0
@@ -160,6 +160,12 @@ def wait_with_watchdog(
     finally:
         if watched:
             _watchdog.end()
+
+
+def refusal_of(error: UnreachableError, group: dist.ProcessGroup, entry: Entry) -> RuntimeError:
+    """The error to raise for a collective whose messages gloo has refused to begin."""
+    cause = None if group not in _notice_checks else _cause(error, group, error.peer, entry)
+    return cause or error
 
 
 def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:

@@ -16,11 +16,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement import busy_ranks, exchange, store
+from fsdp_dynamo.agreement import busy_ranks, exchange, gathering, store
 
 T = TypeVar("T")
 _STACK_BYTES = 1 << 18
 _LIMIT_S = 120.0
+_POLL_S = (0.05, 2.0)  # thousands of threads share an interpreter
 _current = threading.local()
 
 
@@ -144,6 +145,8 @@ def _one_process(shared: CountingStore, timeout_s: float) -> Iterator[None]:
             (store, "PrefixStore", _Prefixed),
             (exchange, "group_timeout_s", lambda _: _LIMIT_S),
             (exchange, "_timeout_s", timeout_s),
+            (exchange, "POLL_S", _POLL_S),
+            (gathering, "POLL_S", _POLL_S),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         yield
