@@ -11,7 +11,7 @@ import pytest
 from long_run import SAVE_EVERY, run
 from pool import RankPool
 
-ROUNDS = 3 * SAVE_EVERY
+ROUNDS = SAVE_EVERY + 10
 
 
 @pytest.mark.slow
