@@ -1,7 +1,7 @@
 """Comparison of the order of collectives between ranks that wait for each other.
 
 In normal operation nothing is exchanged. A rank that waits for longer than a second writes its last
-collectives into the store and reads those of the others: ranks have diverged at the first number
+collectives into the store and reads those of some others: ranks have diverged at the first number
 under which two of them issued different collectives.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -25,6 +26,9 @@ _CAUSE = (
 _MAX_EXCHANGED = 128
 """Collectives that ranks exchange."""
 
+_turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often this rank has compared before."""
+
 
 def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
     """Publish this rank's collectives of a group; returns an error message if another's differ.
@@ -38,9 +42,8 @@ def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str 
     ranks = dist.get_process_group_ranks(group)
     rank = ranks[group.rank()]
     store.set(f"order/{name}/{rank}", json.dumps(own))
-    for other in ranks:
-        if other == rank:
-            continue
+    turn = _turns[group] = _turns.get(group, -1) + 1
+    for other in _compared_with(ranks, group.rank(), turn):
         found = _first_difference(own, issued_by(store, name, other))
         if found is not None:
             return _message(rank, other, *found)
@@ -59,6 +62,20 @@ def issued_by(store: Any, name: str, rank: int) -> list[Entry]:
     if not store.check([key]):
         return []
     return [Entry(*entry) for entry in json.loads(store.get(key))]
+
+
+def _compared_with(ranks: Sequence[int], position: int, turn: int) -> list[int]:
+    """The neighbours of a rank, and those at a distance of 2, 4, 8, ..., another one each time.
+
+    Neighbours suffice if all ranks wait: whichever ranks issued something else, one of them stands
+    beside one that did not, and tells all others. The distances bridge those that do not wait. If
+    all compared with all, what they read would grow with the square of their number.
+    """
+    size = len(ranks)
+    num_distances = max(1, (size - 1).bit_length() - 1)
+    distances = 1, 2 << turn % num_distances
+    positions = {(position + sign * one) % size for one in distances for sign in (1, -1)}
+    return [ranks[i] for i in sorted(positions - {position})]
 
 
 def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[Entry, Entry] | None:

@@ -8,7 +8,8 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.busy_ranks import busy
-from fsdp_dynamo.agreement.exchange import exchange_texts, wait_for_texts
+from fsdp_dynamo.agreement.exchange import wait_for_texts
+from fsdp_dynamo.agreement.gathering import exchange_texts
 from fsdp_dynamo.agreement.late_ranks import Awaited, listed
 from fsdp_dynamo.agreement.linked_groups import stores_with
 from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks

@@ -1,10 +1,9 @@
-"""Exchange of texts between the ranks of a group through their store, with a timeout."""
+"""Waits for texts of other ranks in the store, with a timeout, and small values of all ranks."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.late_ranks import Awaited, LateRanks
 from fsdp_dynamo.agreement.notices import raise_on_all_ranks
-from fsdp_dynamo.agreement.store import exchange_device, next_round, shared_store
+from fsdp_dynamo.agreement.store import exchange_device
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.errors import DivergenceError, FSDPValueError
 
@@ -55,16 +54,6 @@ def checked_seconds(seconds: object, where: str, fix: str) -> float:
     return float(seconds)
 
 
-def exchange_texts(
-    group: dist.ProcessGroup, store: Any, purpose: str, text: str, awaited: Awaited
-) -> dict[int, str]:
-    """Every rank's text, by rank; every rank must call it. See ``wait_for_texts``."""
-    ranks = dist.get_process_group_ranks(group)
-    key = f"{purpose}/{next_round(purpose, ranks)}"
-    store.set(f"{key}/{dist.get_rank()}", text)
-    return wait_for_texts(group, store, key, ranks, awaited)
-
-
 def maximum_over(
     groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device, what: str
 ) -> list[int]:
@@ -87,25 +76,13 @@ def maximum_over(
     return values
 
 
-def texts_over(
-    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, awaited: Awaited
-) -> dict[int, str]:
-    """The texts of all ranks that groups connect, by rank; every rank must call it."""
-    texts = {dist.get_rank(): text}
-    for group in groups:
-        known = json.dumps(list(texts.items()))
-        store = shared_store(group)
-        for one in exchange_texts(group, store, purpose, known, awaited).values():
-            texts.update(json.loads(one))
-    return dict(sorted(texts.items()))
-
-
 def wait_for_texts(
     group: dist.ProcessGroup,
     store: Any,
     key: str,
     ranks: Sequence[int],
     awaited: Awaited,
+    each_time: Callable[[], object] | None = None,
 ) -> dict[int, str]:
     """Texts of ranks, by rank, from ``key/rank``.
 
@@ -115,23 +92,38 @@ def wait_for_texts(
         key: of this exchange.
         ranks: global ranks that set their text.
         awaited: what they set, for messages.
+        each_time: called whenever this rank has looked for them.
 
     Raises:
         DivergenceError: on all ranks that wait: a rank has failed, is gone, runs something else, or
             has not come in time.
     """
     with busy_ranks.waiting():
-        _wait_for_keys(group, store, {rank: f"{key}/{rank}" for rank in ranks}, awaited)
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        wait_for_keys(group, store, keys, awaited, each_time=each_time)
     return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
 
 
-def _wait_for_keys(
-    group: dist.ProcessGroup, store: Any, keys: Mapping[int, str], awaited: Awaited
+def wait_for_keys(
+    group: dist.ProcessGroup,
+    store: Any,
+    keys: Mapping[int, str],
+    awaited: Awaited,
+    *,
+    each_time: Callable[[], object] | None = None,
+    shows_life: Callable[[], bool] | None = None,
 ) -> None:
+    """Wait until ranks have set a key each; otherwise as ``wait_for_texts``.
+
+    Args:
+        keys: by rank.
+        shows_life: whether the ranks that have not come have shown meanwhile that they wait
+            themselves: then they are not late.
+    """
     try:
-        with LateRanks(group, store, keys, awaited, _timeout_s) as late:
+        with LateRanks(group, store, keys, awaited, _timeout_s, shows_life) as late:
             try:
-                _poll(late)
+                _poll(late, each_time)
             except dist.DistError:  # the store has gone with the rank that served it
                 late.raise_if_gone(rank for rank in keys if rank != dist.get_rank())
                 raise
@@ -139,9 +131,11 @@ def _wait_for_keys(
         raise_on_all_ranks(group, error)
 
 
-def _poll(late: LateRanks) -> None:
+def _poll(late: LateRanks, each_time: Callable[[], object] | None) -> None:
     poll_s, max_poll_s = _POLL_S
     while missing := late.missing():
         late.look_after(missing)
+        if each_time is not None:
+            each_time()
         time.sleep(poll_s)
         poll_s = min(1.5 * poll_s, max_poll_s)

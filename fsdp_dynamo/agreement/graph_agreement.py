@@ -2,7 +2,7 @@
 
 Mismatched collectives do not fail: they hang, or mix up bytes. So the first collective of every
 compiled graph carries the graph's fingerprint. Before a fingerprint is first used, each rank puts
-it into the store and compares it with those of the others.
+a digest of it into the store, and the rank that comes first compares them.
 
 A rank that has a new fingerprint alone (it has recompiled, the others have not) gets no answer.
 When it sees that another has issued a collective that it has not come to, it posts a notice; the
@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.comparison import first_difference
-from fsdp_dynamo.agreement.exchange import exchange_texts
 from fsdp_dynamo.agreement.failure_propagation import link_groups
+from fsdp_dynamo.agreement.gathering import exchange_texts
 from fsdp_dynamo.agreement.late_ranks import CAUSE, Awaited
 from fsdp_dynamo.agreement.linked_groups import linked_stores
 from fsdp_dynamo.agreement.notices import raise_on_all_ranks

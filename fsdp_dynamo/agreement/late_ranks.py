@@ -82,7 +82,9 @@ class LateRanks:
         keys: Mapping[int, str],
         awaited: Awaited,
         timeout_s: float | None,
+        shows_life: Callable[[], bool] | None = None,
     ) -> None:
+        self._shows_life = shows_life
         self._group, self._store, self._keys, self._awaited = group, store, keys, awaited
         self._missing = list(keys)
         self._num_looks = 0
@@ -118,7 +120,8 @@ class LateRanks:
         if now - self._last_look > watchdog.PERIOD_S:
             self._last_look = now
             self._raise_on_evidence(self._some_of(missing))
-        if any(map(busy_ranks.is_busy, missing)):
+        shows_life = self._shows_life is not None and self._shows_life()
+        if shows_life or any(map(busy_ranks.is_busy, missing)):
             self._last_busy = now
         late_s = now - self._last_busy
         if late_s > self._timeout_s or now - self._began > self._limit_s:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.comparison import awaited, difference
-from fsdp_dynamo.agreement.exchange import maximum_over, texts_over
+from fsdp_dynamo.agreement.exchange import maximum_over
+from fsdp_dynamo.agreement.gathering import texts_over
 from fsdp_dynamo.agreement.store import agree_on_run_id, shared_store
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.version import __version__

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,8 +49,13 @@ def shared_store(group: dist.ProcessGroup) -> Any:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
     run_id = _run_ids.get(dist.group.WORLD, {}).get(ranks, "")  # type: ignore[arg-type]
-    listed = "-".join(map(str, ranks))
-    return PrefixStore(f"{PREFIX}/{listed}/{run_id}", store)
+    return PrefixStore(f"{PREFIX}/{_name(ranks)}/{run_id}", store)
+
+
+@lru_cache
+def _name(ranks: tuple[int, ...]) -> str:
+    """Of a group in keys: as long for thousands of ranks as for two."""
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def next_round(purpose: str, ranks: Sequence[int]) -> int:

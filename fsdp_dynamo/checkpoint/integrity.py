@@ -20,18 +20,27 @@ from fsdp_dynamo.errors import CheckpointError
 _MAX_SHOWN = 3
 
 
-def require_complete_files(folder: Path, manifest: Manifest) -> None:
-    """Compare the sizes of all files with the manifest, without reading the files.
+def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
+    """Compare sizes of files with the manifest, without reading the files.
+
+    Each rank looks at what the first rank has written, and at some ranks' files: mostly not at its
+    own, so that ranks that do not see the same storage find out. If each looked at all files, the
+    storage would be asked for as many as the square of the number of ranks.
+
+    Args:
+        share: number of this rank, which looks at every ``shares``-th of the ranks' files.
+        shares: number of ranks.
 
     Raises:
         CheckpointError: a file is missing, has another size, or is no file of this folder.
     """
-    ranks = range(manifest.world_size)
-    for name in (INDEX_FILE, SHARED_FILE, *map(rank_file, ranks)):
+    common = [INDEX_FILE, SHARED_FILE]
+    for name in (*common, *map(rank_file, range(manifest.world_size))):
         if name not in manifest.files:
             raise _damage_error(folder / name, "a file that the manifest lists", "none", ())
-    for name, expected in manifest.files.items():
-        size = _size(folder / name)
+    of_ranks = sorted(name for name in manifest.files if name not in common)
+    for name in (*common, *of_ranks[(share + 1) % shares :: shares]):
+        expected, size = manifest.files[name], _size(folder / name)
         if size != expected.size:
             got = "no such file" if size is None else f"{size} bytes"
             affected = _entries_beyond(_index(folder, manifest), name, size or 0)

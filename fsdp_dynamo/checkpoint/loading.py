@@ -127,7 +127,11 @@ def load(
 def _checked_manifest(
     coordinator: RankCoordinator, path: Path, names: tuple[tuple[str, ...], ...]
 ) -> Manifest:
-    """The manifest, once all files agree with it and have the states of these names."""
+    """The manifest, once all files agree with it and have the states of these names.
+
+    Each rank reads it: it lists files of all ranks, so to gather it from all would be too much.
+    """
+    share, shares = coordinator.rank, coordinator.size
 
     def check() -> Manifest:
         found = manifest.read(path)
@@ -135,13 +139,11 @@ def _checked_manifest(
             ("shared", "per_rank"), names, (found.shared, found.per_rank), strict=True
         ):
             _require_names(path, kind, wanted, saved)
-        require_complete_files(path, found)
+        require_complete_files(path, found, share, shares)
         return found
 
-    found = coordinator.run_on_all(check)[0]
-    coordinator.run_locally(
-        lambda: require_checksums(path, found, coordinator.rank, coordinator.size)
-    )
+    found = coordinator.run_locally(check)
+    coordinator.run_locally(lambda: require_checksums(path, found, share, shares))
     return found
 
 

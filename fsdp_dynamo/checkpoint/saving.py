@@ -270,7 +270,9 @@ def _write(
         checksums = _write_files(coordinator, part, content, throttle)
         listed = Manifest(content.step, coordinator.size, *content.names, checksums)
         # On every rank, which shows that all of them see the same storage.
-        coordinator.run_locally(lambda: require_complete_files(part, listed))
+        coordinator.run_locally(
+            lambda: require_complete_files(part, listed, coordinator.rank, coordinator.size)
+        )
         path = coordinator.run_on_first(lambda: _publish(part, listed))
     except CheckpointError:
         with suppress(CheckpointError):  # if a rank has died, the next save removes it

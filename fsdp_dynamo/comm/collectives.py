@@ -27,7 +27,7 @@ from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
 from fsdp_dynamo.comm.streams import timer_of
-from fsdp_dynamo.comm.watchdog import wait_until_settled, wait_with_watchdog
+from fsdp_dynamo.comm.watchdog import refusal_of, wait_until_settled, wait_with_watchdog
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
@@ -175,10 +175,26 @@ def issue_all_gather(
 def _gather_works(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, entry: collective_log.Entry
 ) -> Sequence[Work]:
-    if transport_of(group, output.device) == "point_to_point":
-        tag = collective_log.message_tag(*entry.signature)
+    if transport_of(group, output.device) != "point_to_point":
+        return [all_gather_single(output, shard, group=group, async_op=True)]
+    tag = collective_log.message_tag(*entry.signature)
+    try:
         return point_to_point.issue_all_gather(output, shard, group, tag)
-    return [all_gather_single(output, shard, group=group, async_op=True)]
+    except point_to_point.UnreachableError as error:
+        raise refusal_of(error, group, entry) from None
+
+
+def _exchange_works(
+    output: torch.Tensor,
+    unsharded: torch.Tensor,
+    group: dist.ProcessGroup,
+    entry: collective_log.Entry,
+) -> tuple[Sequence[Work], list[torch.Tensor]]:
+    tag = collective_log.message_tag(*entry.signature)
+    try:
+        return point_to_point.issue_exchange(output, unsharded, group, tag)
+    except point_to_point.UnreachableError as error:
+        raise refusal_of(error, group, entry) from None
 
 
 def all_gather(
@@ -229,10 +245,10 @@ def _issue_encoded_mean(
     """A message from each rank to each; every rank sums what it has decoded."""
     size = group.size()
     sent = wire_codec.encode(unsharded, size, wire, may_lack)
+    works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
-        tag = collective_log.message_tag(*entry.signature)
         first = sent.new_empty(sent.numel() // size)
-        works, parts = point_to_point.issue_exchange(first, sent, group, tag)
+        works, parts = _exchange_works(first, sent, group, entry)
     else:
         received = torch.empty_like(sent)
         works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
@@ -259,8 +275,7 @@ def _issue_reduce_mean(
         work = reduce_scatter_single(output, unsharded, op, group=group, async_op=True)
         return InFlight([work], (output, unsharded), event, divide, group, entry)
     if transport == "point_to_point":
-        tag = collective_log.message_tag(*entry.signature)
-        works, parts = point_to_point.issue_exchange(output, unsharded, group, tag)
+        works, parts = _exchange_works(output, unsharded, group, entry)
         finish = partial(point_to_point.sum_parts, output, parts, divisor)
     else:
         received = torch.empty_like(unsharded)

@@ -26,6 +26,18 @@ class Work(Protocol):
         """Wait until it is complete."""
 
 
+class UnreachableError(RuntimeError):
+    """A message that gloo refuses at once: the connection is closed already.
+
+    Attributes:
+        peer: global rank at its other end.
+    """
+
+    def __init__(self, error: RuntimeError, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(str(error))
+        self.peer = dist.get_global_rank(group, rank)
+
+
 def _others(group: dist.ProcessGroup) -> Iterator[int]:
     """All other ranks of a group, starting with the next, so that the ranks start differently."""
     rank, size = group.rank(), group.size()
@@ -50,6 +62,9 @@ def issue_all_gather(
 
     Both are contiguous and must live, unchanged, until all of the works have been waited for.
     ``shard`` may be its own slot of ``output``; otherwise this thread copies it there.
+
+    Raises:
+        UnreachableError: a rank is gone.
     """
     assert output.is_contiguous()
     assert shard.is_contiguous()
@@ -58,8 +73,14 @@ def issue_all_gather(
     # ``data``: a collective neither bumps its output's version nor is differentiated.
     shard = shard.data
     slots = output.data.chunk(group.size())
-    works: list[Work] = [group.recv([slots[r]], r, tag) for r in _others(group)]
-    works += [group.send([shard], r, tag) for r in _others(group)]
+    works: list[Work] = []
+    try:
+        for r in _others(group):
+            works.append(group.recv([slots[r]], r, tag))
+        for r in _others(group):
+            works.append(group.send([shard], r, tag))
+    except RuntimeError as error:
+        raise UnreachableError(error, group, r) from error
     own = slots[group.rank()]
     if own.data_ptr() != shard.data_ptr():
         own.copy_(shard.view_as(own))
@@ -75,6 +96,9 @@ def issue_exchange(
         The works, and the parts ``(n,)`` of this rank's chunk, one per rank, in the order of ranks.
         This rank's part is a view of ``unsharded``; one of the first two is ``output`` ``(n,)``,
         the others are views of one buffer of ``(world_size - 2) * n`` elements.
+
+    Raises:
+        UnreachableError: a rank is gone.
     """
     assert unsharded.is_contiguous()
     assert output.is_contiguous()
@@ -87,8 +111,14 @@ def issue_exchange(
     parts.insert(rank, own)
     if own.numel() == 0:
         return [], parts
-    works: list[Work] = [group.recv([parts[r]], r, tag) for r in _others(group)]
-    works += [group.send([chunks[r]], r, tag) for r in _others(group)]
+    works: list[Work] = []
+    try:
+        for r in _others(group):
+            works.append(group.recv([parts[r]], r, tag))
+        for r in _others(group):
+            works.append(group.send([chunks[r]], r, tag))
+    except RuntimeError as error:
+        raise UnreachableError(error, group, r) from error
     return works, parts
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fsdp_dynamo.comm.collective_log import Entry, record
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
-from fsdp_dynamo.comm.point_to_point import Work, peer_of
+from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
 from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError
 
 PERIOD_S = 1.0
@@ -245,6 +245,11 @@ def notice_for(group: dist.ProcessGroup) -> DivergenceError | None:
     check = _check_for(group)
     raised = None if check is None else run_with_timeout(STORE_TIMEOUT_S, partial(check, group))
     return raised if isinstance(raised, DivergenceError) else None
+
+
+def refusal_of(error: UnreachableError, group: dist.ProcessGroup, entry: Entry) -> RuntimeError:
+    """The error to raise for a collective whose messages gloo has refused to begin."""
+    return _cause(error, group, error.peer, entry) or error
 
 
 def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:

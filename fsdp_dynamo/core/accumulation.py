@@ -116,7 +116,10 @@ class UnshardedSum:
         """Add a reduced gradient, in this rank's parts of the parameters, to the sum."""
         assert self.total is not None
         self.drop_dropped()
-        self._add_parts(self.total, parts)
+        trained = [original.param.requires_grad for original in self._originals]
+        self._add_parts(
+            self.total, [part if one else None for part, one in zip(parts, trained, strict=True)]
+        )
 
     @torch.no_grad()
     def take(self) -> torch.Tensor | None:
@@ -165,18 +168,18 @@ class UnshardedSum:
     def _add_parts(self, total: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
         """Add reduced gradients to an unsharded one so that its mean over ranks has them once.
 
-        Each rank adds its own parts only, so as many times as there are shards.
+        Each rank adds its own parts only, so as many times as there are shards. Those of parameters
+        that are frozen by now stay apart: of the mean, nothing is given to these.
         """
-        if self.keeps_reduced_apart:
-            self._reduced = [
-                new if kept is None else kept if new is None else kept.add_(new)
-                for kept, new in zip(self._reduced, parts, strict=True)
-            ]
-            return
         own = self._shard_layout.split(self._shard_layout.of(total.data))
-        for target, part in zip(own, parts, strict=True):
-            if part is not None:
-                alpha = self._layout.world_size / self.settings.grad_scale
+        alpha = self._layout.world_size / self.settings.grad_scale
+        for index, (target, part) in enumerate(zip(own, parts, strict=True)):
+            if part is None:
+                continue
+            if self.keeps_reduced_apart or not self._originals[index].param.requires_grad:
+                kept = self._reduced[index]
+                self._reduced[index] = part if kept is None else kept.add_(part)
+            else:
                 target.add_(part.to(target.device), alpha=alpha)
 
 

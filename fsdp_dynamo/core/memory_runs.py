@@ -28,6 +28,8 @@ def runs_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Returns:
         Tensors given, and 1-D views over several of them.
     """
+    if torch.compiler.is_compiling():  # tensors of a trace have no addresses
+        return [tensor for tensor in tensors if tensor.numel()]
     runs: list[list[torch.Tensor]] = []
     end: object = None
     for tensor in tensors:

@@ -173,7 +173,7 @@ def count_store_writes(rank: int, world_size: int) -> list[int]:
 
 
 def _key(number: int, rank: int) -> str:
-    return f"graph/{number}/{rank}"
+    return f"graph/{number}/digest/{rank}"
 
 
 def test_a_graph_is_compared_once(ranks: RankPool) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from census import Census
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from modes import in_mode
-from namespaces import needs_link
+from namespaces import join_host, needs_link, set_link
 from pool import RankPool
 
 from benchmarks import link
@@ -240,6 +238,37 @@ def test_a_rank_that_is_gone(
     assert int(step[1]) in steps  # processes that have run other tests count from another number
 
 
+def _step_after_a_loss(rank: int, world_size: int, told: Path) -> tuple[str, str]:
+    """The last rank is killed; the others begin a step when they know its connection is closed."""
+    group, victim = dist.new_group(), world_size - 1
+    model = wrap(make_transformer(num_blocks=1), process_group=group)
+    model(batch(rank, 0))
+    (told / f"began-{rank}").touch()
+    until = time.monotonic() + 30
+    try:
+        while rank == victim or time.monotonic() < until:
+            group.recv([torch.empty(1)], victim, 7)
+            time.sleep(0.05)
+    except RuntimeError:
+        pass
+    try:
+        model(batch(rank, 1))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_is_known_to_be_gone(ranks: RankPool, tmp_path: Path) -> None:
+    """gloo refuses the messages, and does not say of which rank."""
+    began = [tmp_path / f"began-{rank}" for rank in range(3)]
+    found = ranks.run_and_kill(_step_after_a_loss, 3, tmp_path, victims=[2], when=_all_exist(began))
+    for is_answer, answer in found.values():
+        assert is_answer, answer
+        kind, message = answer
+        assert kind == RankFailedError.__name__, message
+        assert message.startswith("rank 2: expected its part of the all-gather of ")
+
+
 def _evaluates_alone(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 0 calls the model; the others are in a barrier."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
@@ -287,31 +316,14 @@ def test_the_rank_of_the_store_is_stopped(ranks: RankPool, tmp_path: Path) -> No
 
 # -- a link that is cut ----------------------------------------------------------------------------
 
-_CLONE_NEWNET = 0x40000000
 _STEPS = 40
-
-
-def _join_host(rank: int, world_size: int, host: link.Host, store: Path, timeout_s: float) -> None:
-    """Move this rank to one end of the link."""
-    dist.destroy_process_group()
-    namespace = os.open(f"/var/run/netns/{host.namespace}", os.O_RDONLY)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.setns(namespace, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-    os.environ["GLOO_SOCKET_IFNAME"] = host.interface
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
 
 
 def _train_over_link(
     rank: int, world_size: int, hosts: Sequence[link.Host], folder: Path, timeout_s: float
 ) -> tuple[list[float], str, str]:
     """Losses, and how it ended; says when it has gone a quarter of the way."""
-    _join_host(rank, world_size, hosts[rank], folder / "store", timeout_s)
+    join_host(rank, world_size, hosts[rank], folder / "store", timeout_s)
     model = wrap(make_transformer(num_blocks=2))
     losses: list[float] = []
     try:
@@ -327,11 +339,6 @@ def _train_over_link(
     return losses, "", ""
 
 
-def _set_link(host: link.Host, state: str) -> None:
-    command = ["ip", "-n", host.namespace, "link", "set", host.interface, state]
-    subprocess.run(command, check=True)
-
-
 def _run_and_cut(
     ranks: RankPool, folder: Path, cut_s: float | None, timeout_s: float
 ) -> list[tuple[list[float], str, str]]:
@@ -340,10 +347,10 @@ def _run_and_cut(
 
         def cut() -> None:
             _all_exist([folder / "0", folder / "1"])()
-            _set_link(hosts[0], "down")
+            set_link(hosts[0], "down")
             if cut_s is not None:
                 time.sleep(cut_s)
-                _set_link(hosts[0], "up")
+                set_link(hosts[0], "up")
 
         found = ranks.run_and_kill(
             _train_over_link, 2, hosts, folder, timeout_s, victims=[], when=cut

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from modes import INDUCTOR_MODES, MODES, in_mode
 from pool import RankPool
 from torch import nn
 
-from fsdp_dynamo import FSDP, FSDPStateError, record_events
+from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PATTERNS = ["", "blocks.0", "blocks.1.up.weight", "", "blocks", "embed.weight", ""]
@@ -90,6 +91,41 @@ def _frozen_units(rank: int, world_size: int, mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["eager", "hooks"])
 def test_a_frozen_unit_reduces_nothing(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_frozen_units, 2, mode) == [["blocks.0", ""]] * 2
+
+
+def _accumulated(rank: int, world_size: int, mode: str, strategy: str) -> list[str]:
+    """Names of gradients that are not one process's, after one parameter was frozen in between."""
+    plain = make_transformer(num_blocks=1)
+    model = wrap(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy])
+    run = _called_again(in_mode(model, mode))
+
+    def accumulate(call: Callable[..., Any], no_sync: AbstractContextManager[Any]) -> None:
+        loss_of(call, batch(rank, 0)).backward()  # type: ignore[arg-type]
+        for one in (model, plain):
+            _freeze(one, "blocks.0.up.bias")
+        with no_sync:
+            loss_of(call, batch(rank, 1)).backward()  # type: ignore[arg-type]
+        loss_of(call, batch(rank, 2)).backward()  # type: ignore[arg-type]
+
+    accumulate(plain, nullcontext())
+    average_gradients(plain)
+    _freeze(model, "")
+    accumulate(run, model.no_sync())
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [
+            name
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
+            if not torch.allclose(p.grad, q.grad, 1e-4, 1e-6)
+        ]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reduced_gradient_of_what_is_frozen_then(
+    ranks: RankPool, mode: str, strategy: str
+) -> None:
+    """Steps that accumulate do not change it."""
+    assert ranks.run(_accumulated, 2, mode, strategy) == [[], []]
 
 
 class _Critic(Transformer):

@@ -59,7 +59,7 @@ def draw(seed: int, mode: str = "eager", strategies: tuple[str, ...] = ()) -> Pr
     """The program of a seed, in a mode of ours, with one of the strategies named."""
     rng = random.Random(seed)
     policy = rng.choice(["none", "custom", "custom", "lambda", "module", "size", "hand"])
-    tree = _branch(rng, 0)
+    tree = draw_branch(rng)
     use_orig = mode != "eager" or rng.random() < 0.75
     if not use_orig:
         tree = map_leaves(tree, lambda leaf: replace(leaf, frozen="none"))
@@ -102,9 +102,10 @@ def _hook(seed: int, mode: str) -> tuple[Call, ...]:
 _KINDS = ["linear"] * 5 + ["norm", "norm", "scale", "nothing", "spare", "batchnorm", "buffer"]
 
 
-def _branch(rng: random.Random, depth: int) -> Branch:
+def draw_branch(rng: random.Random, depth: int = 0) -> Branch:
+    """A tree without ties."""
     children = tuple(
-        _branch(rng, depth + 1) if depth < 2 and rng.random() < 0.35 else _leaf(rng)
+        draw_branch(rng, depth + 1) if depth < 2 and rng.random() < 0.35 else _leaf(rng)
         for _ in range(rng.randint(1, 3))
     )
     return Branch(

@@ -6,17 +6,20 @@ A ``Program`` is data, so that hypothesis can make and shrink it, and a found fa
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import module_trees as trees
 import torch
 import torch.distributed as dist
+from fsdp1_programs import draw_branch, leaves_of, map_leaves
 from modes import in_mode
 from torch import nn
 
-from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy
+from fsdp_dynamo import FSDP, FSDPStateError, MixedPrecision, ShardingStrategy, checkpoint
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 Call = tuple[Any, ...]
@@ -33,6 +36,7 @@ class Program:
         mode: of running it.
         widened: whether it computes and reduces in float64, which the reference need not do.
         calls: in order; those that make no sense where they stand are left out when it runs.
+        by_hand: whether units are wrapped one by one, the innermost first, and none are tied.
     """
 
     tree: trees.Branch
@@ -40,48 +44,129 @@ class Program:
     mode: str
     widened: bool
     calls: tuple[Call, ...]
+    by_hand: bool = False
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed."""
+    rng = random.Random(f"program {seed}")
+    tree = map_leaves(draw_branch(rng), lambda leaf: replace(leaf, kind=_stateless(leaf.kind)))
+    number = len(leaves_of(tree))
+    tree = map_leaves(
+        tree, lambda leaf: replace(leaf, tied_to=rng.choice([None, None, *range(number)]))
+    )
+    return Program(
+        tree,
+        rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        rng.choice(["eager", "eager", "hooks", "graph"]),
+        rng.random() < 0.3,
+        tuple(call for _ in range(_NUM_CALLS) for call in _draw_calls(rng)),
+        by_hand=rng.random() < 0.3,
+    )
+
+
+_NUM_CALLS = 10
+_MAX_OUTPUT = 1e6
+"""Of the reference: beyond it, rounding and overflows differ, and the program ends."""
+
+
+def _stateless(kind: str) -> str:
+    """Another kind for those whose buffers would see all ranks' inputs in the reference."""
+    return {"batchnorm": "norm", "buffer": "nothing"}.get(kind, kind)
+
+
+def _draw_calls(rng: random.Random) -> tuple[Call, ...]:
+    """One call, or a few that users write together."""
+    seed, rows = rng.randrange(6), rng.choice([2, 2, 5])
+    step = (("forward", seed, rows), ("backward",), ("step",))
+    return rng.choice(
+        [
+            step,
+            (*step, ("zero_grad", rng.random() < 0.5)),
+            (("forward", seed, rows),),
+            (("backward",),),
+            (("forward_without_grad", seed, rows),),
+            (("accumulate", seed, rows),),
+            (("clip", rng.choice([0.01, 1e3])),),
+            (("step",),),
+            (("zero_grad", rng.random() < 0.5),),
+            ((rng.choice(["summon", "state_dict", "load", "deepcopy"]),),),
+            (("save_checkpoint",),),
+            (("load_checkpoint",),),
+            (("freeze", rng.randrange(8), rng.random() < 0.6),),
+            (("fail_in_forward",),),
+            (("fail_in_backward", seed, rng.choice(["input", "output"])),),
+            (("train", rng.random() < 0.5),),
+        ]
+    )
+
+
+def _wrapped(program: Program) -> FSDP:
+    wide = MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float64)
+    arguments: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[program.strategy],
+        "mixed_precision": wide if program.widened else None,
+    }
+    inner = trees.build(_tree_of(program))
+    units = [m for m in inner.modules() if trees.wants_unit(m) and m is not inner]
+    if not program.by_hand:
+        policy = CustomPolicy(trees.wants_unit) if units else None
+        return FSDP(inner, auto_wrap_policy=policy, **arguments)
+    for parent in reversed(list(inner.modules())):
+        for name, child in list(parent.named_children()):
+            if trees.wants_unit(child):
+                setattr(parent, name, FSDP(child, **arguments))
+    return FSDP(inner, **arguments)
+
+
+def _tree_of(program: Program) -> trees.Branch:
+    """Of units wrapped one by one, none may hold what is tied to a parameter of another."""
+    if not program.by_hand:
+        return program.tree
+    tree: trees.Branch = map_leaves(program.tree, lambda leaf: replace(leaf, tied_to=None))
+    return tree
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
+    """SGD, which sees the scale of gradients, with a state."""
+    parameters = list(model.parameters())
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5) if parameters else None
 
 
 class _Pair:
     """The sharded model of this rank, and the reference, which does what all ranks do."""
 
-    def __init__(self, program: Program, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, program: Program, rank: int, world_size: int, folder: str) -> None:
+        self.rank, self.world_size, self.folder = rank, world_size, Path(folder)
         self.mode = program.mode
-        self.plain = trees.build(program.tree)
-        inner = trees.build(program.tree)
-        has_units = any(trees.wants_unit(m) for m in inner.modules() if m is not inner)
-        wide = MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float64)
-        self.model = FSDP(
-            inner,
-            auto_wrap_policy=CustomPolicy(trees.wants_unit) if has_units else None,
-            sharding_strategy=ShardingStrategy[program.strategy],
-            mixed_precision=wide if program.widened else None,
-        )
-        self.run = in_mode(self.model, self.mode)
+        self.plain = trees.build(_tree_of(program))
+        self.model = _wrapped(program)
+        self.saved: list[Any] = []
+        self._begin()
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_unsynced = False
         self.wrong: list[str] = []
+        self.has_left_range = False
 
     # -- what can be called; each is left out where it makes no sense
 
-    def forward(self, seed: int) -> None:
+    def forward(self, seed: int, rows: int = 2) -> None:
         if len(self.losses) < 2:
-            self.losses.append(self._both(seed))
+            self.losses.append(self._both(seed, rows))
 
-    def forward_without_grad(self, seed: int) -> None:
+    def forward_without_grad(self, seed: int, rows: int = 2) -> None:
         with torch.no_grad():
-            self._both(seed)
+            self._both(seed, rows)
 
     def backward(self) -> None:
         pending, self.losses = self.losses, []
         self._backward(pending)
         self.is_unsynced &= not any(mine.requires_grad for _, mine in pending)
 
-    def accumulate(self, seed: int) -> None:
+    def accumulate(self, seed: int, rows: int = 2) -> None:
         if not self.losses:
             with self.model.no_sync():
-                both = self._both(seed)
+                both = self._both(seed, rows)
                 self._backward([both])
             self.is_unsynced |= both[1].requires_grad
 
@@ -93,10 +178,9 @@ class _Pair:
 
     def step(self) -> None:
         if self._is_settled():
-            for model in (self.model, self.plain):
-                parameters = list(model.parameters())
-                if parameters:
-                    torch.optim.SGD(parameters, lr=0.1).step()
+            for optimizer in self.optimizers:
+                if optimizer is not None:
+                    optimizer.step()
 
     def zero_grad(self, to_none: bool) -> None:
         if self._is_settled():
@@ -139,20 +223,85 @@ class _Pair:
     def deepcopy(self) -> None:
         if not self.losses and not self.is_unsynced:
             self.model, self.plain = copy.deepcopy((self.model, self.plain))
-            self.run = in_mode(self.model, self.mode)
+            self._begin()
+
+    def save_checkpoint(self) -> None:
+        if self._is_settled():
+            mine, theirs = self.optimizers
+            states = self.plain.state_dict(), theirs and theirs.state_dict()
+            self.saved.append(copy.deepcopy(states))
+            checkpoint.save(self.folder, self.model, _listed(mine), step=len(self.saved))
+
+    def load_checkpoint(self) -> None:
+        if self._is_settled() and self.saved:
+            mine, theirs = self.optimizers
+            checkpoint.load(self.folder, self.model, _listed(mine))
+            values, state = self.saved[-1]
+            self.plain.load_state_dict(values)
+            if theirs is not None:
+                theirs.load_state_dict(copy.deepcopy(state))
+
+    def freeze(self, number: int, frozen: bool) -> None:
+        both = list(zip(self.model.parameters(), self.plain.parameters(), strict=True))
+        if both and self._is_settled():
+            for param in both[number % len(both)]:
+                param.requires_grad_(not frozen)
+
+    def fail_in_forward(self) -> None:
+        """With inputs that are too wide, which most models refuse: the exception is caught."""
+        if not self.losses:
+            x = torch.ones(2, trees.WIDTH + 1)
+            theirs, mine = (
+                _raises(lambda model=model: model(x)) for model in (self.plain, self.run)
+            )
+            if mine != theirs:
+                self.wrong.append(f"{'no ' if theirs else ''}error in the forward")
+
+    def fail_in_backward(self, seed: int, where: str) -> None:
+        """An exception before or after all units' backward; caught, and gradients are dropped."""
+        if self.losses:
+            return
+        for model in (self.plain, self.run):
+            x = self._inputs(seed, 2)[self.rank].requires_grad_()
+            output = self._call(model, x)
+            (x if where == "input" else output).register_hook(_fail)
+            if not _raises(output.square().mean().backward):
+                self.wrong.append("no error in the backward")
+        self.is_unsynced = False
+        self.zero_grad(True)
 
     # -- how
+
+    def _begin(self) -> None:
+        """Compile the model, and make optimizers."""
+        self.run = in_mode(self.model, self.mode)
+        self.optimizers = _optimizer(self.model), _optimizer(self.plain)
 
     def _is_settled(self) -> bool:
         """Whether there is neither a forward to go back through nor a gradient to reduce."""
         return not self.losses and not self.is_unsynced
 
-    def _both(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of the reference, over all ranks, and of the model; outputs are compared."""
+    def _inputs(self, seed: int, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        inputs = torch.randn(self.world_size, 2, trees.WIDTH, generator=generator)
+        return torch.randn(self.world_size, rows, trees.WIDTH, generator=generator)
+
+    def _call(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """A whole graph notices what is trained anew, and is made anew by the call that follows."""
+        try:
+            output: torch.Tensor = model(x)
+        except FSDPStateError as error:
+            if self.mode != "graph" or "expected parameters that are frozen" not in str(error):
+                raise
+            output = model(x)
+        return output
+
+    def _both(self, seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses of the reference, over all ranks, and of the model; outputs are compared."""
+        inputs = self._inputs(seed, rows)
         outputs = [self.plain(x) for x in inputs]
-        mine = self.run(inputs[self.rank])
+        largest = torch.stack([output.detach().abs().max() for output in outputs]).max()
+        self.has_left_range |= not largest < _MAX_OUTPUT
+        mine = self._call(self.run, inputs[self.rank])
         self._compare("output", mine, outputs[self.rank])
         total = sum((output.square().mean() for output in outputs), torch.zeros(()))
         return total / self.world_size, mine.square().mean()
@@ -174,6 +323,22 @@ class _Pair:
             self.wrong.append(f"{what}: {got.tolist()}, expected {want.tolist()}")
 
 
+def _listed(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    return [] if optimizer is None else [optimizer]
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("as asked")
+
+
+def _raises(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except Exception:
+        return True
+    return False
+
+
 def _any_rank(mine: bool) -> bool:
     """So that all ranks stop where one has found something."""
     flag = torch.tensor([float(mine)])
@@ -181,12 +346,31 @@ def _any_rank(mine: bool) -> bool:
     return bool(flag.item())
 
 
-def run_program(rank: int, world_size: int, program: Program) -> list[str]:
-    """What was wrong, with the call after which it was seen."""
-    pair = _Pair(program, rank, world_size)
+class Result(NamedTuple):
+    """What came of a program.
+
+    Attributes:
+        wrong: what was, with the call after which it was seen.
+        has_left_range: whether it ended before its last call, as its outputs were too large.
+    """
+
+    wrong: list[str]
+    has_left_range: bool
+
+
+def run_program(rank: int, world_size: int, program: Program, folder: str) -> Result:
+    """Run a program, and compare after each call.
+
+    Args:
+        folder: for checkpoints, empty.
+    """
+    pair = _Pair(program, rank, world_size, folder)
     for number, (name, *arguments) in enumerate((*program.calls, ("backward",), ("summon",))):
         call: Callable[..., None] = getattr(pair, name)
         call(*arguments)
+        if pair.has_left_range:  # the same on all ranks: it is the reference's
+            return Result([], True)
         if _any_rank(bool(pair.wrong)):
-            return [f"call {number}, {name}{tuple(arguments)}: {text}" for text in pair.wrong]
-    return []
+            call_text = f"call {number}, {name}{tuple(arguments)}"
+            return Result([f"{call_text}: {text}" for text in pair.wrong], False)
+    return Result([], False)

@@ -2,12 +2,14 @@
 
     pytest tests/wrap/test_fuzz.py              # 20 programs, always the same
     pytest -m slow tests/wrap/test_fuzz.py      # 500 others each time, shrunk when one fails
+    python benchmarks/campaigns/random_programs.py --programs 2000      # by their seeds
 
 What was found once is kept in ``FOUND``.
 """
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -22,11 +24,13 @@ WORLD_SIZE = 2
 NUM_CALLS = 8
 _MODES = ("eager", "eager", "hooks", "graph")
 _seeds = st.integers(0, 5)
+_rows = st.sampled_from([2, 2, 5])
 
 
 def _run(ranks: RankPool, program: Program) -> None:
-    for wrong in ranks.run(run_program, WORLD_SIZE, program):
-        assert wrong == [], program
+    with tempfile.TemporaryDirectory() as folder:
+        for result in ranks.run(run_program, WORLD_SIZE, program, folder):
+            assert result.wrong == [], program
 
 
 def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
@@ -43,19 +47,22 @@ def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
             strategy=st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
             mode=st.sampled_from(_MODES),
             widened=st.booleans(),
+            by_hand=st.booleans(),
         )
-        def wrap(self, tree: Branch, strategy: str, mode: str, widened: bool) -> None:
-            self.model = tree, strategy, mode, widened
+        def wrap(
+            self, tree: Branch, strategy: str, mode: str, widened: bool, by_hand: bool
+        ) -> None:
+            self.model, self.by_hand = (tree, strategy, mode, widened), by_hand
 
-        @rule(seed=_seeds, backward=st.booleans())
-        def forward(self, seed: int, backward: bool) -> None:
-            self.calls.append(("forward", seed))
+        @rule(seed=_seeds, rows=_rows, backward=st.booleans())
+        def forward(self, seed: int, rows: int, backward: bool) -> None:
+            self.calls.append(("forward", seed, rows))
             if backward:
                 self.calls.append(("backward",))
 
-        @rule(seed=_seeds)
-        def forward_without_grad(self, seed: int) -> None:
-            self.calls.append(("forward_without_grad", seed))
+        @rule(seed=_seeds, rows=_rows)
+        def forward_without_grad(self, seed: int, rows: int) -> None:
+            self.calls.append(("forward_without_grad", seed, rows))
 
         @rule()
         def backward(self) -> None:
@@ -77,9 +84,22 @@ def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
         def zero_grad(self, to_none: bool) -> None:
             self.calls.append(("zero_grad", to_none))
 
-        @rule(name=st.sampled_from(["summon", "state_dict", "load", "deepcopy"]))
+        @rule(
+            name=st.sampled_from(
+                ["summon", "state_dict", "load", "deepcopy", "save_checkpoint", "load_checkpoint"]
+            )
+        )
         def ask(self, name: str) -> None:
             self.calls.append((name,))
+
+        @rule(number=st.integers(0, 7), frozen=st.booleans())
+        def freeze(self, number: int, frozen: bool) -> None:
+            self.calls.append(("freeze", number, frozen))
+
+        @rule(seed=_seeds, where=st.sampled_from(["forward", "input", "output"]))
+        def fail(self, seed: int, where: str) -> None:
+            in_backward = ("fail_in_backward", seed, where)
+            self.calls.append(("fail_in_forward",) if where == "forward" else in_backward)
 
         @rule(mode=st.booleans())
         def train(self, mode: bool) -> None:
@@ -87,7 +107,7 @@ def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
 
         def teardown(self) -> None:
             if self.model:
-                _run(ranks, Program(*self.model, tuple(self.calls)))
+                _run(ranks, Program(*self.model, tuple(self.calls), self.by_hand))
 
     return Calls
 
