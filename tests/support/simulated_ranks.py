@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement import busy_ranks, exchange, gathering, store
+from fsdp_dynamo.agreement import busy_ranks, exchange, late_ranks, store
 
 T = TypeVar("T")
 _STACK_BYTES = 1 << 18
@@ -143,10 +143,10 @@ def _one_process(shared: CountingStore, timeout_s: float) -> Iterator[None]:
             (store, "default_store", lambda: shared),
             (busy_ranks, "default_store", lambda: shared),
             (store, "PrefixStore", _Prefixed),
-            (exchange, "group_timeout_s", lambda _: _LIMIT_S),
+            (late_ranks, "group_timeout_s", lambda _: _LIMIT_S),
+            (late_ranks, "gone_ranks", lambda *_: []),
             (exchange, "_timeout_s", timeout_s),
-            (exchange, "POLL_S", _POLL_S),
-            (gathering, "POLL_S", _POLL_S),
+            (exchange, "_POLL_S", _POLL_S),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         yield

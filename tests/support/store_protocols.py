@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_dynamo.agreement import busy_ranks, graph_agreement
 from fsdp_dynamo.agreement.collective_order import find_order_mismatch
-from fsdp_dynamo.agreement.comparison import late_message, require_same, share_from_first
+from fsdp_dynamo.agreement.comparison import awaited, require_same, share_from_first
 from fsdp_dynamo.agreement.gathering import texts_over
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.checkpoint.coordination_group import Meeting
@@ -43,7 +43,7 @@ def _rates(group: Any) -> str:
 
 def _failure(group: Any) -> dict[int, str]:
     own = "ValueError: no such width" if group.rank() == 1 else ""
-    return texts_over([group], "wrapping", own, late_message("wrapping"))
+    return texts_over([group], "wrapping", own, awaited("wrapping"))
 
 
 def _waiting(group: Any, odd: bool = False) -> str | None:
