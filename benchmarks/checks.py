@@ -59,7 +59,7 @@ def without_checks() -> Iterator[None]:
     with (
         mock.patch.object(collective_log, "record", _record_nothing),
         mock.patch.object(collective_log, "message_tag", _one_tag),
-        mock.patch.object(watchdog, "_notice_checks", no_groups),
+        mock.patch.object(watchdog, "_watched", no_groups),
     ):
         yield
 

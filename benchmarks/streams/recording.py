@@ -115,6 +115,10 @@ class Recorder:
         """Take a tensor for one in the host's memory."""
         self._host.add(self.buffer(tensor.untyped_storage()))
 
+    def is_on_host(self, *buffers: int) -> bool:
+        """Whether one of these buffers is in the host's memory."""
+        return not self._host.isdisjoint(buffers)
+
     # -- steps ---------------------------------------------------------------------------------
 
     def operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
@@ -378,7 +382,7 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield streams.SideStreams, "copy_to_host", copied
     yield collectives, "transport_of", lambda group, device: "library"
-    yield collectives, "wait_with_watchdog", _wait_each
+    yield collectives, "wait_on_device", _wait_each
     yield collectives, "wait_until_settled", _wait_each
     for name in _KINDS:
         for module in (dist, collectives):

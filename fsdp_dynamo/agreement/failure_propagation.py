@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement.collective_order import find_order_mismatch
 from fsdp_dynamo.agreement.exchange import next_round
-from fsdp_dynamo.agreement.notices import post_notice, raise_if_noticed
+from fsdp_dynamo.agreement.flight_recorder import report_blocked
+from fsdp_dynamo.agreement.notices import Requests, post_notice, raise_if_noticed
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.comm.watchdog import enable_watchdog
+from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
 Stores = Mapping[tuple[int, ...], Any]
@@ -41,7 +42,15 @@ def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         stores.setdefault(ranks, store)
         # Names of groups are local to a rank, so groups of the same ranks are numbered.
         name = str(next_round("group", ranks))
-        enable_watchdog(group, partial(_check, stores, store, name), partial(post_to_all, stores))
+        requests = Requests(store)
+        watched = Watched(
+            check=partial(_check, stores, store, name),
+            post=partial(post_to_all, stores),
+            ask=requests.make,
+            is_asked=requests.is_new,
+            report_blocked=report_blocked,
+        )
+        enable_watchdog(group, watched)
 
 
 def linked_stores() -> dict[tuple[int, ...], Any]:

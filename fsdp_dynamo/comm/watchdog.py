@@ -1,9 +1,12 @@
-"""Waits for gloo's collectives that end early when another rank has posted a failure notice.
+"""Waits for collectives that end early when another rank has posted a failure notice.
 
 A gloo wait that times out closes the group's connections, so waiting in slices is no option: it
 would abort healthy transfers. Instead, a watchdog thread checks the store for the groups of waits
 that last longer than a period, and closes a group's connections only when there is a notice. That
 ends the wait.
+
+On a device a wait holds a stream back, not the host. There the thread checks the groups whose
+streams stand still behind a wait (``device_waits``), and the next wait raises what it finds.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -21,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry
+from fsdp_dynamo.comm.device_waits import DeviceWaits
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import Work, peer_of
+from fsdp_dynamo.comm.streams import SideStreams
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
 PERIOD_S = 1.0
@@ -37,10 +43,15 @@ _Wait = tuple[int, dist.ProcessGroup]
 
 
 class _Watchdog:
-    """Thread that checks long waits; it ends after a while without any."""
+    """Thread that checks long waits; it ends after a while without any.
+
+    Attributes:
+        on_devices: the waits of streams.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
+        self.on_devices = DeviceWaits()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
@@ -55,6 +66,11 @@ class _Watchdog:
         """The calling thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
 
+    def look_after(self) -> None:
+        """Let the thread run."""
+        if not self._is_alive:
+            self._start()
+
     def _start(self) -> None:
         with self._lock:
             if not self._is_alive:
@@ -67,28 +83,55 @@ class _Watchdog:
             before = dict(self._waits)
             time.sleep(PERIOD_S)
             now = dict(self._waits)
-            idle = 0 if before or now else idle + 1
+            idle = 0 if before or now or self.on_devices else idle + 1
             for group in {now[t][1] for t in now if before.get(t) == now[t]}:
-                _interrupt_if_noticed(group)
+                if _noticed(group) is not None:
+                    _close_connections(group)
+            self._look_at_devices()
+
+    def _look_at_devices(self) -> None:
+        for group, is_overdue in self.on_devices.look():
+            error = _noticed_on_device(group, is_overdue)
+            if error is not None:
+                self.on_devices.fail(error, _watched[group].report_blocked)
+                break
+        self.on_devices.report_if_blocked()
 
     def _ends(self) -> bool:
         """Whether the thread ends; not if a wait has begun in the meantime."""
         with self._lock:
             self._is_alive = False  # first: a wait that begins from here on starts another thread
-            self._is_alive = bool(self._waits)
+            self._is_alive = bool(self._waits) or bool(self.on_devices)
             return not self._is_alive
 
 
-def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
-    check_notices = _notice_checks.get(group)
-    if check_notices is None:
-        return
+def _noticed(group: dist.ProcessGroup) -> DivergenceError | None:
+    """The error of a notice, or of ranks that have diverged, if there is one."""
+    watched = _watched.get(group)
+    if watched is None:
+        return None
     try:
-        check_notices(group)
-    except DivergenceError:
-        _close_connections(group)
+        watched.check(group)
+    except DivergenceError as error:
+        return error
     except RuntimeError:  # the store or the group is gone: the waits fail by themselves
         pass
+    return None
+
+
+def _noticed_on_device(group: dist.ProcessGroup, is_overdue: bool) -> DivergenceError | None:
+    """The same where streams wait: if this rank's are overdue, or another's, who then asks."""
+    watched = _watched.get(group)
+    if watched is None:
+        return None
+    try:
+        if is_overdue:
+            watched.ask()
+        elif not watched.is_asked():
+            return None
+    except RuntimeError:  # the store is gone
+        return None
+    return _noticed(group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -104,29 +147,35 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 _watchdog = _Watchdog()
-_notice_checks: WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], None]] = (
-    WeakKeyDictionary()
-)
-_notice_posters: WeakKeyDictionary[dist.ProcessGroup, Callable[[DivergenceError], None]] = (
-    WeakKeyDictionary()
-)
 
 
-def enable_watchdog(
-    group: dist.ProcessGroup,
-    check_notices: Callable[[dist.ProcessGroup], None],
-    post_notice: Callable[[DivergenceError], None],
-) -> None:
-    """Let waits for a group's collectives end when there is a notice.
+@dataclass(frozen=True)
+class Watched:
+    """What the watchdog does for a group. Nothing here may refer to it: it would never be freed.
 
-    Args:
-        group: a gloo group.
-        check_notices: raises ``DivergenceError`` if there is a notice. It is given the group, and
-            must hold no reference to it: the group would never be freed.
-        post_notice: posts an error as a notice.
+    Attributes:
+        check: raises ``DivergenceError`` if there is a notice, or ranks have diverged; publishes
+            what this rank has issued. It is given the group.
+        post: posts an error as a notice.
+        ask: asks the other ranks to check, too.
+        is_asked: whether one has asked since the last call of either.
+        report_blocked: called with an error that no wait has raised for seconds, as the host is
+            blocked by a device that stands still.
     """
-    _notice_checks[group] = check_notices
-    _notice_posters[group] = post_notice
+
+    check: Callable[[dist.ProcessGroup], None]
+    post: Callable[[DivergenceError], None]
+    ask: Callable[[], None]
+    is_asked: Callable[[], bool]
+    report_blocked: Callable[[DivergenceError], None]
+
+
+_watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
+
+
+def enable_watchdog(group: dist.ProcessGroup, watched: Watched) -> None:
+    """Let waits for a group's collectives end when there is a notice."""
+    _watched[group] = watched
 
 
 def wait_with_watchdog(
@@ -144,22 +193,43 @@ def wait_with_watchdog(
         RankFailedError: a rank is gone, or has not come within the group's timeout.
         RuntimeError: a collective failed for another reason.
     """
-    watched = group in _notice_checks
-    if watched:
+    is_watched = group in _watched
+    if is_watched:
         _watchdog.begin(group)
     position = 0
     try:
         for position, work in enumerate(works):  # noqa: B007
             work.wait()
     except RuntimeError as error:
-        if watched:
+        if is_watched:
             cause = _cause(error, group, peer_of(group, works, position), entry)
             if cause is not None:
                 raise cause from None  # gloo's own message is of no help
         raise
     finally:
-        if watched:
+        if is_watched:
             _watchdog.end()
+
+
+def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
+    """Let the current stream wait for collectives, and watch it.
+
+    Args:
+        works: the operations.
+        group: of the collectives.
+        streams: of the device.
+
+    Raises:
+        DivergenceError: ranks have diverged, or another one has posted a notice, while this rank's
+            streams stood still.
+        RankFailedError: that notice says that a rank is gone.
+    """
+    _watchdog.on_devices.raise_if_failed()
+    for work in works:
+        work.wait()
+    if group in _watched:
+        _watchdog.on_devices.add(group, streams.after_current())
+        _watchdog.look_after()
 
 
 def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
@@ -188,11 +258,11 @@ def _cause(
 ) -> DivergenceError | None:
     """The error of another rank's notice, or one for the peer, which is then posted."""
     message = peer_failure_message(error, peer, entry)
-    notice = run_with_timeout(STORE_TIMEOUT_S, partial(_notice_checks[group], group))
+    notice = run_with_timeout(STORE_TIMEOUT_S, partial(_watched[group].check, group))
     if isinstance(notice, DivergenceError):
         return notice
     if message is None:
         return None
     failure = RankFailedError(message)
-    run_with_timeout(STORE_TIMEOUT_S, partial(_notice_posters[group], failure))
+    run_with_timeout(STORE_TIMEOUT_S, partial(_watched[group].post, failure))
     return failure
