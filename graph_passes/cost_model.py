@@ -144,9 +144,21 @@ def num_flops(node: fx.Node) -> int:
     """Floating-point operations of a node; 0 without metadata."""
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
     try:
-        return operator_flops(node.target, args, kwargs, _value(node))
+        flops = operator_flops(node.target, args, kwargs, _value(node))
     except (AttributeError, TypeError, ValueError):  # no metadata
         return 0
+    return int(flops * (1 - _masked_share(node)))
+
+
+def _masked_share(node: fx.Node) -> float:
+    """The part of attention that a mask leaves out, 0 to 1, as the model's code says.
+
+    The mask itself is not read: ranks may mask other elements, and must have equal plans.
+    """
+    if node.target not in (_OPS.flex_attention, _OPS.flex_attention_backward):
+        return 0.0
+    said = (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)
+    return max(0.0, min(1.0, float(said)))
 
 
 def operator_flops(
@@ -155,7 +167,8 @@ def operator_flops(
     """Floating-point operations of a matrix product, convolution or attention; 0 for others.
 
     Source: the formulas of ``torch.utils.flop_counter``, which lack attention on CPUs: two
-    products forward, five backward.
+    products forward, five backward. Users add formulas of their operators and Triton kernels with
+    ``register_flop_formula``.
 
     Args:
         operator: the operator that is called.
@@ -168,11 +181,46 @@ def operator_flops(
         return hint(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if str(packet) == f"{_CPU_ATTENTION}_backward":
         return hint(sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))) * 5 // 2
+    if operator is _OPS.flex_attention:
+        return _flex_attention_flops(*args[:3], products_of_keys=1, products_of_values=1)
+    if operator is _OPS.flex_attention_backward:
+        return _flex_attention_flops(*args[:3], products_of_keys=3, products_of_values=2)
+    if operator in (_OPS.triton_kernel_wrapper_functional, _OPS.triton_kernel_wrapper_mutation):
+        packet = _counted_kernel(kwargs["kernel_idx"])
     formula = flop_registry.get(packet)
     return 0 if formula is None else hint(formula(*args, **kwargs, out_val=output))
 
 
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+_OPS = torch.ops.higher_order
+
+
+def _flex_attention_flops(
+    query: Any, key: Any, value: Any, *, products_of_keys: int, products_of_values: int
+) -> int:
+    """Products of FlexAttention without a mask.
+
+    Args:
+        query: ``(B, H, M, E)``.
+        key: ``(B or 1, H or fewer, N, E)``.
+        value: ``(B or 1, H or fewer, N, V)``.
+        products_of_keys: products over or of ``E``.
+        products_of_values: products over or of ``V``.
+    """
+    scores = hint(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+    widths = products_of_keys * hint(query.shape[3]) + products_of_values * hint(value.shape[3])
+    return 2 * scores * widths
+
+
+def _counted_kernel(number: int) -> Any:
+    """The kernel of a Triton call in a graph, without its autotuning and heuristics."""
+    # Private: a graph holds no more of a kernel than its number in a table.
+    from torch._higher_order_ops.triton_kernel_wrap import get_kernel
+
+    kernel: Any = get_kernel(number)
+    while kernel not in flop_registry and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
 
 
 def _value(node: fx.Node) -> Any:

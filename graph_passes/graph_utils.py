@@ -163,8 +163,8 @@ def is_alias(node: fx.Node) -> bool:
 
 def is_compute(node: fx.Node) -> bool:
     """A node that computes: neither a collective, nor a view, nor a buffer."""
-    if is_region(node):
-        return True
+    if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True  # a region, FlexAttention, a Triton kernel
     name = op_name(node)
     if name.startswith(_C10D):
         return not is_collective(node) and not is_wait(node)

@@ -98,6 +98,10 @@ class Recorder:
         """Take a tensor for one in the host's memory."""
         self._host.add(self.buffer(tensor.untyped_storage()))
 
+    def is_on_host(self, *buffers: int) -> bool:
+        """Whether one of these buffers is in the host's memory."""
+        return not self._host.isdisjoint(buffers)
+
     # -- steps ---------------------------------------------------------------------------------
 
     def operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.agreement.collective_order import find_order_mismatch
+from fsdp_dynamo.agreement.flight_recorder import report_blocked
 from fsdp_dynamo.agreement.linked_groups import Stores, add_group, linked_stores
-from fsdp_dynamo.agreement.notices import deliver, post_notice, raise_if_noticed
+from fsdp_dynamo.agreement.notices import Requests, deliver, post_notice, raise_if_noticed
 from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.comm.watchdog import enable_watchdog
+from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
 _MAX_SHOWN = 300
@@ -26,8 +27,14 @@ def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         added = add_group(group)
         if added is not None:
-            check = partial(_check, stores, *added)
-            enable_watchdog(group, check, _check_notices, _deliver)
+            requests = Requests(added[0])
+            watched = Watched(
+                check=partial(_check, stores, *added),
+                ask=requests.make,
+                is_asked=requests.is_new,
+                report_blocked=report_blocked,
+            )
+            enable_watchdog(group, watched, _check_notices, _deliver)
 
 
 def announce_failure(error: BaseException) -> None:

@@ -7,7 +7,9 @@ the path. A rank that was killed leaves none, which is informative, too. Records
 ``$FSDP_DYNAMO_FLIGHT`` (``0``: no records), or to a folder of the run among other temporary files.
 ``record_flight`` chooses another folder, and also writes a record on SIGTERM (which torchrun sends
 to the other ranks), even while the rank waits inside a collective; ``record_flight(None)`` lets
-this rank write none. A record has at most 1 MiB: of too many collectives, the last ones.
+this rank write none. A rank whose main thread is blocked by its device writes one when another
+thread finds that ranks have diverged. A record has at most 1 MiB: of too many collectives, the
+last ones.
 """
 
 from __future__ import annotations
@@ -235,6 +237,16 @@ def _begin(folder: Path, private: Path | None = None) -> None:
 def _record_error(error: BaseException) -> None:
     if _recorder is not None:
         _recorder.write(f"{type(error).__name__}: {error}", traceback.format_exception(error))
+
+
+def report_blocked(error: BaseException) -> None:
+    """Print an error that a blocked main thread cannot raise, and write the record."""
+    what = f"{type(error).__name__}: {error}"
+    _print_error(
+        f"rank {dist.get_rank()}: {what} This rank raises it when it next waits for a collective. "
+        "If it is blocked by its device, the process group's timeout ends it."
+    )
+    _write_stack(what, sys._current_frames().get(_main_thread()))
 
 
 _process = 0

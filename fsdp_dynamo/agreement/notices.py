@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp_dynamo.agreement.linked_groups import Stores, stores_with
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
+_REQUESTS = "requests"
 _KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
 
 
@@ -36,6 +37,30 @@ def post_notice(store: Any, error: DivergenceError) -> None:
     the same time, the first counts.
     """
     store.compare_set(_next(store), "", f"{type(error).__name__} {error}")
+    Requests(store).make()
+
+
+class Requests:
+    """Requests to look for a notice, and to compare collectives.
+
+    On a device a rank may have nothing to wait for while another waits for it.
+
+    Args:
+        store: of the ranks.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._seen = 0
+
+    def make(self) -> None:
+        """Ask all other ranks."""
+        self._seen = self._store.add(_REQUESTS, 1)
+
+    def is_new(self) -> bool:
+        """Whether another rank has asked since the last call."""
+        before, self._seen = self._seen, self._store.add(_REQUESTS, 0)
+        return self._seen != before
 
 
 def raise_if_noticed(store: Any) -> None:

@@ -26,8 +26,13 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
-from fsdp_dynamo.comm.streams import timer_of
-from fsdp_dynamo.comm.watchdog import refusal_of, wait_until_settled, wait_with_watchdog
+from fsdp_dynamo.comm.streams import side_streams, timer_of
+from fsdp_dynamo.comm.watchdog import (
+    refusal_of,
+    wait_on_device,
+    wait_until_settled,
+    wait_with_watchdog,
+)
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
@@ -40,8 +45,8 @@ class InFlight:
         buffers: inputs and outputs, kept alive because they are read and written until then.
         event: its recorded event, or ``None`` if events are not recorded.
         finish: local work once all data has arrived, or ``None``.
-        group: the process group. A wait for CPU tensors blocks the host, so the watchdog looks for
-            notices of ranks that will not come.
+        group: the process group. While the host, or a device's stream, waits for it, the watchdog
+            looks for notices of ranks that will not come.
         entry: its log entry, for messages.
     """
 
@@ -101,11 +106,13 @@ class InFlight:
         The list is cleared because the frames of the error's traceback refer to it, too.
         """
         try:
-            if self._group is not None and self._buffers[0].device.type == "cpu":
-                wait_with_watchdog(self._works, self._group, self._entry)
-            else:
+            if self._group is None:
                 for work in self._works:
                     work.wait()
+            elif (streams := side_streams(self._buffers[0].device)) is None:
+                wait_with_watchdog(self._works, self._group, self._entry)
+            else:
+                wait_on_device(self._works, self._group, streams)
         except RuntimeError:
             self._works.clear()
             raise

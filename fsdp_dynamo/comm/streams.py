@@ -108,6 +108,12 @@ class StreamEvent:
         self._event = event
         self._module = module
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether it is done; the host does not wait."""
+        done: bool = self._event.query()
+        return done
+
     def wait(self) -> None:
         """Let the current stream wait for it."""
         self._module.current_stream().wait_event(self._event)

@@ -1,4 +1,4 @@
-"""Waits for gloo's collectives that end early when another rank has posted a failure notice.
+"""Waits for collectives that end early when another rank has posted a failure notice.
 
 All waits of this package for other ranks are such waits: those for its own collectives
 (``wait_with_watchdog``), and those inside of torch's blocking calls (``watched``).
@@ -7,6 +7,9 @@ A gloo wait that times out closes the group's connections, so waiting in slices 
 would abort healthy transfers. Instead, a watchdog thread checks the store for the groups of waits
 that last longer than a period, and closes a group's connections only when there is a notice. That
 ends the wait.
+
+On a device a wait holds a stream back, not the host. There the thread checks the groups whose
+streams stand still behind a wait (``device_waits``), and the next wait raises what it finds.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -26,9 +30,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, record
+from fsdp_dynamo.comm.device_waits import DeviceWaits
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
+from fsdp_dynamo.comm.streams import SideStreams
 from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError
 
 PERIOD_S = 1.0
@@ -42,10 +48,15 @@ _Wait = tuple[int, dist.ProcessGroup]
 
 
 class _Watchdog:
-    """Thread that checks long waits; it ends after a while without any, and for no other reason."""
+    """Thread that checks long waits; it ends after a while without any, and for no other reason.
+
+    Attributes:
+        on_devices: the waits of streams.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
+        self.on_devices = DeviceWaits()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_alive = False
@@ -60,6 +71,11 @@ class _Watchdog:
     def end(self) -> None:
         """The calling thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
+
+    def look_after(self) -> None:
+        """Let the thread run."""
+        if not self._is_alive:
+            self._start()
 
     def _start(self) -> None:
         with self._lock:
@@ -85,15 +101,28 @@ class _Watchdog:
             before = dict(self._waits)
             time.sleep(PERIOD_S)
             now = dict(self._waits)
-            idle = 0 if before or now else idle + 1
+            idle = 0 if before or now or self.on_devices else idle + 1
             for group in {now[t][1] for t in now if before.get(t) == now[t]}:
-                _interrupt_if_noticed(group)
+                if _noticed(group) is not None:
+                    _close_connections(group)
+            self._look_at_devices()
+
+    def _look_at_devices(self) -> None:
+        for group, is_overdue in self.on_devices.look():
+            error = _noticed_on_device(group, is_overdue)
+            if error is not None:
+                for deliver in _deliverers:
+                    with suppress(RuntimeError):  # the store is gone
+                        deliver(error)
+                self.on_devices.fail(error, _watched[group].report_blocked)
+                break
+        self.on_devices.report_if_blocked()
 
     def _ends(self) -> bool:
         """Whether the thread ends; not if a wait has begun in the meantime."""
         with self._lock:
             self._is_alive = False  # first: a wait that begins from here on starts another thread
-            self._is_alive = bool(self._waits)
+            self._is_alive = bool(self._waits) or bool(self.on_devices)
             return not self._is_alive
 
 
@@ -107,16 +136,33 @@ def _tell(error: Exception) -> None:
         )
 
 
-def _interrupt_if_noticed(group: dist.ProcessGroup) -> None:
+def _noticed(group: dist.ProcessGroup) -> DivergenceError | None:
+    """The error of a notice, or of ranks that have diverged, if there is one."""
     check = _check_for(group)
     if check is None:
-        return
+        return None
     try:
         check(group)
-    except DivergenceError:
-        _close_connections(group)
+    except DivergenceError as error:
+        return error
     except RuntimeError:  # the store or the group is gone: the waits fail by themselves
         pass
+    return None
+
+
+def _noticed_on_device(group: dist.ProcessGroup, is_overdue: bool) -> DivergenceError | None:
+    """The same where streams wait: if this rank's are overdue, or another's, who then asks."""
+    watched = _watched.get(group)
+    if watched is None:
+        return None
+    try:
+        if is_overdue:
+            watched.ask()
+        elif not watched.is_asked():
+            return None
+    except RuntimeError:  # the store is gone
+        return None
+    return _noticed(group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -134,7 +180,6 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 _watchdog = _Watchdog()
 _Check = Callable[[dist.ProcessGroup], None]
 _Deliver = Callable[[DivergenceError], None]
-_notice_checks: WeakKeyDictionary[dist.ProcessGroup, _Check] = WeakKeyDictionary()
 _of_other_groups: list[_Check] = []
 """The check for groups without one of their own, once there is one."""
 
@@ -145,27 +190,48 @@ _closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictiona
 """Groups whose connections are closed, with the reason: gloo has none for those who wait later."""
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What the watchdog does for a group. Nothing here may refer to it: it would never be freed.
+
+    Attributes:
+        check: raises ``DivergenceError`` if there is a notice, or ranks have diverged; publishes
+            what this rank has issued. It is given the group.
+        ask: asks the other ranks to check, too.
+        is_asked: whether one has asked since the last call of either.
+        report_blocked: called with an error that no wait has raised for seconds, as the host is
+            blocked by a device that stands still.
+    """
+
+    check: _Check
+    ask: Callable[[], None]
+    is_asked: Callable[[], bool]
+    report_blocked: Callable[[DivergenceError], None]
+
+
+_watched: WeakKeyDictionary[dist.ProcessGroup, Watched] = WeakKeyDictionary()
+
+
 def enable_watchdog(
-    group: dist.ProcessGroup, check: _Check, check_others: _Check, deliver: _Deliver
+    group: dist.ProcessGroup, own: Watched, check_others: _Check, deliver: _Deliver
 ) -> None:
     """Let waits for collectives end when there is a notice.
 
     Args:
-        group: a gloo group.
-        check: raises ``DivergenceError`` if there is a notice. It is given the group, and must hold
-            no reference to it: the group would never be freed.
-        check_others: the same for groups that have no check of their own.
+        group: whose waits they are.
+        own: what is done for it.
+        check_others: its check for groups that have none of their own.
         deliver: posts an error that is about to be raised here, unless it is of a notice, and
             counts that as heard.
     """
-    _notice_checks[group] = check
+    _watched[group] = own
     _of_other_groups[:] = [check_others]
     _deliverers[:] = [deliver]
 
 
 def _check_for(group: dist.ProcessGroup) -> _Check | None:
-    own = _notice_checks.get(group)
-    return own or next(iter(_of_other_groups), None)
+    own = _watched.get(group)
+    return next(iter(_of_other_groups), None) if own is None else own.check
 
 
 def wait_with_watchdog(
@@ -198,6 +264,27 @@ def wait_with_watchdog(
     finally:
         if is_watched:
             _watchdog.end()
+
+
+def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
+    """Let the current stream wait for collectives, and watch it.
+
+    Args:
+        works: the operations.
+        group: of the collectives.
+        streams: of the device.
+
+    Raises:
+        DivergenceError: ranks have diverged, or another one has posted a notice, while this rank's
+            streams stood still.
+        RankFailedError: that notice says that a rank is gone.
+    """
+    _watchdog.on_devices.raise_if_failed()
+    for work in works:
+        work.wait()
+    if group in _watched:
+        _watchdog.on_devices.add(group, streams.after_current())
+        _watchdog.look_after()
 
 
 @contextmanager

@@ -7,83 +7,29 @@ stands where its first part stood and pulls up what its last part needs::
                                                            wait(w)   a, b   mm
 
 So before it fuses, every call of code that is not Inductor's own (collectives, waits, matrix
-products) is made to depend on the call before it; a fusion that would reorder them is then a cycle,
-which Inductor does not make. Afterwards the calls are read from the generated code, and their
-numbers compared. Code from a compile cache is read too.
+products, users' Triton kernels) and every template (products again, FlexAttention) is made to
+depend on the one before it; a fusion that would reorder them is then a cycle, which Inductor does
+not make. Afterwards the calls are read from the generated code (``code_order``), and their numbers
+compared. Code from a compile cache is read too.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.errors import FSDPError
+from fsdp_dynamo.graph_path.code_order import CodeCall, order_in_code
 from fsdp_dynamo.torch_features import SchedulerPass
 from graph_passes.text.boundary_labels import Label
-
-_OURS = "torch.ops.fsdp_dynamo."
-_CALLS = (_OURS, "torch.ops.", "extern_kernels.", "aten.")
 
 
 class OrderError(FSDPError):
     """Generated code whose collectives are not in the order that was planned."""
-
-
-@dataclass(frozen=True)
-class CodeCall:
-    """One call in generated code.
-
-    Attributes:
-        name: the operator, without its namespace and overload: ``"all_gather"``, ``"mm"``.
-        labels: of the collectives that it issues or waits for; empty for compute.
-        line: where, from 1.
-    """
-
-    name: str
-    labels: tuple[Label, ...]
-    line: int
-
-
-def order_in_code(source: str) -> list[CodeCall]:
-    """Collectives, waits, and calls of compute that is not generated itself, as they will run.
-
-    Args:
-        source: Python code of a graph, as Inductor generates it.
-    """
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    found = [call for node in calls if (call := _read(node)) is not None]
-    return sorted(found, key=lambda call: call.line)
-
-
-def _read(node: ast.Call) -> CodeCall | None:
-    path = ast.unparse(node.func)
-    prefix = next((prefix for prefix in _CALLS if path.startswith(prefix)), None)
-    if prefix is None:
-        return None
-    parts = path.split(".")
-    name = parts[-2] if parts[-1] in ("default", "out") else parts[-1]
-    labels = _labels(node) if prefix == _OURS else ()
-    return CodeCall(name, labels, node.lineno)
-
-
-def _labels(node: ast.Call) -> tuple[Label, ...]:
-    """Labels among the arguments, in a list or by themselves: the strings that can be read as one.
-
-    (A fingerprint and a group's name are strings too.)
-    """
-    values = [*node.args, *(keyword.value for keyword in node.keywords)]
-    items = [item for value in values for item in getattr(value, "elts", [value])]
-    texts = [i.value for i in items if isinstance(i, ast.Constant) and isinstance(i.value, str)]
-    return tuple(Label.decode(text) for text in texts if text.count("|") == _BARS)
-
-
-_BARS = Label("", "all_gather", "forward", (), ()).encode().count("|")
 
 
 def check_order(source: str) -> None:
@@ -142,7 +88,7 @@ def checking(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PinOrder(SchedulerPass):  # type: ignore[misc]
-    """Inductor's calls of foreign code run in the order of the graph.
+    """Inductor's calls of foreign code, and its templates, run in the order of the graph.
 
     Before::
 
@@ -158,11 +104,11 @@ class PinOrder(SchedulerPass):  # type: ignore[misc]
         from torch._inductor.dependencies import WeakDep
         from torch._inductor.scheduler import ExternKernelSchedulerNode
 
-        foreign = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
-        foreign = [node for node in foreign if node.get_outputs()]
-        if not any(_is_ours(node) for node in foreign):
+        pinned = [n for n in nodes if isinstance(n, ExternKernelSchedulerNode) or n.is_template()]
+        pinned = [node for node in pinned if node.get_outputs()]
+        if not any(_is_ours(node) for node in pinned):
             return nodes
-        for before, node in pairwise(foreign):
+        for before, node in pairwise(pinned):
             buffer = before.get_outputs()[0].get_name()
             # It names no buffer that the node mutates: no reason to fuse, or to keep memory.
             node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))

@@ -11,7 +11,7 @@ import torch
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_path import operators, recording
+from fsdp_dynamo.graph_path import offloading, operators, recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.markers import NO_VALUE
 
@@ -97,6 +97,7 @@ class _RouteGradients(torch.autograd.Function):
         recording.current().end_of_graph()
         with torch.no_grad():
             absent = operators.take_absent()
+            offloading.finish_copies()
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
                     handle(grad, absent)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_dynamo.graph_path import operators
+from fsdp_dynamo.graph_path import offloading, operators
 from graph_passes.gradients.absent import absent_in
 from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
@@ -34,6 +34,8 @@ _ISSUES: dict[str, tuple[_Function, _Function]] = {
     "_c10d_functional::all_reduce": (operators.all_reduce, operators.all_reduce_together),
 }
 """Functions that run a collective alone, and several of them as one launch."""
+
+_FROM_HOST = operators.all_gather_from_host, operators.all_gather_from_host_together
 
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -59,6 +61,8 @@ def _lower_issues(
     for members in _launches(node for node in labels if is_collective(node)):
         waits = [wait_of(node) for node in members]
         alone, together = _ISSUES[op_name(members[0])]
+        if _take_copies(graph, members):
+            alone, together = _FROM_HOST
         texts = [labels[node] for node in members]
         outputs = members
         if len(members) == 1:
@@ -69,6 +73,17 @@ def _lower_issues(
         issued.update(zip(waits, outputs, strict=True))
         carried = ""
     return issued
+
+
+def _take_copies(graph: fx.Graph, gathers: list[fx.Node]) -> bool:
+    """Let all-gathers of one launch send from the host; false if not all of them do."""
+    copies = [copy for node in gathers if (copy := offloading.copy_before(node)) is not None]
+    if len(copies) < len(gathers) or len({copy.args[1:] for copy in copies}) > 1:
+        return False
+    for node, copy in zip(gathers, copies, strict=True):
+        node.args = (*copy.args, *node.args[1:])
+        graph.erase_node(copy)
+    return True
 
 
 def _issue_args(node: fx.Node) -> list[Any]:
@@ -101,11 +116,12 @@ def _merge(
 
 
 def _source_of(output: fx.Node) -> Any:
-    """The tensor that a lowered collective sends."""
-    if output.target is operator.getitem:
-        call, position = output.args
-        return call.args[0][position]  # type: ignore[union-attr,index]
-    return output.args[0]
+    """The tensor that a lowered collective sends, unless it sends a copy of one on the host."""
+    call, position = output.args if output.target is operator.getitem else (output, None)
+    if getattr(call.target, "__name__", "").startswith(_FROM_HOST[0].__name__):  # type: ignore[union-attr]
+        return None
+    sent: Any = call.args[0]  # type: ignore[union-attr]
+    return sent if position is None else sent[position]
 
 
 def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -119,6 +135,7 @@ def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
 def lower_to_functions(graph: fx.Graph) -> None:
     """For backends that run the graph as Python: nodes call the functions themselves."""
     labels = _labels(graph)
+    offloading.lower_gradients(graph, lambda function: function)
     for wait, output in _lower_issues(graph, labels, lambda function: function).items():
         wait.target = operators.wait
         wait.args = (output, _source_of(output), labels[wait])
@@ -155,10 +172,13 @@ def _lower_writes(graph: fx.Graph) -> None:
 def lower_to_operators(graph: fx.Graph) -> None:
     """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
     operators = torch.ops.fsdp_dynamo
+
+    def to(function: _Function) -> Any:
+        return getattr(operators, function.__name__).default
+
     labels = _labels(graph)
-    issued = _lower_issues(
-        graph, labels, lambda function: getattr(operators, function.__name__).default
-    )
+    offloading.lower_gradients(graph, to)
+    issued = _lower_issues(graph, labels, to)
     _lower_writes(graph)
     for wait, output in issued.items():
         arguments = (output, _source_of(output), labels[wait])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
-from fsdp_dynamo.graph_path import recording
+from fsdp_dynamo.graph_path import offloading, recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.text.boundary_labels import Label
 from graph_passes.wire_format import WireFormat
@@ -98,6 +98,39 @@ def all_gather(
     return all_gather_together([shard], world_size, group, [text], fingerprint)[0]
 
 
+def all_gather_from_host_together(
+    shards: Sequence[torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    texts: Sequence[str],
+    fingerprint: str = "",
+) -> list[torch.Tensor]:
+    """``all_gather_together`` of shards in host memory, which are copied to ``device`` first."""
+    ranks = _group(group, fingerprint)
+
+    def issue(outputs: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        _launch(collectives.issue_all_gathers, outputs, sent, ranks, texts)
+
+    return offloading.send_from_host(shards, device, dtype, world_size, issue)
+
+
+def all_gather_from_host(
+    shard: torch.Tensor,
+    device: str,
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    text: str,
+    fingerprint: str = "",
+) -> torch.Tensor:
+    """``all_gather`` of a shard in host memory, which is copied to ``device`` first."""
+    return all_gather_from_host_together(
+        [shard], device, dtype, world_size, group, [text], fingerprint
+    )[0]
+
+
 def reduce_scatter_together(
     unsharded: Sequence[torch.Tensor],
     world_size: int,
@@ -141,8 +174,11 @@ def all_reduce(tensor: torch.Tensor, group: str, text: str, fingerprint: str = "
     return all_reduce_together([tensor], group, [text], fingerprint)[0]
 
 
-def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
-    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive."""
+def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.Tensor:
+    """Wait for a collective. ``source``, its input, is an argument so that it is kept alive.
+
+    ``None`` if the collective keeps what it sends.
+    """
     in_flight = _in_flight.pop(output.data_ptr())
     record, label = recording.current(), _label_of(text)
     record.wait(label)
@@ -151,6 +187,7 @@ def wait(output: torch.Tensor, source: torch.Tensor, text: str) -> torch.Tensor:
     except BaseException:
         abandon()
         raise
+    offloading.free_sent(output)
     record.waited(label, output)
     return output
 
@@ -171,6 +208,7 @@ def abandon() -> None:
     _absent.clear()
     while _in_flight:
         _in_flight.popitem()[1].abandon()
+    offloading.abandon()
 
 
 # -- the same as operators, for Inductor ----------------------------------------------------------
@@ -191,10 +229,13 @@ _TOGETHER = "str group, str[] texts, str fingerprint) -> Tensor[]"
 _define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
 _define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
 _define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
-_define("wait_(Tensor(a!) output, Tensor source, str text) -> ()")
+_FROM = "str device, ScalarType dtype, int world_size"
+_define(f"all_gather_from_host(Tensor shard, {_FROM}, {_TAIL}")
+_define(f"all_gather_from_host_together(Tensor[] shards, {_FROM}, {_TOGETHER}")
+_define("wait_(Tensor(a!) output, Tensor? source, str text) -> ()")
 
 
-def _wait_(output: torch.Tensor, source: torch.Tensor, text: str) -> None:
+def _wait_(output: torch.Tensor, source: torch.Tensor | None, text: str) -> None:
     wait(output, source, text)
 
 
@@ -204,6 +245,12 @@ def _fake_wait(output: Any, source: Any, text: str) -> None:
 
 def _fake_all_gather(shard: Any, world_size: int, *_: Any) -> Any:
     return shard.new_empty(shard.numel() * world_size)
+
+
+def _fake_all_gather_from_host(
+    shard: Any, device: str, dtype: torch.dtype, world_size: int, *_: Any
+) -> Any:
+    return shard.new_empty(shard.numel() * world_size, device=device, dtype=dtype)
 
 
 def _fake_reduce_scatter(unsharded: Any, world_size: int, *_: Any) -> Any:
@@ -235,3 +282,9 @@ for _function, _fake in _IMPLEMENTATIONS:
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _function, _key)
     _library.impl(_name, _fake, "Meta")
+for _function, _fake in (
+    (all_gather_from_host, _fake_all_gather_from_host),
+    (all_gather_from_host_together, _of_each(_fake_all_gather_from_host)),
+):  # not by "Meta": what they return is on another device
+    _library.impl(_function.__name__, _function, "CPU")
+    torch.library.register_fake(f"fsdp_dynamo::{_function.__name__}", _fake, lib=_library)

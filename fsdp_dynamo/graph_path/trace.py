@@ -20,6 +20,7 @@ from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, with_side_effects
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.graph_path.offloading import TO_DEVICE, TO_HOST
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
@@ -230,8 +231,10 @@ def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
     if spec.offloaded_from:
-        shard = shard.to(spec.offloaded_from, non_blocking=True)
-    shard = _cast(shard, spec.param_dtype)
+        dtype = getattr(torch, spec.param_dtype)
+        shard = TO_DEVICE(shard, spec.offloaded_from, dtype)
+    else:
+        shard = _cast(shard, spec.param_dtype)
     if not spec.is_sharded:
         return shard.view_as(shard)
     with traceback.annotate({COLLECTIVE: spec.gather_mark}):
@@ -258,7 +261,7 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
     if spec.grad_scale != 1:
         grad = grad * spec.grad_scale
     grad = _cast(grad, spec.grad_dtype)
-    return grad.to("cpu") if spec.offloaded_from else grad
+    return TO_HOST(grad) if spec.offloaded_from else grad
 
 
 class TracedUnshard(torch.autograd.Function):

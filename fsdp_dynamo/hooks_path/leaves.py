@@ -40,6 +40,7 @@ from fsdp_dynamo.dynamo.private_api import (
     key_of,
 )
 from fsdp_dynamo.eager import hooks
+from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
 from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
 from fsdp_dynamo.pytree import tensors_of
@@ -94,6 +95,7 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     body = module._fsdp_compiled_bodies.get(key)
     if body is None:
         nested = module._fsdp_has_nested
+        refuse_cuda_graphs(module, backend_of(key))
         backend = _segment_backend(key) if nested else backend_of(key)
         shapes = None if nested else module._fsdp_unit.shapes
         body = compile_with(backend, entry_of(module._fsdp_body(), shapes))

@@ -40,7 +40,9 @@ from graph_passes.markers import Mark, mark_of, unit_of
 _MARGIN = 1.5
 """How much longer than modelled a reduction is taken to last where another one waits for it."""
 
-_CASTS = frozenset({"aten::_to_copy", "aten::clone", "prims::convert_element_type"})
+_CASTS = frozenset(
+    {"aten::_to_copy", "aten::clone", "prims::convert_element_type", "fsdp_dynamo::to_device"}
+)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from fsdp_dynamo.core.training_state import RootState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.events import COLLECTIVE_KINDS
+from fsdp_dynamo.graph_path import offloading
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -99,15 +100,14 @@ def _train(
 
 
 def _recorded(
-    rank: int, case: str, mode: str = "eager", fault: str = ""
+    rank: int, case: str, mode: str = "eager", fault: Callable[[], Any] = nullcontext
 ) -> tuple[list[torch.Tensor], Recorder]:
     model = _wrapped(case)
     call = in_mode(model, mode)
     losses = _train(model, call, rank, 0, case, mode)
     with ExitStack() as stack:
         recorder = stack.enter_context(record_program())
-        if fault:
-            stack.enter_context(FAULTS[fault][1]())
+        stack.enter_context(fault())
         if case == "offloaded":
             for unit in model._fsdp_root.units:
                 for flat in unit.flats:
@@ -128,6 +128,8 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
         got, recorder = _recorded(rank, case, mode)
         names = {step.stream for step in recorder.program if isinstance(step, Launch)}
         stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
+        assert COMPUTING not in _copying(recorder), case
+        assert bool(_copying(recorder)) == (case == "offloaded"), case
         found[case] = (
             torch.stack(expected),
             torch.stack(got),
@@ -138,9 +140,16 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
     return found
 
 
+def _copying(recorder: Recorder) -> set[str]:
+    """Streams with work that reads or writes the host's memory."""
+    works = [s for s in recorder.program if isinstance(s, Launch) and s.name != "empty_like"]
+    return {one.stream for one in works if recorder.is_on_host(*one.reads, *one.writes)}
+
+
 @pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
     few = ["sharded", "by demand", "low precision", "in int8"]
+    few += ["offloaded"] if mode == "graph" else []
     cases = [case for case in CASES if case not in FOUR_RANKS] if mode == "eager" else few
     for found in ranks.run(_run_cases, 2, mode, cases):
         for case, (expected, got, faults, streams, stops) in found.items():
@@ -149,6 +158,7 @@ def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
             assert any(name.startswith("communicator") for name in streams), case
             assert COMPUTING in streams, case
             assert set(stops) == ({"synchronize"} if case == "offloaded" else set()), case
+            assert mode != "graph" or len(stops) in (0, STEPS), case
 
 
 def test_everything_is_ordered_with_two_communicators(ranks: RankPool) -> None:
@@ -268,11 +278,27 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def _run_faults(rank: int, world_size: int, faults: list[str]) -> dict[str, list[str]]:
-    return {
-        fault: unordered(_recorded(rank, FAULTS[fault][0], fault=fault)[1].program)
-        for fault in faults
-    }
+IN_GRAPHS: dict[str, Callable[[], Any]] = {
+    "a shard's copy does not wait before it uses memory again": _replace(
+        SideStreams, "settle", lambda streams: None),
+    "a shard's copy is given back while it is sent": _replace(
+        offloading, "free_sent", lambda output: offloading._staged.clear()),
+    "a gradient is given back while it is copied": _replace(
+        SideStreams, "copy_to_host", _copy_without_holding),
+    "the host reads a gradient before it is there": _replace(
+        offloading, "finish_copies", lambda: offloading._copies.clear()),
+}  # fmt: skip
+"""Faults of offload in graph mode."""
+
+
+def _run_faults(
+    rank: int, world_size: int, faults: list[str], mode: str = "eager"
+) -> dict[str, list[str]]:
+    found = {}
+    for fault in faults:
+        case, plant = FAULTS[fault] if mode == "eager" else ("offloaded", IN_GRAPHS[fault])
+        found[fault] = unordered(_recorded(rank, case, mode, plant)[1].program)
+    return found
 
 
 def _require_reports(reports: list[dict[str, list[str]]]) -> None:
@@ -288,8 +314,12 @@ def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
     _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] == "hybrid"]))
 
 
+def test_planted_faults_of_graphs_are_reported(ranks: RankPool) -> None:
+    _require_reports(ranks.run(_run_faults, 2, list(IN_GRAPHS), "graph"))
+
+
 def _run_poisoned(rank: int, world_size: int) -> list[torch.Tensor]:
-    return _recorded(rank, "sharded", fault="a gather is not waited for")[0]
+    return _recorded(rank, "sharded", fault=FAULTS["a gather is not waited for"][1])[0]
 
 
 def test_what_is_not_waited_for_is_poison(ranks: RankPool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import fx
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
+from torch.nn.attention.flex_attention import flex_attention
 
 from fsdp_dynamo.graph_path import generated_code, inductor
 from fsdp_dynamo.graph_path.generated_code import OrderError, check_order, order_in_code
@@ -247,3 +251,178 @@ def test_reading_code() -> None:
         check_order(_source(3))
     with pytest.raises(OrderError, match="to be 5 of them, got no further one"):
         check_order(_source(2, 3, count=5))
+
+
+_KERNELS = """
+import triton
+import triton.language as tl
+from torch._inductor.async_compile import AsyncCompile
+from torch._C import _cuda_getCurrentRawStream as get_raw_stream
+aten = torch.ops.aten
+async_compile = AsyncCompile()
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+"""
+
+
+def _triton(name: str, heuristics: str, variable: str = "") -> str:
+    return f"""
+{variable or name} = async_compile.triton('{name}', '''
+import triton
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+@triton_heuristics.{heuristics}(
+    filename=__file__,
+    inductor_meta={{'kernel_name': '{name}'}},
+)
+@triton.jit
+def {name}(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+''', device_str='cuda')
+"""
+
+
+def _on_cuda() -> str:
+    """A forward as Inductor writes it for CUDA: a gather beside loops, templates and the user's."""
+    gather, wait = [Label("u", "all_gather", "forward", (), (), i, 2).encode() for i in range(2)]
+    kernels = [
+        _triton("triton_poi_fused_add_0", "pointwise"),
+        _triton("triton_tem_fused_mm_relu_1", "template"),
+        _triton("triton_tem_fused_flex_attention_2", "template"),
+        _triton("triton_add", "user_autotune", "triton_add_3"),
+        _triton("triton_red_fused_sum_4", "reduction"),
+        _triton("triton_per_fused_sum_5", "persistent_reduction"),
+        _triton("triton_for_fused_6", "foreach"),
+        _triton("triton_tem_fused_mm_7", "template"),
+        _triton("triton_tem_fused_mm_8", "template"),
+    ]
+    return f"""{_KERNELS}{"".join(kernels)}
+cuda_fused_9 = async_compile.cuda(r'''extern "C" int cuda_fused_9();''', 'so')
+arg_index = {{0: [slice(0, 3)], 1: [slice(0, 3)]}}
+multi_kernel_0 = async_compile.multi_kernel('multi_kernel_0', [
+    triton_red_fused_sum_4,
+    triton_per_fused_sum_5,
+], arg_index=arg_index)
+multi_kernel_1 = async_compile.size_hint_multi_kernel('multi_kernel_1', {{
+    ((64, 64),): triton_tem_fused_mm_7,
+    ((4096, 64),): triton_tem_fused_mm_8,
+}}, arg_index=arg_index)
+
+async_compile.wait(globals())
+del async_compile
+
+def partition_0(args):
+    arg1_1, buf2 = args
+    args.clear()
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        stream0 = get_raw_stream(0)
+        multi_kernel_0.run(buf2, buf3, 64, 64, stream=stream0)
+        multi_kernel_1.run(buf2, arg1_1, buf3, 8, 1, 1, stream=stream0)
+        cuda_fused_9.cuda_fused_9(buf2, buf3, c_void_p(stream0))
+    return (buf3, )
+
+class Runner:
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def call(self, args):
+        arg0_1, arg1_1 = args
+        args.clear()
+        assert_size_stride(arg0_1, (64, 64), (64, 1))
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            # Topologically Sorted Source Nodes: [], Original ATen: []
+            buf0 = {OURS}all_gather.default(arg0_1, 2, '0', {gather!r}, 'a|b')
+            buf1 = buf0
+            assert_size_stride(buf1, (128, 64), (64, 1), '{OURS}all_gather.default')
+            stream0 = get_raw_stream(0)
+            triton_poi_fused_add_0.run(arg1_1, buf2, 4096, stream=stream0)
+            triton_tem_fused_mm_relu_1.run(buf2, arg1_1, buf3, 8, 1, 1, stream=stream0)
+            triton_for_fused_6.run(buf2, buf3, stream=stream0)
+            with torch.cuda.stream(stream1):
+                raw_stream = get_raw_stream(0)
+                triton_tem_fused_flex_attention_2.run(buf2, buf3, buf4, 1, 4, 1, stream=raw_stream)
+            partition0_args = [arg1_1, buf2]
+            (buf3,) = self.partitions[0](partition0_args)
+            {OURS}wait_.default(buf1, arg0_1, {wait!r})
+            triton_add_3.run(buf1, buf3, buf5, 4096, stream=stream0)
+            extern_kernels.mm(reinterpret_tensor(buf1, (64, 64), (64, 1), 0), buf3, out=buf6)
+            buf7 = torch.ops.aten._scaled_dot_product_flash_attention.default(buf6, buf6, buf6)
+        return (buf7, )
+
+runner = Runner(partitions=[partition_0,])
+call = runner.call
+recursively_apply_fns = runner.recursively_apply_fns
+"""
+
+
+def test_reading_code_that_launches_triton_kernels() -> None:
+    """Loops are not in it; partitions are where they are called."""
+    calls = order_in_code(_on_cuda())
+    assert [call.name for call in calls] == [
+        "all_gather",
+        "triton_tem_fused_mm_relu_1",
+        "triton_tem_fused_flex_attention_2",
+        "multi_kernel_1",
+        "cuda_fused_9",
+        "wait_",
+        "triton_add_3",
+        "mm",
+        "_scaled_dot_product_flash_attention",
+    ]
+    check_order(_on_cuda())
+    wait = next(line for line in _on_cuda().splitlines() if "wait_.default" in line)
+    swapped = (
+        _on_cuda()
+        .replace(f"{wait}\n", "")
+        .replace("            buf0 =", f"{wait}\n            buf0 =")
+    )
+    with pytest.raises(OrderError, match=r"\(number 0\), got .* \(number 1\)\."):
+        check_order(swapped)
+
+
+def _beside_a_template(x: torch.Tensor, query: torch.Tensor, shard: torch.Tensor) -> Any:
+    """As ``_fusible``, with FlexAttention, which comes from a template, in place of the product."""
+    texts = [Label("u", "all_gather", "forward", (), (), i, 2).encode() for i in range(2)]
+    name = dist.distributed_c10d._get_default_group().group_name
+    early = torch.sin(x)
+    gathered = torch.ops.fsdp_dynamo.all_gather(shard, 1, name, texts[0], "")
+    attended = flex_attention(query, query, query)
+    torch.ops.fsdp_dynamo.wait_(gathered, shard, texts[1])
+    return early, attended, early + gathered
+
+
+class _PinCallsOnly(generated_code.PinOrder):
+    """Templates move as their data allows."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        with mock.patch.object(SchedulerNode, "is_template", return_value=False):
+            return super().__call__(nodes)
+
+
+def _templates(rank: int, world_size: int) -> list[bool]:
+    """Whether the template's kernel, the last of FlexAttention's, runs before the wait."""
+    before = []
+    inputs = (torch.rand(64), torch.rand(1, 2, 64, 16), torch.rand(64))
+    for pass_ in (_PinCallsOnly(), generated_code.PinOrder()):
+        torch._dynamo.reset()
+        settings = {
+            **generated_code.SETTINGS,
+            "_pre_fusion_custom_pass": pass_,
+            "reorder_for_locality": False,
+        }
+        with _without_graph_caches(), torch.no_grad():
+            compiled = torch.compile(_beside_a_template, options=settings)
+            _, sources = run_and_get_code(compiled, *inputs)
+        lines = [line.strip() for line in sources[0].splitlines()]
+        wait = next(i for i, line in enumerate(lines) if line.startswith(f"{OURS}wait_"))
+        kernels = [i for i, line in enumerate(lines) if re.match(r"cpp_fused\w*flex_\w*\(", line)]
+        before.append(kernels[-1] < wait)
+    return before
+
+
+def test_a_template_keeps_its_place(ranks: RankPool) -> None:
+    loose, pinned = ranks.run(_templates, 1)[0]
+    assert pinned
+    assert not loose  # else templates need not be pinned any more

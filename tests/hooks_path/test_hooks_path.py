@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_dynamo import FSDP, fully_shard
+from fsdp_dynamo import FSDP, UnsupportedError, fully_shard
+from fsdp_dynamo.hooks_path import cuda_graphs
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention_for_cpu"}
@@ -569,3 +571,32 @@ def _plain_attributes(rank: int, world_size: int) -> tuple[float, float]:
 def test_tensors_that_are_plain_attributes(ranks: RankPool) -> None:
     for expected, got in ranks.run(_plain_attributes, 2):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+CAPTURED: dict[str, dict[str, Any]] = {
+    "mode": {"mode": "reduce-overhead"},
+    "another mode": {"mode": "max-autotune"},
+    "option": {"options": {"triton.cudagraphs": True}},
+    "backend": {"backend": "cudagraphs"},
+}
+
+
+def _captured(rank: int, world_size: int) -> dict[str, str]:
+    """What a model says that is to be captured in CUDA graphs, on a device that has them."""
+    said = {}
+    for name, kwargs in CAPTURED.items():
+        run = torch.compile(FSDP(nn.Linear(4, 4)), **kwargs)
+        with (
+            mock.patch.object(cuda_graphs, "host_runs_ahead", return_value=True),
+            pytest.raises(UnsupportedError) as error,
+        ):
+            run(torch.ones(2, 4))
+        said[name] = str(error.value)
+    return said
+
+
+def test_cuda_graphs_are_refused(ranks: RankPool) -> None:
+    for said in ranks.run(_captured, 2):
+        assert said.keys() == CAPTURED.keys()
+        for message in said.values():
+            assert "the root unit: expected a mode of torch.compile without CUDA graphs" in message

@@ -231,6 +231,18 @@ def test_a_fusion_does_not_change_a_pinned_order() -> None:
 
 
 @pytest.mark.private(
+    "torch._inductor.config.triton.cudagraphs",
+    need="whether the user has CUDA graphs on for all, in which the bodies of units must not be",
+    instead="what torch.compile was given alone: a mode, an option, a backend",
+)
+def test_a_mode_turns_cuda_graphs_on() -> None:
+    from torch._inductor import config, list_mode_options
+
+    assert config.triton.cudagraphs is False
+    assert list_mode_options("reduce-overhead")["triton.cudagraphs"] is True
+
+
+@pytest.mark.private(
     "torch._inductor.config.reorder_for_peak_memory",
     "torch._inductor.config.reorder_for_compute_comm_overlap",
     "torch._inductor.config.triton.reorder_for_reducing_graph_partitions",

@@ -351,6 +351,22 @@ def test_attention_on_a_cpu_is_one_operator() -> None:
     assert [one.shape for one in seen[f"{name}_backward"][1:4]] == shapes
 
 
+@pytest.mark.private(
+    "torch._higher_order_ops.triton_kernel_wrap.get_kernel",
+    need="the Triton kernel that a graph calls by a number: its cost, where the user gives one",
+    instead="no arithmetic of such kernels in plans, only the bytes that they read and write",
+)
+def test_a_graphs_kernel_is_found_by_its_number() -> None:
+    from torch._higher_order_ops.triton_kernel_wrap import get_kernel, kernel_side_table
+
+    def kernel() -> None: ...
+
+    try:
+        assert get_kernel(kernel_side_table.add_kernel(kernel)) is kernel  # type: ignore[arg-type]
+    finally:
+        kernel_side_table.reset_table()
+
+
 # Nested values ---------------------------------------------------------------------------------
 
 

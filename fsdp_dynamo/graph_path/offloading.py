@@ -1,0 +1,156 @@
+"""Copies between host and device of what is offloaded, in a compiled graph.
+
+A traced graph holds two operators, which copy on the stream that computes::
+
+    shard (host) -> to_device -> all_gather -> wait -> ...      ... -> wait -> to_host -> gradient
+
+The lowering takes them from that stream. A copy and the all-gather that it feeds become one call,
+whose copy runs on the stream of gathers: the all-gather waits for it, and what is computed does
+not. It begins when the graph comes to it, as the all-gather would. A gradient that nothing in the
+graph reads is copied on a stream for that, and the host waits once for all of them, when the
+backward is over (``finish_copies``).
+
+Where the host does not run ahead (CPUs), every copy is done when its call returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
+
+_copies: deque[HostCopy] = deque()
+_staged: dict[int, tuple[SideStreams, torch.Tensor]] = {}
+"""By address of the all-gather's output: what it sends."""
+
+
+# -- to the device ---------------------------------------------------------------------------------
+
+
+def to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a shard ``(n,)`` in host memory, on the device and in another dtype."""
+    copied = torch.empty_like(shard, device=device).copy_(shard, non_blocking=True)
+    return copied.to(dtype)
+
+
+def send_from_host(
+    shards: Sequence[torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+    world_size: int,
+    issue: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+) -> list[torch.Tensor]:
+    """Copy shards to the device and issue their all-gathers, beside what is computed.
+
+    Args:
+        shards: in host memory, ``(n_i,)`` each.
+        device: where they are gathered.
+        dtype: in which they are.
+        world_size: ranks of the group.
+        issue: issues the all-gathers, given outputs and inputs, in the stream that is current.
+
+    Returns:
+        The unsharded tensors, each unread until its wait.
+    """
+    outputs = [
+        torch.empty(shard.numel() * world_size, dtype=dtype, device=device) for shard in shards
+    ]
+    streams = side_streams(torch.device(device))
+    if streams is None:
+        issue(outputs, [to_device(shard, device, dtype) for shard in shards])
+        return outputs
+    streams.settle()  # the outputs' memory was the computing stream's
+    with streams.gathering():
+        sent = [to_device(shard, device, dtype) for shard in shards]
+        issue(outputs, sent)
+    for output, copied in zip(outputs, sent, strict=True):
+        _staged[output.data_ptr()] = streams, copied
+    return outputs
+
+
+def free_sent(output: torch.Tensor) -> None:
+    """Free the copy that an all-gather has sent; the current stream has waited for that."""
+    staged = _staged.pop(output.data_ptr(), None)
+    if staged is not None:
+        staged[0].settle()  # its memory is the next copy's
+
+
+# -- to the host -----------------------------------------------------------------------------------
+
+
+def to_host(grad: torch.Tensor) -> torch.Tensor:
+    """A copy of a reduced gradient ``(n,)`` in host memory."""
+    return torch.empty_like(grad, device="cpu").copy_(grad)
+
+
+def start_to_host(grad: torch.Tensor) -> torch.Tensor:
+    """The same; it must not be read before ``finish_copies``."""
+    streams = side_streams(grad.device)
+    if streams is None:
+        return to_host(grad)
+    while _copies and _copies[0].is_done:
+        _copies.popleft().wait()  # for no time: it frees the gradient on the device
+    _copies.append(streams.copy_to_host(grad))
+    return _copies[-1].host
+
+
+def finish_copies() -> None:
+    """Block the host until all gradients are there: the last one is, as they go in order."""
+    if _copies:
+        _copies[-1].wait()
+    _copies.clear()
+
+
+def abandon() -> None:
+    """Let go of what a graph that failed has left."""
+    finish_copies()
+    _staged.clear()
+
+
+# -- in graphs -------------------------------------------------------------------------------------
+
+_library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
+_library.define("to_device(Tensor shard, str device, ScalarType dtype) -> Tensor")
+_library.define("to_host(Tensor grad) -> Tensor")
+_library.define("start_to_host(Tensor grad) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def _fake_to_device(shard: Any, device: str, dtype: torch.dtype) -> Any:
+    return shard.new_empty(shard.shape, device=device, dtype=dtype)
+
+
+def _fake_to_host(grad: Any) -> Any:
+    return grad.new_empty(grad.shape, device="cpu")
+
+
+for _function, _fake in (
+    (to_device, _fake_to_device),
+    (to_host, _fake_to_host),
+    (start_to_host, _fake_to_host),
+):
+    _library.impl(_function.__name__, _function, "CPU")
+    _library.impl(_function.__name__, _function, "CUDA")
+    torch.library.register_fake(f"fsdp_dynamo::{_function.__name__}", _fake, lib=_library)
+
+TO_DEVICE = torch.ops.fsdp_dynamo.to_device.default
+TO_HOST = torch.ops.fsdp_dynamo.to_host.default
+
+
+def copy_before(gather: fx.Node) -> fx.Node | None:
+    """The copy that an all-gather alone sends; ``None`` if it sends something else."""
+    source = gather.args[0]
+    if not isinstance(source, fx.Node) or source.target is not TO_DEVICE or len(source.users) > 1:
+        return None
+    return source
+
+
+def lower_gradients(graph: fx.Graph, to: Callable[[Callable[..., Any]], Any]) -> None:
+    """Let gradients that leave the graph arrive when the backward is over."""
+    for node in graph.nodes:
+        if node.target is TO_HOST and all(user.op == "output" for user in node.users):
+            node.target = to(start_to_host)

@@ -1,0 +1,178 @@
+"""A CPU that is taken for a device whose host runs ahead of it, with gloo as its library.
+
+A wait for a collective is work of the device's one stream, which a thread runs; the host goes on.
+The stream stands still where another rank does not come. Collectives transfer copies, so what the
+host frees or writes meanwhile is not touched; what it computes is of no use.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.comm import point_to_point, streams, watchdog
+
+
+class Device:
+    """The device: one stream, whatever the host calls it.
+
+    Attributes:
+        is_watched: whether the watchdog looks at it now.
+    """
+
+    def __init__(self) -> None:
+        self.is_watched = True
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                item()
+            except RuntimeError:  # its collective never ends: nothing behind it is reached
+                return
+
+    def enqueue(self, item: Callable[[], object]) -> None:
+        """Run something behind what is there."""
+        self._queue.put(item)
+
+    def synchronize(self, until: Callable[[], bool] = lambda: False, limit_s: float = 30.0) -> bool:
+        """Block the host until the stream has come here; false if ``until`` came first."""
+        point = Event(self)
+        point.record()
+        deadline = time.monotonic() + limit_s
+        while not point.query() and not until():
+            if time.monotonic() > deadline:
+                raise AssertionError("the device stands still")
+            time.sleep(0.01)
+        return point.query()
+
+    def end(self) -> None:
+        """Let its thread end, also where it waits for a rank that does not come."""
+        self._queue.put(None)
+        self._thread.join(1.0)
+        if self._thread.is_alive():
+            watchdog._close_connections(dist.group.WORLD)  # type: ignore[arg-type]
+            self._thread.join()
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._reached = threading.Event()
+
+    def record(self, stream: object = None) -> None:
+        """Be there when the stream has come here."""
+        self._device.enqueue(self._reached.set)
+
+    def query(self) -> bool:
+        """Whether it has."""
+        return self._reached.is_set()
+
+
+class _Stream:
+    """``torch.cuda.Stream``: there is one, so nothing has to be ordered."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+def _wait_for(works: list[Any], buffers: tuple[torch.Tensor, ...]) -> None:
+    """``buffers``: what is sent and received, alive until then."""
+    for work in works:
+        work.wait()
+
+
+class _Work:
+    """The handle of a collective; what it transfers stays alive until it is done."""
+
+    def __init__(self, device: Device, works: list[Any], *buffers: torch.Tensor) -> None:
+        self._device, self._works, self._buffers = device, works, buffers
+
+    def wait(self) -> None:
+        """Let the stream wait for it, once."""
+        works, self._works = self._works, []
+        if works:
+            self._device.enqueue(partial(_wait_for, works, self._buffers))
+
+    def is_completed(self) -> bool:
+        """It is not to be waited for by the host."""
+        return True
+
+
+class _Looks:
+    """Looks of the watchdog's thread, none of which outlives the job, whose store goes with it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._look = watchdog._Watchdog._look_at_devices
+        self._lock = threading.Lock()
+
+    def look(self, watching: Any) -> None:
+        """Look, if the device is watched."""
+        with self._lock:
+            if self._device.is_watched:
+                self._look(watching)
+
+    def end(self) -> None:
+        """Wait for the last one."""
+        with self._lock:
+            self._device.is_watched = False
+
+
+def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
+    cpu: Any = torch.cpu
+    yield cpu, "Stream", lambda **_: _Stream()
+    yield cpu, "Event", lambda **_: Event(device)
+    yield cpu, "current_stream", lambda *_: _Stream()
+    yield cpu, "stream", lambda stream: nullcontext()
+    yield streams, "host_runs_ahead", lambda device: True
+    yield streams, "_by_device", {}
+    all_gather, exchange = point_to_point.issue_all_gather, point_to_point.issue_exchange
+
+    def issue_all_gather(
+        output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
+    ) -> list[Any]:
+        whole, own = torch.empty_like(output), shard.detach().clone()
+        output.data.copy_(own.repeat(group.size()))
+        return [_Work(device, all_gather(whole, own, group, tag), whole, own)]
+
+    def issue_exchange(
+        output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup, tag: int
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        whole, own = unsharded.detach().clone(), torch.zeros_like(output)
+        works, parts = exchange(own, whole, group, tag)
+        return [_Work(device, works, whole, own, *parts)], parts
+
+    yield point_to_point, "issue_all_gather", issue_all_gather
+    yield point_to_point, "issue_exchange", issue_exchange
+
+
+@contextmanager
+def running_ahead() -> Iterator[Device]:
+    """Let the host run ahead while the context is open; its ranks use the default group only."""
+    device = Device()
+    looks = _Looks(device)
+    with ExitStack() as stack:
+        stack.callback(device.end)
+        stack.callback(looks.end)
+        look = mock.patch.object(
+            watchdog._Watchdog, "_look_at_devices", lambda watching: looks.look(watching)
+        )
+        stack.enter_context(look)
+        for where, name, what in list(_replacements(device)):
+            stack.enter_context(mock.patch.object(where, name, what, create=True))
+        yield device
