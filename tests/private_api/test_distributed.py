@@ -437,3 +437,26 @@ def test_lists_of_dtensors_are_taken() -> None:
 
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         assert DTensor in types
+
+
+# -- collectives in traces ------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch.distributed._functional_collectives.all_gather_tensor",
+    "torch.distributed._functional_collectives.all_reduce",
+    "torch.distributed._functional_collectives.wait_tensor",
+    need="collectives of DTensors over rows in compiled code; what others write in place is not "
+    "in a trace",
+    instead="operators of our own around the collectives of comm",
+)
+def test_collectives_in_a_trace(group: dist.ProcessGroup) -> None:
+    from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, wait_tensor
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return wait_tensor(all_reduce(x, "sum", group)), wait_tensor(all_gather_tensor(x, 0, group))
+
+    x = torch.arange(4.0)
+    reduced, gathered = torch.compile(both, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(reduced, x * group.size())
+    assert torch.equal(gathered, x.repeat(group.size()))

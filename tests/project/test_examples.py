@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import link
 from benchmarks.command_line import BadInputError
-from examples import expert_parallel, hsdp, lora
+from examples import expert_parallel, hsdp, lora, pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SLURM = EXAMPLES / "slurm.sh"
@@ -118,6 +118,26 @@ def test_expert_parallel(tmp_path: Path) -> None:
     norms = [float(text) for text in re.findall(r"norm ([\d.]+)", printed)]
     assert _losses(printed) == pytest.approx([loss for loss, _ in shown], rel=1e-4)
     assert norms == pytest.approx([norm for _, norm in shown], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_pipeline(tmp_path: Path) -> None:
+    """Losses of one process that has all layers and both shards' data; one reduction a stage."""
+    printed = _run(_torchrun(4, str(EXAMPLES / "pipeline.py")), tmp_path)
+    model = torch.nn.Sequential(*pipeline.make_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(pipeline.STEPS):
+        batches = [pipeline.batch_of(step, shard) for shard in range(2)]
+        losses = [torch.nn.functional.mse_loss(model(x), target) for x, target in batches]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    shown = [loss for step, loss in enumerate(expected) if step % 5 in (0, 4)]
+    assert _losses(printed) == pytest.approx(shown, rel=1e-4)
+    assert re.findall(r"reductions (\d+)", printed) == ["2"] * len(shown)
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
