@@ -133,11 +133,27 @@ def wire_bytes(node: fx.Node) -> int:
     size = world_size_of(node)
     if size is None:
         return 2 * payload_bytes(node)
+    message = _message_bytes(node, size)
+    if message:
+        return message * (size - 1)
+    return payload_bytes(node) * (size - 1) // max(size, 1)
+
+
+def messages_bytes(node: fx.Node) -> int:
+    """Bytes of what a collective sends and receives beside its tensors: none without a format."""
+    size = world_size_of(node)
+    if size is None:
+        return 0
+    mark = mark_of(node)
+    is_gather = mark is not None and mark.kind == "all_gather"
+    return _message_bytes(node, size) * (size + 1 if is_gather else 2 * size - 1)
+
+
+def _message_bytes(node: fx.Node, size: int) -> int:
+    """Bytes of one rank's part in the collective's format; 0 where it has none."""
     mark = mark_of(node)
     wire = None if mark is None else WireFormat.decode(mark.wire)
-    if wire is not None:
-        return wire.num_bytes(payload_numel(node) // max(size, 1)) * (size - 1)
-    return payload_bytes(node) * (size - 1) // max(size, 1)
+    return 0 if wire is None else wire.num_bytes(payload_numel(node) // max(size, 1))
 
 
 def num_flops(node: fx.Node) -> int:
@@ -227,4 +243,12 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-__all__ = ["CostModel", "Device", "Link", "num_flops", "operator_flops", "wire_bytes"]
+__all__ = [
+    "CostModel",
+    "Device",
+    "Link",
+    "messages_bytes",
+    "num_flops",
+    "operator_flops",
+    "wire_bytes",
+]

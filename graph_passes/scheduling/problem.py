@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from graph_passes.cost_model import CostModel, wire_bytes
+from graph_passes.cost_model import CostModel, messages_bytes, wire_bytes
 from graph_passes.graph_utils import (
     collectives,
     group_of,
@@ -297,9 +297,11 @@ def _transfer(
     need = min([need, *dependents])
     if node in pinned:
         ready = max(ready, pinned[node])
-    held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before)
+    messages = messages_bytes(node)
+    held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before) + messages
     if mark.kind != "all_gather":  # the gradient and what arrives for it
-        held = payload_bytes(node) + (wire_bytes(node) if cost.receives_apart else 0)
+        arrives = wire_bytes(node) if cost.receives_apart else 0
+        held = payload_bytes(node) + (messages or arrives)
     dtype = getattr(node.meta.get("val"), "dtype", "")
     return Transfer(
         mark,

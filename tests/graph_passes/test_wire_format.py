@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from graph_passes.cost_model import CostModel, Link, wire_bytes
+from graph_passes.cost_model import CostModel, Link, messages_bytes, wire_bytes
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.text.fingerprint import describe_entry, fingerprint
 from graph_passes.wire_format import WireFormat
@@ -42,6 +42,9 @@ def test_bytes_and_milliseconds(kind: CollectiveKind) -> None:
     assert wire_bytes(half) * 2 == wire_bytes(exact)
     quarter = _collective(kind, WireFormat("int8").encode())
     assert wire_bytes(quarter) == (RANKS - 1) * WireFormat("int8").num_bytes(NUMEL // RANKS)
+    message, parts = wire_bytes(quarter) // (RANKS - 1), {"all_gather": 5, "reduce_scatter": 7}
+    assert messages_bytes(quarter) == parts[kind] * message
+    assert messages_bytes(exact) == 0
     cost = CostModel(link=Link(latency_ms=1.0, bytes_per_ms=100.0))
     assert cost.collective_ms(half) == 1 + wire_bytes(half) / 100
 
