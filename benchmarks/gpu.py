@@ -57,6 +57,12 @@ def checks(*, is_dry: bool) -> list[Part]:
     sanitized = ("one", *device, *few, "--cases", "fp32,bf16,offload")
     return [
         Part("one", script, ("one", *device, *modes), 20),
+        Part(
+            "late",
+            script,
+            ("late", *device, *(modes or (*few, "--cases", "fp32,bf16,offload"))),
+            15,
+        ),
         Part("steady", script, ("steady", *device, *(modes or few)), 15),
         Part("two", script, ("two", *device, *(modes or few)), 20),
         Part("sanitizer", script, sanitized, 15, () if is_dry else _SANITIZER),

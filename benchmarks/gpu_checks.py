@@ -1,10 +1,12 @@
 """Whether values are right on a device: parameters after some steps beside an unwrapped model's.
 
     python benchmarks/gpu_checks.py one [--device cuda] [--cases fp32,bf16] [--modes eager,hooks]
-    python benchmarks/gpu_checks.py two|steady|traces ...
+    python benchmarks/gpu_checks.py two|late|steady|traces ...
 
 - ``one``: one rank (NCCL on CUDA). Sharding is forced, so that it gathers and reduces.
 - ``two``: two gloo ranks, on CUDA both on one device, which NCCL refuses.
+- ``late``: as ``one``, but each collective begins late, into an output that holds NaN: what is read
+  before it was waited for makes values wrong.
 - ``steady``: a step that synchronises nothing with the host: torch's own mode of errors on CUDA, a
   recorded program on CPUs, which is also checked for order.
 - ``traces``: a profile of a step of each mode, beside ``--json``.
@@ -44,6 +46,7 @@ from benchmarks.streams.program import HostWait
 from benchmarks.streams.recording import record_program
 from benchmarks.workloads.decoder import Block, Decoder, DecoderSizes
 from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision
+from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.wrap import arguments, construct
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -220,6 +223,33 @@ def forced_sharding() -> Iterator[None]:
 
 
 @contextmanager
+def late_collectives() -> Iterator[None]:
+    """Fill outputs with NaN and let the stream stand still before each collective."""
+
+    def late(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            output.data.fill_(torch.nan)
+            if output.is_cuda:
+                torch.cuda._sleep(_LATE_CYCLES)
+            return collective(output, *args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(collectives, "transport_of", lambda *_: "library"),
+        mock.patch.object(collectives, "all_gather_single", late(collectives.all_gather_single)),
+        mock.patch.object(
+            collectives, "reduce_scatter_single", late(collectives.reduce_scatter_single)
+        ),
+    ):
+        yield
+
+
+_LATE_CYCLES = 2_000_000
+"""About a millisecond: longer than a unit of these models computes."""
+
+
+@contextmanager
 def _process_group(part: str, device_name: str) -> Iterator[torch.device]:
     if part != "two" or device_name == "cpu":
         with ranks.process_group(device_name) as device:
@@ -240,13 +270,15 @@ def run_rank(options: argparse.Namespace) -> int:
     checks = {
         "one": _compare,
         "two": _compare,
+        "late": _compare,
         "steady": _steady,
         "traces": partial(_trace, options.json.parent),
     }
     rows = []
     forced = nullcontext() if options.part == "two" else forced_sharding()
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    with _process_group(options.part, options.device) as device, forced:
+    delays = late_collectives() if options.part == "late" else nullcontext()
+    with _process_group(options.part, options.device) as device, forced, delays:
         for name in options.cases:
             for mode in options.modes:
                 torch.compiler.reset()
@@ -273,7 +305,7 @@ def _some_of(known: dict[str, Any], text: str) -> list[str]:
 def main() -> None:
     """Start ranks, or run as one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("one", "two", "steady", "traces"))
+    parser.add_argument("part", choices=("one", "two", "late", "steady", "traces"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--modes", default=",".join(MODES))
