@@ -54,15 +54,11 @@ def checks(*, is_dry: bool) -> list[Part]:
     few = ("--modes", "eager,hooks,graph")  # a dry run does without Inductor's start
     modes = (*few, "--cases", "bf16,checkpointing") if is_dry else ()
     script = "gpu_checks.py"
-    sanitized = ("one", *device, *few, "--cases", "fp32,bf16,offload")
+    some = (*few, "--cases", "fp32,bf16,offload")
+    sanitized = ("one", *device, *some)
     return [
         Part("one", script, ("one", *device, *modes), 20),
-        Part(
-            "late",
-            script,
-            ("late", *device, *(modes or (*few, "--cases", "fp32,bf16,offload"))),
-            15,
-        ),
+        Part("late", script, ("late", *device, *(modes or some)), 15),
         Part("steady", script, ("steady", *device, *(modes or few)), 15),
         Part("two", script, ("two", *device, *(modes or few)), 20),
         Part("sanitizer", script, sanitized, 15, () if is_dry else _SANITIZER),

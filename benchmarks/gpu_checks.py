@@ -236,7 +236,7 @@ def late_collectives() -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(collectives, "transport_of", lambda *_: "library"),
+        mock.patch.object(collectives, "transport_of", return_value="library"),
         mock.patch.object(collectives, "all_gather_single", late(collectives.all_gather_single)),
         mock.patch.object(
             collectives, "reduce_scatter_single", late(collectives.reduce_scatter_single)
