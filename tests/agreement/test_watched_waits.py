@@ -247,7 +247,7 @@ def test_the_watcher_survives_an_error() -> None:
 
     with (
         mock.patch.object(watchdog, "PERIOD_S", 0.01),
-        mock.patch.object(watchdog, "_interrupt_if_noticed", check),
+        mock.patch.object(watchdog, "_noticed", check),
         mock.patch.object(watchdog.warnings, "warn") as warn,
     ):
         watcher = watchdog._Watchdog()
