@@ -136,11 +136,13 @@ def _die(rank: int, world_size: int) -> tuple[str, str, int]:
     with _on_device("eager") as (device, _, run):
         before = current_step()
         if rank == 1:
+            store.wait(["stepped"], timedelta(seconds=LIMIT_S))  # or the step itself would raise
             error = ValueError("no more data")
             sys.excepthook(type(error), error, None)  # as the interpreter does
             store.wait(["learned"], timedelta(seconds=LIMIT_S))
             return "", "", before
         _step_unseen(device, run, rank)
+        store.set("stepped", "")
         _wait_until(_has_failed)
         found = _error_of_a_step(run, rank, 2)
         store.set("learned", "")
