@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, Transformer, batch, loss_of
+from models import Block, Branching, batch, loss_of
 from modes import in_mode
 from pool import RankPool
 from running_ahead import Device, running_ahead
@@ -31,25 +31,12 @@ PERIOD_S = 0.1
 LIMIT_S = 20.0
 
 
-class _Skipping(Transformer):
-    """Leaves blocks out where it is told to."""
-
-    skipped: frozenset[int] = frozenset()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            if number not in self.skipped:
-                x = block(x)
-        return self.head(self.norm(x)) * self.scale
-
-
 @contextmanager
 def _on_device(mode: str) -> Iterator[tuple[Device, Any, Any]]:
     """A device, a model that has made a step there, and what runs it."""
     torch.manual_seed(7)
     with running_ahead() as device, mock.patch.object(watchdog, "PERIOD_S", PERIOD_S):
-        model: Any = FSDP(_Skipping(num_blocks=3), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        model: Any = FSDP(Branching(num_blocks=3), auto_wrap_policy=ModuleWrapPolicy({Block}))
         run = in_mode(model, mode)
         loss_of(run, batch(dist.get_rank(), 0)).backward()
         assert device.synchronize()

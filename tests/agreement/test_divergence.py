@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Block, Transformer, batch, loss_of, make_transformer, wrap
+from models import Block, Branching, Transformer, batch, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import RankPool
 from torch import nn
@@ -23,22 +23,9 @@ LIMIT_S = 10.0
 PERIOD_S = 0.2
 
 
-class _Branching(Transformer):
-    """Leaves blocks out where it is told to."""
-
-    skipped: frozenset[int] = frozenset()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            if number not in self.skipped:
-                x = block(x)
-        return self.head(self.norm(x)) * self.scale
-
-
 def _branching() -> nn.Module:
     torch.manual_seed(7)
-    return _Branching(num_blocks=3)
+    return Branching(num_blocks=3)
 
 
 def _skip(model: Any, rank: int) -> None:

@@ -64,6 +64,19 @@ class Transformer(nn.Module):
         return self.head(self.norm(x)) * self.scale
 
 
+class Branching(Transformer):
+    """Leaves blocks out where it is told to."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            if number not in self.skipped:
+                x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
 def make_transformer(**kwargs: Any) -> Transformer:
     """The same weights on every rank."""
     torch.manual_seed(7)
