@@ -43,7 +43,9 @@ _ENTRIES = {
 }
 
 
-def _record_nothing(group: object, kind: str, *rest: object) -> collective_log.Entry:
+def _record_nothing(
+    group: object, kind: str, *rest: object, **named: object
+) -> collective_log.Entry:
     return _ENTRIES[kind]
 
 

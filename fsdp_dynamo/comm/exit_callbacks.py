@@ -1,17 +1,21 @@
-"""Callbacks that run when an uncaught exception ends this rank."""
+"""What happens when this rank ends: callbacks after an uncaught exception, and gloo's threads."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import cache
 from types import TracebackType
 
 ExitCallback = Callable[[BaseException], None]
 """Called with the exception; an exception that it raises itself is dropped."""
 
 _TIMEOUT_S = 5.0
+_SETTLING_S = 0.05
 
 _callbacks: list[ExitCallback] = []
 
@@ -36,6 +40,18 @@ def _install() -> None:
             run_with_timeout(_TIMEOUT_S, lambda callback=callback: callback(error))  # type: ignore[misc]
 
     sys.excepthook = hook
+
+
+@cache
+def let_gloo_settle_at_exit() -> None:
+    """Leave gloo's threads time to end their last collective before the interpreter is gone.
+
+    They release its tensors after whoever waited for it has gone on, and need the GIL for that.
+    Python ends a thread that asks for the GIL too late, which aborts the process (SIGABRT,
+    "terminate called without an active exception") after all work is done. Destroying the process
+    groups does not help while a model refers to them.
+    """
+    atexit.register(time.sleep, _SETTLING_S)
 
 
 def run_with_timeout(timeout_s: float, action: Callable[[], object]) -> Exception | None:

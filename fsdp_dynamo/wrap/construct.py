@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
-from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
+from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import coerce_collective_precision, coerce_mixed_precision
 from fsdp_dynamo.core.norms_of_parts import replace_total_norm
@@ -105,6 +105,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     warn_of_cpu_start(module, groups.shard, device_id)
     begin_run(groups.all, device)
     link_groups((*groups.all, groups.reduce))
+    let_gloo_settle_at_exit()
     register_exit_callback(announce_failure)
     register_exit_callback(hint_at_cause)
     record_flight_by_default()
