@@ -4,7 +4,7 @@ Two ranks train a small language model on text, in eager mode with AdamW, from t
 on the same windows for each format; a seed changes both. The final loss is the mean over ranks and
 over the last tenth of the steps, in nats a byte.
 
-    python benchmarks/final_loss.py [--formats none,bfloat16,float8,int8] [--seeds 3]
+    python benchmarks/final_loss.py [--formats none,int8,...] [--seeds 3]
         [--steps 2000] [--json FILE]
 """
 
@@ -33,6 +33,9 @@ DIM, BLOCKS, BATCH, LENGTH, TEXT_BYTES, RATE = 128, 4, 8, 64, 4_000_000, 3e-3
 FORMATS: dict[str, CollectivePrecision | None] = {
     "none": None,
     **{name: CollectivePrecision(name, name) for name in ("bfloat16", "float8", "int8")},
+    "int8_gathers": CollectivePrecision(all_gather="int8"),
+    "int8_reductions": CollectivePrecision(reduce_scatter="int8"),
+    "int8_blocks_of_64": CollectivePrecision("int8", "int8", block_numel=64),
 }
 
 

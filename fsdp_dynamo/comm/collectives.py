@@ -249,9 +249,10 @@ def _issue_encoded_mean(
     wire: WireFormat,
     may_lack: bool,
 ) -> InFlight:
-    """A message from each rank to each; every rank sums what it has decoded."""
-    size = group.size()
-    sent = wire_codec.encode(unsharded, size, wire, may_lack)
+    """A message from each rank to each other; a rank adds what it has decoded to its own part."""
+    rank, size = group.rank(), group.size()
+    sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
+    output.data.view(-1).copy_(unsharded.data.view(size, -1)[rank])
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
@@ -260,7 +261,8 @@ def _issue_encoded_mean(
         received = torch.empty_like(sent)
         works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
         parts = list(received.chunk(size))
-    finish = partial(wire_codec.decode_sum, output, parts, wire, size)
+    del parts[rank]
+    finish = partial(wire_codec.add_decoded, output, parts, wire, size)
     return InFlight(works, (output, sent, *parts), event, finish, group, entry)
 
 
@@ -356,7 +358,11 @@ def issue_all_gathers(
         for all, and waiting for the others returns at once.
     """
     if _is_apart(outputs, group, wires):
-        return _issue_each(issue_all_gather, outputs, shards, group, recorded, labels, wires)
+        each = zip(outputs, shards, recorded, labels, wires, strict=True)
+        return [
+            issue_all_gather(output, shard, group, event, label, wire=wire)
+            for output, shard, event, label, wire in each
+        ]
     calls = [
         partial(all_gather_single, output, shard, group=group, async_op=True)
         for output, shard in zip(outputs, shards, strict=True)
@@ -371,14 +377,20 @@ def issue_reduce_means(
     recorded: Events,
     labels: Sequence[str],
     wires: Wires,
+    may_lack: Sequence[bool] = (),
 ) -> list[InFlight]:
     """``issue_reduce_mean`` of several tensors of one dtype as one launch.
 
     All are reduce-scatters or all are all-reduces. Arguments and handles are those of
-    ``issue_all_gathers``.
+    ``issue_all_gathers``, but for ``may_lack``, of each tensor; empty: all may.
     """
     if _is_apart(outputs, group, wires):
-        return _issue_each(issue_reduce_mean, outputs, unsharded, group, recorded, labels, wires)
+        lacking = may_lack or [True] * len(outputs)
+        each = zip(outputs, unsharded, recorded, labels, wires, lacking, strict=True)
+        return [
+            issue_reduce_mean(output, grad, group, event, label, wire=wire, may_lack=lacks)
+            for output, grad, event, label, wire, lacks in each
+        ]
     kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
     calls, divisions = [], []
     for output, grad in zip(outputs, unsharded, strict=True):
@@ -390,22 +402,6 @@ def issue_reduce_means(
         )
         calls.append(partial(collective, *tensors, op, group=group, async_op=True))
     return _launch(kind, calls, outputs, unsharded, group, recorded, labels, divisions)
-
-
-def _issue_each(
-    issue: Callable[..., InFlight],
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    recorded: Events,
-    labels: Sequence[str],
-    wires: Wires,
-) -> list[InFlight]:
-    each = zip(outputs, inputs, recorded, labels, wires, strict=True)
-    return [
-        issue(output, sent, group, event, label, wire=wire)
-        for output, sent, event, label, wire in each
-    ]
 
 
 def _is_apart(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, wires: Wires) -> bool:

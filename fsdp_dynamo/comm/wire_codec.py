@@ -10,15 +10,13 @@ One rank's part of a tensor, ``n`` elements in blocks of ``b``, as bytes::
 An element is its code times the scale of its block; the scale is the largest absolute value of the
 block over the largest code. What a code cannot say:
 
-- A block with a NaN or an infinity has a scale that is none: all of it arrives as NaN.
+- A block with a NaN or an infinity has that as its scale, and all of it arrives as NaN (what lies
+  beside an infinity has the code 0).
 - ``NO_VALUE`` (-0.0) has the code -128 in int8, if the flag says that there are such.
 
 All ranks decode the same bytes, their own among them, so what they gather is bitwise equal. Codes
 of gathers are rounded to the nearest, those of reductions at random if asked for (unbiased), and
-sums are taken in fp32 after decoding.
-
-On a CPU the work goes tile by tile through a small buffer: memory that is allocated anew costs ten
-times what the arithmetic does. Where the host runs ahead of the device, a tile is all of it.
+sums are taken in fp32 after decoding. What a rank sums itself of its own gradient is never encoded.
 
 Source: blockwise quantisation of collectives as in ZeRO++ (arXiv:2306.10209) and QSDP
 (arXiv:2302.02390).
@@ -27,99 +25,94 @@ Source: blockwise quantisation of collectives as in ZeRO++ (arXiv:2306.10209) an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
-import torch.distributed as dist
 
-from fsdp_dynamo.comm import streams
-from graph_passes.markers import NO_VALUE
+from fsdp_dynamo.comm import streams, wire_kernels
 from graph_passes.wire_format import SCALE_BYTES, WireFormat
 
-_LARGEST = {"int8": 127.0, "float8": 448.0}
 _CODES = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
-_LACKS = -128
-_TILE_NUMEL = 1 << 18
-_SMALLEST_SCALE = 1e-35
-"""Below it, a block arrives as zeros: the inverse of a scale must be a number."""
-
-_generators: dict[torch.device, torch.Generator] = {}
 
 
-def encode(
-    values: torch.Tensor, num_parts: int, wire: WireFormat, may_lack: bool = False
-) -> torch.Tensor:
+def encode(values: torch.Tensor, num_parts: int, wire: WireFormat) -> torch.Tensor:
     """Messages of the parts of a tensor, one behind the other.
 
     Args:
         values: ``(num_parts * n,)``, floating-point.
         num_parts: equally large parts.
         wire: their format.
-        may_lack: whether elements may be ``NO_VALUE``, which is to arrive.
 
     Returns:
         Bytes ``(num_parts * wire.num_bytes(n),)``.
     """
     parts = values.detach().view(num_parts, -1)
-    numel = parts.shape[1]
-    sent = torch.empty((num_parts, wire.num_bytes(numel)), dtype=torch.uint8, device=values.device)
-    codes, scales = _views(sent, numel, wire)
-    if not wire.has_scales:
-        codes.copy_(parts)
-        return sent.view(-1)
-    scales[:, 0] = float(may_lack and wire.name == "int8")
-    noise = _noise(wire, values.device) if wire.is_stochastic else None
-    for tile in _tiles(num_parts, numel, wire, values.device):
-        _encode_tile(tile.of(parts), tile.of(codes), tile.scales(scales), wire, noise, may_lack)
+    sent = _new_messages(parts, wire)
+    _encode_rows(parts, sent, wire, may_lack=False)
+    return sent.view(-1)
+
+
+def encode_for_others(
+    values: torch.Tensor, num_parts: int, own: int, wire: WireFormat, may_lack: bool
+) -> torch.Tensor:
+    """The same, but the bytes of one part are left as they are.
+
+    Args:
+        values: see ``encode``.
+        num_parts: see ``encode``.
+        own: the part whose message is not sent.
+        wire: see ``encode``.
+        may_lack: whether elements may be ``NO_VALUE``, which is to arrive.
+    """
+    parts = values.detach().view(num_parts, -1)
+    sent = _new_messages(parts, wire)
+    for some in (slice(0, own), slice(own + 1, num_parts)):
+        if parts[some].numel():
+            _encode_rows(parts[some], sent[some], wire, may_lack)
     return sent.view(-1)
 
 
 def decode(output: torch.Tensor, received: torch.Tensor, num_parts: int, wire: WireFormat) -> None:
     """Write the elements of ``num_parts`` messages into ``output`` ``(num_parts * n,)``."""
     parts = output.data.view(num_parts, -1)
-    messages = received.view(num_parts, -1)
-    numel = parts.shape[1]
-    codes, scales = _views(messages, numel, wire)
+    codes, scales = _views(received.view(num_parts, -1), parts.shape[1], wire)
     if not wire.has_scales:
         parts.copy_(codes)
         return
     lacks = _may_lack(scales, wire)
-    for tile in _tiles(num_parts, numel, wire, output.device):
-        _decode_tile(tile.of(parts), tile.of(codes), tile.scales(scales), lacks)
+    for values, some, their_scales in _tiles(wire, [parts, codes], [scales]):
+        wire_kernels.decode(values, some, their_scales, lacks)
 
 
-def decode_sum(
+def add_decoded(
     output: torch.Tensor, messages: Sequence[torch.Tensor], wire: WireFormat, divisor: float
 ) -> None:
-    """Write the sum of what messages hold, in their order, over ``divisor`` into ``output``.
+    """Add what messages hold to ``output`` ``(n,)``, in their order, and divide the sum.
 
     Args:
-        output: ``(n,)``; the sum is taken in fp32, whatever its dtype.
-        messages: one from each rank, of ``n`` elements.
+        output: holds this rank's own part; the sum is taken in fp32, whatever its dtype.
+        messages: one from each other rank, of ``n`` elements.
         wire: their format.
         divisor: of the sum.
     """
-    flat = output.data.view(-1)
+    flat = output.data.view(1, -1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
-    decode(total, messages[0], 1, wire)
-    own = torch.empty(min(total.numel(), _tile_numel(flat.device)), device=flat.device)
-    for message in messages[1:]:
-        codes, scales = _views(message.view(1, -1), total.numel(), wire)
-        lacks = wire.has_scales and _may_lack(scales, wire)
-        for tile in _tiles(1, total.numel(), wire, flat.device):
-            target = tile.of(total.view(1, -1))
-            term = own[: target.numel()].view(target.shape)
-            if wire.has_scales:
-                _decode_tile(term, tile.of(codes), tile.scales(scales), lacks)
-            else:
-                term.copy_(tile.of(codes))
-            target.add_(term)
-    if divisor != 1:
-        total.div_(divisor)
+    sent = [_views(message.view(1, -1), flat.shape[1], wire) for message in messages]
+    codes, scales = [one for one, _ in sent], [one for _, one in sent]
+    lacks = [_may_lack(one, wire) for one in scales]
+    divisors = [1.0] * (len(sent) - 1) + [divisor]
+    for target, *tiles in _tiles(wire, [total, *codes], scales if wire.has_scales else []):
+        for i, (may_lack, over) in enumerate(zip(lacks, divisors, strict=True)):
+            their_scales = tiles[len(codes) + i] if wire.has_scales else None
+            wire_kernels.add(target, tiles[i], their_scales, may_lack, over)
     if total is not flat:
         flat.copy_(total)
 
 
-# -- messages ------------------------------------------------------------------------------------
+def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    num_parts, numel = parts.shape
+    size = (num_parts, wire.num_bytes(numel))
+    return torch.empty(size, dtype=torch.uint8, device=parts.device)
 
 
 def _views(
@@ -132,81 +125,43 @@ def _views(
     return messages[:, begin:end].view(code), messages[:, :begin].view(torch.float32)
 
 
-class _Tile:
-    """Some blocks of some messages."""
+def _tiles(
+    wire: WireFormat, elements: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of the same blocks of elements ``(m, n)`` and then scales ``(m, s)``, tile by tile.
 
-    def __init__(self, rows: slice, begin: int, end: int, block: int) -> None:
-        self._rows, self._begin, self._end, self._block = rows, begin, end, block
-
-    def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Its elements ``(rows, blocks, block)``, a view of ``(m, numel)``."""
-        own = elements[self._rows, self._begin : self._end]
-        return own.view(own.shape[0], -1, self._width)
-
-    def scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Its scales ``(rows, blocks, 1)``, a view of ``(m, s)``."""
-        first = 1 + self._begin // self._block
-        count = (self._end - self._begin) // self._width
-        return scales[self._rows, first : first + count].unsqueeze(-1)
-
-    @property
-    def _width(self) -> int:
-        return min(self._block, self._end - self._begin)
-
-
-def _tile_numel(device: torch.device) -> int:
-    return 1 << 62 if streams.host_runs_ahead(device) else _TILE_NUMEL
-
-
-def _tiles(num_parts: int, numel: int, wire: WireFormat, device: torch.device) -> Iterator[_Tile]:
-    """Tiles that cover all elements; a last, smaller block has tiles of its own."""
-    block, most = wire.block_numel, _tile_numel(device)
-    whole = numel // block * block
-    width = max(block, min(whole, most // block * block))
-    rows = max(1, most // max(1, min(width, whole)))
-    for first in range(0, num_parts, rows):
-        some = slice(first, first + rows)
-        for begin in range(0, whole, width):
-            yield _Tile(some, begin, min(begin + width, whole), block)
-        if whole < numel:
-            yield _Tile(some, whole, numel, block)
-
-
-# -- tiles ---------------------------------------------------------------------------------------
-
-
-def _noise(wire: WireFormat, device: torch.device) -> torch.Tensor:
-    """Numbers in [0, 1), one for each place in a block, other ones on each rank.
-
-    They are drawn beside the user's random numbers.
+    Tiles are ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A last, smaller block
+    has tiles of its own.
     """
-    if device not in _generators:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        _generators[device] = torch.Generator(device).manual_seed(rank)
-    return torch.rand(wire.block_numel, generator=_generators[device], device=device)
+    numel, block = elements[0].shape[1], wire.block_numel
+    most = wire_kernels.tile_numel(elements[0].device)
+    whole, rest = divmod(numel, block)
+    for first, count, width in ((0, whole, block), (whole, 1, rest)):
+        if count and width:
+            span = slice(first * block, first * block + count * width)
+            views = [one[:, span].unflatten(1, (count, width)) for one in elements]
+            views += [one[:, 1 + first : 1 + first + count].unsqueeze(-1) for one in scales]
+            yield from zip(*(_cut(view, max(1, most // width)) for view in views), strict=True)
 
 
-def _encode_tile(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    wire: WireFormat,
-    noise: torch.Tensor | None,
-    may_lack: bool,
+def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """A view ``(m, blocks, width)`` in pieces of at most ``most`` blocks."""
+    if view.shape[1] > most:
+        return chain.from_iterable(row.split(most) for row in view.unbind())
+    return iter(view.split(most // view.shape[1]))
+
+
+def _encode_rows(
+    parts: torch.Tensor, messages: torch.Tensor, wire: WireFormat, may_lack: bool
 ) -> None:
-    largest = _LARGEST[wire.name]
-    exact = values.to(torch.float32)
-    bounds = exact.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST_SCALE * largest)
-    scales.copy_(bounds / largest)
-    scales.masked_fill_(~bounds.isfinite(), torch.nan)
-    scaled = exact * (largest / bounds)
-    if wire.name == "float8":
-        codes.copy_(scaled)
+    """Write the messages of some parts."""
+    codes, scales = _views(messages, parts.shape[1], wire)
+    if not wire.has_scales:
+        codes.copy_(parts)
         return
-    scaled = scaled.round_() if noise is None else scaled.add_(noise[: scaled.shape[-1]]).floor_()
-    codes.copy_(scaled.clamp_(-largest, largest))
-    if may_lack:
-        codes.masked_fill_((exact == 0) & exact.signbit(), _LACKS)
+    scales[:, 0] = float(may_lack and wire.name == "int8")
+    for values, some, their_scales in _tiles(wire, [parts, codes], [scales]):
+        wire_kernels.encode(values, some, their_scales, wire, may_lack)
 
 
 def _may_lack(scales: torch.Tensor, wire: WireFormat) -> bool:
@@ -214,12 +169,3 @@ def _may_lack(scales: torch.Tensor, wire: WireFormat) -> bool:
     if wire.name != "int8":
         return False
     return streams.host_runs_ahead(scales.device) or bool((scales[:, 0] != 0).any())
-
-
-def _decode_tile(
-    output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, lacks: bool
-) -> None:
-    output.copy_(codes)
-    output.mul_(scales)
-    if lacks:
-        output.masked_fill_(codes == _LACKS, NO_VALUE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_dynamo.config import ShardingStrategy
+from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.estimator import models
 from fsdp_dynamo.estimator.hardware import ACCELERATORS, Cluster, parse_bytes, parse_rate
@@ -19,6 +19,7 @@ from fsdp_dynamo.estimator.inventory import Inventory, take_inventory
 from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
 from fsdp_dynamo.estimator.report import format_report
 from fsdp_dynamo.observe.load_function import load_function
+from graph_passes.wire_format import WIRE_FORMATS
 
 STRATEGIES = (
     ShardingStrategy.FULL_SHARD,
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FSDPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    sizes = ElementSizes(dtype.itemsize, dtype.itemsize, 4, OPTIMIZER_BYTES[options.optimizer])
+    precision = CollectivePrecision(options.all_gather, options.reduce_scatter)
+    optimizer = OPTIMIZER_BYTES[options.optimizer]
+    sizes = ElementSizes(dtype.itemsize, dtype.itemsize, 4, optimizer, precision)
     found = predictions_of(inventory, cluster, sizes)
     tokens = options.batch * options.length if options.model is not None else 0
     print(format_report(inventory, cluster, found, tokens))
@@ -107,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="data type of compute"
     )
+    for kind, what in (("all-gather", "parameters"), ("reduce-scatter", "gradients")):
+        parser.add_argument(
+            f"--{kind}",
+            choices=WIRE_FORMATS,
+            help=f"format in which {what} travel (default: dtype)",
+        )
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw")
     parser.add_argument("--json", metavar="FILE", help="write the numbers too")
     return parser

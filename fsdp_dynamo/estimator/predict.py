@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from fsdp_dynamo.config import ShardingStrategy
+import torch
+
+from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
 from fsdp_dynamo.estimator.hardware import Cluster
 from fsdp_dynamo.estimator.inventory import Inventory
 from graph_passes.limits import Limits
@@ -13,6 +16,7 @@ from graph_passes.markers import Mark
 from graph_passes.schedule import Options, decide
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import lower_bound_ms, simulate
+from graph_passes.wire_format import WireFormat
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
@@ -26,12 +30,19 @@ class ElementSizes:
         reduce_bytes: of gradients in reductions.
         master_bytes: of shards and their gradients.
         optimizer_bytes: of the optimizer's state, such as 8 for AdamW in float32.
+        precision: formats in which shards travel.
     """
 
     param_bytes: int = 2
     reduce_bytes: int = 2
     master_bytes: int = 4
     optimizer_bytes: int = 8
+    precision: CollectivePrecision = CollectivePrecision()  # noqa: RUF009  # frozen
+
+    def wire(self, kind: Literal["all_gather", "reduce_scatter"]) -> WireFormat | None:
+        """The format of a collective, if it is not that of its tensors."""
+        size = self.param_bytes if kind == "all_gather" else self.reduce_bytes
+        return self.precision.wire_of(kind, torch.float32 if size == 4 else torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,7 @@ def _backward(
     ratio = inventory.backward.ms(*rates) / max(sum(forward_ms), 1e-12)
     again = [ms if checkpointing and unit else 0.0 for ms, unit in zip(forward_ms, units)]  # noqa: B905
     ms = [own * ratio + more for own, more in zip(forward_ms, again, strict=True)]
+    wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
     transfers: list[Transfer] = []
     for unit in dict.fromkeys(units):
         last = len(units) - units[::-1].index(unit)
@@ -179,6 +191,10 @@ def _backward(
             transfers.append(
                 _reduction(inventory, cluster, sharding, sizes, unit, last, len(units))
             )
+            if wire is not None:  # the stream that computes encodes, and sums what it decodes
+                numel = inventory.units[unit].trained
+                touched = _touched_by_reduction(wire, numel, sharding.ranks, sizes.reduce_bytes)
+                ms[last - 1] += touched / cluster.memory_bytes_per_ms
     transfers.sort(key=lambda t: t.need if t.is_gather else t.ready)
     return _problem(ms, units, transfers)
 
@@ -192,10 +208,15 @@ def _gather(
     direction: str,
     need: int,
 ) -> Transfer:
-    num_bytes = inventory.units[unit].numel * sizes.param_bytes
+    numel, wire = inventory.units[unit].numel, sizes.wire("all_gather")
+    num_bytes = numel * sizes.param_bytes
+    travels = _travels(wire, numel, sharding.ranks, sizes.param_bytes)
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
-    ms = cluster.gather_ms(num_bytes, sharding.ranks)
-    sent = num_bytes * (sharding.ranks - 1) // sharding.ranks
+    ms = cluster.gather_ms(travels, sharding.ranks)
+    if wire is not None:  # on the stream of gathers
+        touched = _touched_by_gather(wire, numel, sharding.ranks, sizes.param_bytes)
+        ms += touched / cluster.memory_bytes_per_ms
+    sent = travels * (sharding.ranks - 1) // sharding.ranks
     return Transfer(mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes)
 
 
@@ -209,14 +230,36 @@ def _reduction(
     end: int,
 ) -> Transfer:
     """A reduce-scatter among the ranks of a shard, then an all-reduce over its replicas."""
-    num_bytes = inventory.units[unit].trained * sizes.reduce_bytes
+    numel = inventory.units[unit].trained
+    num_bytes = numel * sizes.reduce_bytes
     shard = num_bytes / sharding.ranks
-    ms = cluster.gather_ms(num_bytes, sharding.ranks)
+    wire = sizes.wire("reduce_scatter")
+    travels = _travels(wire, numel, sharding.ranks, sizes.reduce_bytes)
+    ms = cluster.gather_ms(travels, sharding.ranks)
     ms += cluster.reduce_replicas_ms(shard, sharding.replicas)
-    sent = num_bytes * (sharding.ranks - 1) / sharding.ranks
+    sent = travels * (sharding.ranks - 1) / sharding.ranks
     sent += 2 * shard * (sharding.replicas - 1) / sharding.replicas
     mark = Mark(unit, "reduce_scatter", "backward", 0)
     return Transfer(mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes)
+
+
+def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
+    """Bytes of the messages of all ranks' parts."""
+    if wire is None or ranks == 1:
+        return numel * element_bytes
+    return ranks * wire.num_bytes(-(-numel // ranks))
+
+
+def _touched_by_gather(wire: WireFormat, numel: int, ranks: int, element_bytes: int) -> float:
+    """Bytes read and written: a shard, its message, all messages, all elements."""
+    messages = _travels(wire, numel, ranks, element_bytes)
+    return (numel * element_bytes + messages) * (1 + 1 / ranks)
+
+
+def _touched_by_reduction(wire: WireFormat, numel: int, ranks: int, element_bytes: int) -> float:
+    """Bytes read and written: all elements, a message for each rank, one of each, a shard."""
+    messages = _travels(wire, numel, ranks, element_bytes)
+    return numel * element_bytes * (1 + 1 / ranks) + 2 * messages
 
 
 def _memory(

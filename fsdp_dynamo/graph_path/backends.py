@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
 from fsdp_dynamo.agreement.busy_ranks import announce_compilations, announce_this_compilation
+from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,
@@ -42,6 +43,7 @@ from fsdp_dynamo.graph_path.planning import (
     planner_for,
 )
 from graph_passes.graph_pass import GraphPass
+from graph_passes.markers import mark_of
 from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
 
@@ -87,6 +89,12 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
         gm.meta["fsdp_regions"] = report
         _log.info("%s", report.text())
     return parsed
+
+
+def _has_wire_formats(gm: fx.GraphModule) -> bool:
+    """Whether any collective of a traced graph travels in another format than its tensors have."""
+    nodes = (n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+    return any(mark.wire for mark in map(mark_of, nodes) if mark is not None)
 
 
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
@@ -136,6 +144,8 @@ def fsdp_dynamo(
 
     settings = mode_settings(mode, MAX_AUTOTUNE)
     parsed = _prepare(gm, options)
+    if _has_wire_formats(gm):
+        wire_kernels.compile_kernels()
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     passes = default_passes(planner, False, parsed.passes, parsed.left_out)
     pipeline = _pipeline(passes)

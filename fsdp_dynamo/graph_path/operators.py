@@ -8,7 +8,7 @@ functions directly; under Inductor they are operators of the library ``fsdp_dyna
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -148,7 +148,9 @@ def reduce_scatter_together(
     outputs = [whole.new_empty(whole.numel() // world_size) for whole in unsharded]
     if unsharded[0].dtype == torch.float16:  # divided in place before the sum
         unsharded = [whole.clone() for whole in unsharded]
-    _launch(collectives.issue_reduce_means, outputs, unsharded, ranks, texts)
+    lacks = [bool(_label_of(text).absent) for text in texts]
+    issue = partial(collectives.issue_reduce_means, may_lack=lacks)
+    _launch(issue, outputs, unsharded, ranks, texts)
     return outputs
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_dynamo.comm import wire_codec
+from fsdp_dynamo.comm import wire_codec, wire_kernels
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WIRE_FORMATS, WireFormat
 
@@ -16,7 +16,8 @@ LARGEST_ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254}
 
 
 def _arrived(values: torch.Tensor, num_parts: int, wire: WireFormat) -> torch.Tensor:
-    sent = wire_codec.encode(values, num_parts, wire, may_lack=True)
+    """All parts, as another rank reads them."""
+    sent = wire_codec.encode_for_others(values, num_parts, num_parts, wire, may_lack=True)
     assert sent.numel() == num_parts * wire.num_bytes(values.numel() // num_parts)
     output = torch.full_like(values, 7.0)
     wire_codec.decode(output, sent, num_parts, wire)
@@ -48,7 +49,7 @@ def test_error_is_bounded_by_the_block(
     wire = WireFormat(name, block)  # type: ignore[arg-type]
     values = torch.randn(num_parts * numel) * 10.0**exponent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire_codec, "_TILE_NUMEL", tile)
+        patch.setattr(wire_kernels, "tile_numel", lambda _: tile)
         got = _arrived(values, num_parts, wire)
     allowed = LARGEST_ERROR[name] * _bounds(values, num_parts, block) * 1.001
     assert ((got - values).abs() <= allowed).all()
@@ -111,10 +112,59 @@ def test_sums_are_of_what_arrived(name: str, dtype: torch.dtype) -> None:
     wire = WireFormat(name, 64)  # type: ignore[arg-type]
     values = [torch.randn(300) for _ in range(3)]
     messages = [wire_codec.encode(value, 1, wire) for value in values]
-    output = torch.empty(300, dtype=dtype)
-    wire_codec.decode_sum(output, messages, wire, 3)
-    expected = sum(_arrived(value, 1, wire) for value in values) / 3
+    output = values[0].to(dtype)
+    first, second = (_arrived(value, 1, wire) for value in values[1:])
+    expected = (output + first + second) / 3
+    wire_codec.add_decoded(output, messages[1:], wire, 3)
     assert torch.allclose(output.float(), expected, rtol=2**-8 if dtype != torch.float32 else 1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_what_is_not_sent_is_not_encoded(name: str) -> None:
+    wire = WireFormat(name, 16)  # type: ignore[arg-type]
+    values = torch.randn(3 * 40)
+    every = wire_codec.encode(values, 3, wire).view(3, -1)
+    values[40:80] = torch.nan
+    sent = wire_codec.encode_for_others(values, 3, 1, wire, may_lack=False).view(3, -1)
+    assert torch.equal(sent[0], every[0])
+    assert torch.equal(sent[2], every[2])
+
+
+def test_noise_does_not_repeat_by_block() -> None:
+    wire = WireFormat("int8", 16, is_stochastic=True)
+    values = torch.full((1600,), 0.3)
+    values[::16] = 1.0
+    rounded = _arrived(values, 1, wire).view(100, 16)[:, 1:] > 0.3
+    assert rounded.float().mean(0).min() > 0.01
+    assert (rounded != rounded[0]).any(0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled or not: the same bytes decode to the same bits; codes differ by one at most."""
+    torch.manual_seed(1)
+    values = torch.randn(2 * 40_000).to(dtype)
+    nearest, at_random = WireFormat(name), WireFormat(name, is_stochastic=True)  # type: ignore[arg-type]
+    plain = wire_codec.encode(values, 2, nearest)
+    decoded = torch.empty_like(values)
+    wire_codec.decode(decoded, plain, 2, nearest)
+    monkeypatch.setattr(wire_kernels, "_compiled", {})
+    wire_kernels.compile_kernels()
+    again = torch.empty_like(values)
+    wire_codec.decode(again, plain, 2, nearest)
+    assert torch.equal(again, decoded)
+    for wire, steps in ((nearest, 0.51), (at_random, 1.01)):
+        wire_codec.decode(again, wire_codec.encode(values, 2, wire), 2, wire)
+        allowed = 2 * steps * LARGEST_ERROR[name] + (2**-8 if dtype is torch.bfloat16 else 0)
+        assert ((again - values).abs() <= allowed * _bounds(values, 2, 256)).all()
+    total = values[:40_000].clone()
+    wire_codec.add_decoded(total, [plain.view(2, -1)[1]], nearest, 2.0)
+    expected = (values[:40_000].float() + decoded[40_000:].float()) / 2
+    assert torch.allclose(
+        total.float(), expected, rtol=2**-7, atol=2**-7 if dtype is torch.bfloat16 else 1e-6
+    )
 
 
 def test_bytes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import estimator_error
 from benchmarks.peers import Setting
 from benchmarks.workloads.catalogue import decoder
-from fsdp_dynamo import FSDPValueError, ShardingStrategy
+from fsdp_dynamo import CollectivePrecision, FSDPValueError, ShardingStrategy
 from fsdp_dynamo.estimator import (
     Cluster,
     ElementSizes,
@@ -207,6 +208,22 @@ def test_bytes_of_a_step() -> None:
         )
     }
     assert list(sent.values()) == [3500 + 3000 + 3500, 3500 + 3500, 2 * 3500]
+
+
+def test_formats_pay_on_a_slow_link_only() -> None:
+    """int8 halves what bf16 sends; encoding and decoding take memory traffic, also where the link
+    is fast."""
+    fewer = replace(SIZES, precision=CollectivePrecision("int8", "int8", block_numel=64))
+    for rate, pays in ((1.0, True), (1e4, False)):
+        cluster = replace(_cluster(2, rate=rate), memory_bytes_per_ms=1e3)
+        plain, encoded = (
+            predict(_blocks(3, numel=6400), cluster, ShardingStrategy.FULL_SHARD, sizes)
+            for sizes in (SIZES, fewer)
+        )
+        assert 0.5 < encoded.wire_bytes / plain.wire_bytes < 0.56
+        assert encoded.compute_ms > plain.compute_ms
+        assert (encoded.step_ms < 0.7 * plain.step_ms) is pays
+        assert (encoded.step_ms > plain.step_ms) is not pays
 
 
 def test_hidden_but_for_the_ends() -> None:

@@ -1,0 +1,173 @@
+"""Arithmetic of messages in fewer bits, on tiles of some blocks.
+
+On a CPU a tile and what is computed of it stay in the cache, so that all the passes over it cost
+one over memory; on a device tiles are larger, for few launches. ``compile_kernels`` lets Inductor
+make one pass of them.
+
+A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blocks, 1)``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_dynamo.comm import streams
+from graph_passes.markers import NO_VALUE
+from graph_passes.wire_format import WireFormat
+
+_LACKS = -128
+_SMALLEST_SCALE = 1e-35
+"""Below it, a block arrives as zeros: the inverse of a scale must be a number."""
+_LARGEST = {"int8": 127.0, "float8": 448.0}
+_LARGEST_BEFORE_NOISE = 126.999
+"""With noise below 1 added, codes are 127 at most."""
+_SMALLEST_COMPILED = 1 << 14
+"""Elements of a tile for which a compiled kernel is called: its guards take as long as less do."""
+
+_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def tile_numel(device: torch.device) -> int:
+    """Elements of a tile, at most."""
+    if streams.host_runs_ahead(device):
+        return 1 << 22
+    return 1 << 20 if _compiled else 1 << 18
+
+
+def compile_kernels() -> None:
+    """Compile the kernels with Inductor, at their first large tiles; does so once a process."""
+    for kernel in () if _compiled else (_encode, _encode_with_noise, _decode, _add):
+        _compiled[kernel] = torch.compile(kernel, fullgraph=True)
+
+
+def _run(kernel: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a kernel, the compiled one where that is worth its guards."""
+    if arguments[0].numel() < _SMALLEST_COMPILED or kernel not in _compiled:
+        return kernel(*arguments)
+    # ``data``: no views, whose bases would be guarded.
+    given = [one.data if isinstance(one, torch.Tensor) else one for one in arguments]
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            torch._dynamo.mark_dynamic(one, 0)  # code for a block's width is far better
+    return _compiled[kernel](*given)
+
+
+@torch.no_grad()
+def encode(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    may_lack: bool,
+) -> None:
+    """Write codes and scales of a tile."""
+    if wire.is_stochastic:
+        noise = _noise(values.device).like(values)
+        scales.copy_(_run(_encode_with_noise, values, codes, noise))
+    else:
+        is_integer = wire.name == "int8"
+        scales.copy_(_run(_encode, values, codes, _LARGEST[wire.name], is_integer))
+    if may_lack and wire.name == "int8":
+        codes.masked_fill_((values == 0) & values.signbit(), _LACKS)
+
+
+@torch.no_grad()
+def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_lack: bool) -> None:
+    """Write the elements of a tile into ``output``."""
+    _run(_decode, output, codes, scales)
+    if may_lack:
+        output.masked_fill_(codes == _LACKS, NO_VALUE)
+
+
+@torch.no_grad()
+def add(
+    total: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    may_lack: bool,
+    divisor: float,
+) -> None:
+    """Add the elements of a tile to ``total``, and divide the sum."""
+    if scales is None:
+        total.add_(codes)
+    elif may_lack:
+        term = torch.empty_like(total)
+        decode(term, codes, scales, may_lack)
+        total.add_(term)
+    else:
+        _run(_add, total, codes, scales, divisor)
+        return
+    if divisor != 1:
+        total.div_(divisor)
+
+
+# -- kernels -------------------------------------------------------------------------------------
+
+
+def _bounds(values: torch.Tensor, largest: float) -> torch.Tensor:
+    """The largest absolute value of each block."""
+    return values.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_SCALE * largest)
+
+
+def _encode(
+    values: torch.Tensor, codes: torch.Tensor, largest: float, is_integer: bool
+) -> torch.Tensor:
+    exact = values.to(torch.float32)
+    bounds = _bounds(exact, largest)
+    scaled = exact * (largest / bounds)
+    codes.copy_(scaled.round_() if is_integer else scaled)
+    return bounds / largest
+
+
+def _encode_with_noise(
+    values: torch.Tensor, codes: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    exact = values.to(torch.float32)
+    bounds = _bounds(exact, _LARGEST_BEFORE_NOISE)
+    factors = _LARGEST_BEFORE_NOISE / bounds
+    codes.copy_(torch.addcmul(noise, exact, factors).floor_())
+    return bounds / _LARGEST_BEFORE_NOISE
+
+
+def _decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    output.copy_(codes).mul_(scales)
+
+
+def _add(total: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, divisor: float) -> None:
+    total.add_(codes.to(total.dtype).mul_(scales))
+    if divisor != 1:
+        total.div_(divisor)
+
+
+class _Noise:
+    """Numbers in (0, 1), all equally often, of which each tile takes a random run.
+
+    Drawing a number for each element would cost more than all else. They are not the user's random
+    numbers, and other ones on each rank.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._random = random.Random(rank)
+        self._most = most
+        generator = torch.Generator(device).manual_seed(rank)
+        order = torch.randperm(2 * most, generator=generator, device=device)
+        self._numbers = order.to(torch.float32).add_(0.5).div_(2 * most)
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers for a tile, in its shape."""
+        first = self._random.randrange(self._most)
+        return self._numbers[first : first + values.numel()].view(values.shape)
+
+
+_new_noise = cache(_Noise)
+
+
+def _noise(device: torch.device) -> _Noise:
+    return _new_noise(device, tile_numel(device))
