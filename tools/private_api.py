@@ -185,7 +185,7 @@ def page(tests: dict[str, str], sources: dict[str, str]) -> str:
 
 
 def _places(need: Need, used: dict[str, list[str]], sources: dict[str, str]) -> list[str]:
-    """Files that use a name, or else those that have it as a word: in a string, or as our own."""
+    """Files that use a name, or else those that have all as words: in strings, or as our own."""
     found = {
         file
         for name, files in used.items()
@@ -194,7 +194,7 @@ def _places(need: Need, used: dict[str, list[str]], sources: dict[str, str]) -> 
     }
     words = [re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\b") for name in need.names]
     return sorted(found) or [
-        path for path, text in sources.items() if any(word.search(text) for word in words)
+        path for path, text in sources.items() if all(word.search(text) for word in words)
     ]
 
 

@@ -899,6 +899,27 @@ def test_frames_of_other_names_do_not_make_sizes_dynamic() -> None:
 
 
 @pytest.mark.private(
+    "torch._dynamo.mark_dynamic",
+    need="kernels of messages are compiled once for any number of blocks, and for a block's width",
+    instead="``dynamic=True``: the width is no constant of the code, which takes twice as long",
+)
+def test_one_dimension_is_dynamic() -> None:
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: x * 2, backend=recorder)
+    for rows in (4, 6):
+        x = torch.ones(rows, 3)
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x)
+    (gm,) = recorder.graphs
+    (given,) = (
+        node.meta["example_value"]
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.Tensor) and node.op == "placeholder"
+    )
+    assert [isinstance(size, int) for size in given.shape] == [False, True]
+
+
+@pytest.mark.private(
     "torch._dynamo.variables.nn_module",
     "UnspecializedNNModuleVariable.value",
     need="which module could not be traced, to say that its parameters are used outside of their "
