@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import sys
@@ -16,18 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from compile_caches import losses_of, make_compiled_products, make_products, using_cache
 from pool import RankPool
-from torch import fx, nn
+from torch import fx
 from torch._dynamo.utils import counters
-from torch._inductor.utils import clear_caches
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP
 from fsdp_dynamo.graph_path import compile_cache, inductor, partitioner
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import op_name
-
-WIDTH = 8
 
 
 class Outcome(NamedTuple):
@@ -39,60 +34,9 @@ class Outcome(NamedTuple):
     warnings: list[str]
 
 
-class _Layer(nn.Linear):
-    pass
-
-
-def _model() -> nn.Module:
-    """Its graphs hold products alone, for which nothing takes a C++ compiler."""
-    torch.manual_seed(7)
-    return nn.Sequential(*(_Layer(WIDTH, WIDTH, bias=False) for _ in range(2)))
-
-
-def _losses(rank: int, model: nn.Module) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        inputs = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(inputs).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def _using(folder: Path) -> Iterator[_Warnings]:
-    """Nothing is known but what lies in the folder."""
-    log, listener = logging.getLogger(compile_cache.__name__), _Warnings()
-    log.addHandler(listener)
-    torch._dynamo.reset()
-    clear_caches()
-    counters.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        try:
-            yield listener
-        finally:
-            log.removeHandler(listener)
-            compile_cache._leave_temporary_folder()
-            clear_caches()
-
-
 def _run(rank: int, folder: Path) -> Outcome:
-    model = FSDP(_model(), auto_wrap_policy=ModuleWrapPolicy({_Layer}))
-    with _using(folder) as listener:
-        losses = _losses(rank, torch.compile(model, backend="fsdp_dynamo", fullgraph=True))
+    with using_cache(folder) as listener:
+        losses = losses_of(make_compiled_products(), rank)
         hits = counters["aot_autograd"]["autograd_cache_hit"]
         num_compiled = counters["inductor"]["fxgraph_cache_miss"]
     return Outcome(losses, hits, num_compiled, listener.texts)
@@ -167,7 +111,7 @@ def _cases(rank: int, world_size: int, root: str) -> dict[str, Any]:
     mine = Path(root) / f"rank{rank}"
     mine.mkdir()
     used, fresh = mine / "used", mine / "fresh"
-    found: dict[str, Any] = {"reference": _losses(rank, DistributedDataParallel(_model()))}
+    found: dict[str, Any] = {"reference": losses_of(DistributedDataParallel(make_products()), rank)}
 
     def case(name: str, run: Callable[[], Outcome]) -> None:
         dist.barrier()
@@ -257,7 +201,7 @@ def test_older_passes_computed_something_else(outcomes: list[dict[str, Any]]) ->
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """It is left before anything is compiled."""
     (tmp_path / "file").touch()
-    with _using(tmp_path / "file" / "cache") as listener:
+    with using_cache(tmp_path / "file" / "cache") as listener:
         compile_cache.require_usable_folder()
         assert compile_cache.own_folder().parent.is_dir()
         compile_cache.require_usable_folder()
