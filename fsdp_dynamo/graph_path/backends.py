@@ -49,6 +49,7 @@ from fsdp_dynamo.graph_path.planning import (
     live_bytes_of_generated,
     planner_for,
 )
+from fsdp_dynamo.graph_path.progress import told
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
@@ -137,7 +138,8 @@ def _backward_once(inner_compile: Callable[..., Any], key: str | None) -> Callab
             return inner_compile(gm, inputs, **kwargs)
         graphs = iter((gm, copy_of(gm)))  # the first is changed before anything can fail
         of_backward = None if key is None else f"{key}.backward"
-        return compile_once(of_backward, lambda: inner_compile(next(graphs), inputs, **kwargs))
+        with told("compiling the backward"):
+            return compile_once(of_backward, lambda: inner_compile(next(graphs), inputs, **kwargs))
 
     return compile_
 
@@ -174,7 +176,7 @@ def fsdp_dynamo(
 
     # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
     caching = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
-    with one_schema_a_region(), caching:
+    with one_schema_a_region(), caching, told("compiling the forward"):
         return route_gradients(compile_once(key, compile_))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo.graph_path import compile_cache, inductor, partitioner
+from fsdp_dynamo.graph_path import compile_cache, inductor, partitioner, progress
 from graph_passes.graph_utils import op_name
 
 
@@ -270,3 +271,36 @@ def test_an_error_that_is_not_the_folders_stays(
     assert calls[0] == str(tmp_path)
     assert calls[1] != str(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+
+
+# -- lines about what takes long -----------------------------------------------------------------
+
+
+class _Stderr(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_line = threading.Event()
+
+    def flush(self) -> None:
+        self.has_line.set()
+
+
+def _told(seconds: float, body: Callable[[_Stderr], object]) -> str:
+    stderr = _Stderr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "_AFTER_S", seconds)
+        patch.setattr(sys, "stderr", stderr)
+        with progress.told("compiling the backward"):
+            body(stderr)
+    return stderr.getvalue()
+
+
+def test_what_takes_long_is_told_meanwhile() -> None:
+    text = _told(0.001, lambda stderr: stderr.has_line.wait(60))
+    first, last = text.splitlines()
+    assert first == "fsdp_dynamo: compiling the backward ..."
+    assert last.startswith("fsdp_dynamo: compiling the backward: ")
+
+
+def test_what_takes_no_time_is_not_told() -> None:
+    assert not _told(3600, lambda stderr: None)
