@@ -76,7 +76,9 @@ def require_usable_folder() -> None:
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
-    """Key of a graph as Dynamo has traced it, the same on all ranks.
+    """Key of a graph as Dynamo has traced it, the same on all ranks that can share its code.
+
+    (Generated code names its device: ranks with ``cuda:0`` and ``cuda:1`` need not wait.)
 
     Args:
         gm: the graph.
@@ -84,7 +86,7 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
         parts: of what compiles it.
     """
     shown = [
-        f"{tuple(one.shape)} {one.dtype} {one.device.type}"
+        f"{tuple(one.shape)} {one.dtype} {one.device}"
         if isinstance(one, torch.Tensor)
         else str(one)
         for one in inputs

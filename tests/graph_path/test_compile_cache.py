@@ -211,6 +211,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert str(tmp_path) in warning
 
 
+def test_ranks_whose_devices_have_other_names_do_not_wait_for_each_other() -> None:
+    """Generated code names its device, so that one cannot load what the other compiles."""
+    graph = fx.symbolic_trace(lambda x: x @ x)
+    keys = [
+        compile_cache.graph_key(graph, [torch.empty(2, 2, device=device)])
+        for device in ("cpu", "cpu", "meta")
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
 # -- one of several processes compiles -----------------------------------------------------------
 
 
