@@ -48,6 +48,7 @@ from fsdp_dynamo.fully_sharded_data_parallel import FullyShardedDataParallel, Op
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
+from fsdp_dynamo.precompiled import load_precompiled, precompile
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
@@ -117,6 +118,8 @@ __all__ = [
     "inspect_graphs",
     "lambda_auto_wrap_policy",
     "limit_recompiles",
+    "load_precompiled",
+    "precompile",
     "record_events",
     "record_flight",
     "record_plans",

@@ -14,6 +14,7 @@ from fsdp_dynamo.core.preserve_state import clear_gradients, preserve_state
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.state_dict.methods import uncompiled
 
@@ -33,7 +34,7 @@ def warmup(
     Every rank calls it with as many batches, before the first step. No rank begins a batch before
     all have done the one before, and none is called late while another compiles. Parameters,
     gradients, buffers and random states are afterwards what they were; under ``torch.no_grad()``
-    only the forwards run.
+    only the forwards run. A batch that takes more than 5 s is told on rank 0's stderr.
 
     Args:
         model: compiled or not.
@@ -58,9 +59,10 @@ def warmup(
         for number, batch in enumerate(given, 1):
             for group in groups:
                 require_same(group, "batch to warm up", f"{number} of {len(given)}")
-            loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
-            if torch.is_grad_enabled():
-                loss.backward()  # type: ignore[no-untyped-call]
+            with told(f"warming up with batch {number} of {len(given)}"):
+                loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
+                if torch.is_grad_enabled():
+                    loss.backward()  # type: ignore[no-untyped-call]
             clear_gradients(list(module.parameters()), units)
     for group in groups:
         require_same(group, "end of the warm-up", "reached")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+import torch._functorch.config
 from torch import fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
@@ -29,19 +31,26 @@ from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import generated_code, operators
 from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_path.cache_keys import marks_key
+from fsdp_dynamo.graph_path.compile_cache import compile_once, graph_key, require_usable_folder
 from fsdp_dynamo.graph_path.gradient_routing import route_gradients
-from fsdp_dynamo.graph_path.inductor import MAX_AUTOTUNE, inductor_settings, mode_settings
+from fsdp_dynamo.graph_path.inductor import (
+    MAX_AUTOTUNE,
+    inductor_settings,
+    keeps_graphs,
+    mode_settings,
+)
 from fsdp_dynamo.graph_path.lowering import (
     lower_regions_to_modules,
     lower_to_functions,
     region_bodies,
 )
-from fsdp_dynamo.graph_path.partitioner import Partitioner
+from fsdp_dynamo.graph_path.partitioner import Partitioner, copy_of
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
     planner_for,
 )
+from fsdp_dynamo.graph_path.progress import told
 from graph_passes.graph_pass import GraphPass
 from graph_passes.markers import mark_of
 from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
@@ -129,6 +138,20 @@ def fsdp_dynamo_aot_eager(
         return route_gradients(compile_(gm, example_inputs))
 
 
+def _backward_once(inner_compile: Callable[..., Any], key: str | None) -> Callable[..., Any]:
+    """Inductor's inner compiler; it comes to a backward later, when the backend has returned."""
+
+    def compile_(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            return inner_compile(gm, inputs, **kwargs)
+        graphs = iter((gm, copy_of(gm)))  # the first is changed before anything can fail
+        of_backward = None if key is None else f"{key}.backward"
+        with told("compiling the backward"):
+            return compile_once(of_backward, lambda: inner_compile(next(graphs), inputs, **kwargs))
+
+    return compile_
+
+
 def fsdp_dynamo(
     gm: fx.GraphModule,
     example_inputs: list[Any],
@@ -143,6 +166,7 @@ def fsdp_dynamo(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     settings = mode_settings(mode, MAX_AUTOTUNE)
+    require_usable_folder()
     parsed = _prepare(gm, options)
     if _has_wire_formats(gm):
         wire_kernels.compile_kernels()
@@ -150,11 +174,20 @@ def fsdp_dynamo(
     passes = default_passes(planner, False, parsed.passes, parsed.left_out)
     pipeline = _pipeline(passes)
     partitioner = Partitioner(planner, parsed.selective_unshard)
-    config = settings | inductor_settings(partitioner, pipeline, marks_key(gm))
-    inner_compile = generated_code.checking(compile_fx_inner)
-    with one_schema_a_region():
-        compiled: Any = compile_fx(gm, example_inputs, inner_compile, config_patches=config)
-    return route_gradients(compiled)
+    marks = marks_key(gm)
+    config = settings | inductor_settings(partitioner, pipeline, marks)
+    key = None
+    if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
+        key = graph_key(gm, example_inputs, marks, partitioner.uuid(), pipeline.cache_key())
+    inner_compile = generated_code.checking(_backward_once(compile_fx_inner, key))
+
+    def compile_() -> Any:
+        return compile_fx(gm, example_inputs, inner_compile, config_patches=config)
+
+    # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
+    caching = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
+    with one_schema_a_region(), caching, told("compiling the forward"):
+        return route_gradients(compile_once(key, compile_))
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):

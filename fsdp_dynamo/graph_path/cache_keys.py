@@ -8,8 +8,10 @@ from pathlib import Path
 from torch import fx
 
 import graph_passes
-from graph_passes.markers import COLLECTIVE, UNIT
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS
 from graph_passes.source_digest import source_digest
+
+_MARKS = (BODY, COLLECTIVE, UNIT, VIEWS)
 
 
 def source_key() -> str:
@@ -19,15 +21,15 @@ def source_key() -> str:
 
 
 def marks_key(gm: fx.GraphModule) -> str:
-    """Digest of units and collectives in order.
+    """Digest of all marks in order.
 
-    Inductor's cache keys know nothing of annotations, but generated code holds what is made of
-    them: two graphs that differ in their units alone must not share code.
+    Cache keys of Inductor and AOTAutograd know nothing of annotations, but partition and generated
+    code hold what is made of them: two graphs that differ in their units alone must not share code.
     """
     digest = hashlib.sha256()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 custom = node.meta.get("custom") or {}
-                digest.update(repr([custom.get(key) for key in (COLLECTIVE, UNIT)]).encode())
+                digest.update(repr([custom.get(key) for key in _MARKS]).encode())
     return digest.hexdigest()

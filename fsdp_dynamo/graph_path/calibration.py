@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fsdp_dynamo.agreement.comparison import share_from_first
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.graph_path.compile_cache import own_folder
 
 _SMALL_NUMEL = 256
 _LARGE_BYTES = 1 << 24
@@ -76,8 +77,6 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
 
 
 def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     what = [
         platform.node(),
         torch.__version__,
@@ -90,7 +89,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
     if device.type != "cpu":
         what.append(torch.get_device_module(device).get_device_name())
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
-    return Path(cache_dir()) / "fsdp_dynamo" / f"{digest}.json"
+    return own_folder() / f"{digest}.json"
 
 
 def _milliseconds(action: Callable[[], Any], device: torch.device) -> float:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch._functorch.config
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -66,3 +70,12 @@ def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) 
         # Not force_disable_caches: that compiles C++ headers anew as well.
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     return config
+
+
+def keeps_graphs(settings: Mapping[str, Any]) -> bool:
+    """Whether graphs that are compiled with these settings are kept, and found by other ranks."""
+    return bool(
+        settings.get("fx_graph_cache", inductor_config.fx_graph_cache)
+        and torch._functorch.config.enable_autograd_cache
+        and not torch.compiler.config.force_disable_caches
+    )

@@ -47,23 +47,24 @@ class Partitioner(CustomPartitionerFn):
         budget = planner.options.limits.memory_budget_bytes
         if not self._may_keep or budget is None or planner.live_bytes_of is None:
             return ()
-        forward, backward = _partition(_copy_of(gm), joint_inputs, **kwargs)
+        forward, backward = _partition(copy_of(gm), joint_inputs, **kwargs)
         return choose_kept(forward.graph, backward.graph, planner.options, planner.live_bytes_of)
 
     def uuid(self) -> str:
         return f"fsdp_dynamo.partition.{source_key()}.{self._may_keep}.{self._planner.cache_key()}"
 
 
-def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph, bodies of regions included, with nodes of its own; tensors are shared."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     output = next(iter(reversed(gm.graph.nodes)))
     graph.output(result).meta.update(output.meta)
     copy = fx.GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
     for name, body in list(copy.named_children()):
         if isinstance(body, fx.GraphModule):
-            setattr(copy, name, _copy_of(body))
+            setattr(copy, name, copy_of(body))
     return copy
 
 

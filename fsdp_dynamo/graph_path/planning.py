@@ -166,7 +166,7 @@ def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> 
     replicas, then inside each.
     """
     known = _measured.setdefault(groups[0], {})
-    key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    key = _ranks_of(groups)
     if key not in known:
         rates = [calibration.measured(group, device) for group in groups]
         text = json.dumps(rates)
@@ -174,6 +174,21 @@ def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> 
             text = share_from_first(group, "measured rates", partial(str, text))
         known[key] = json.loads(text)
     return known[key]
+
+
+def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def known_rates(groups: Sequence[dist.ProcessGroup]) -> list[_Rates] | None:
+    """Rates of each group, as they were measured for graphs with these; ``None``: they were not."""
+    return _measured.get(groups[0], {}).get(_ranks_of(groups))
+
+
+def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None) -> None:
+    """Use these rates in place of measured ones, for graphs with these groups, on all ranks."""
+    if rates is not None:
+        _measured.setdefault(groups[0], {})[_ranks_of(groups)] = rates
 
 
 def _group_names(gm: fx.GraphModule) -> list[str]:

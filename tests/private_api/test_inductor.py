@@ -290,10 +290,14 @@ def test_the_compile_cache_has_a_folder(cache: Path) -> None:
 @pytest.mark.private(
     "torch._inductor.config.patch",
     "torch._functorch.config.patch",
-    need="no graph comes from a cache while graphs are shown",
+    "torch._inductor.config.fx_graph_cache",
+    "torch._functorch.config.enable_autograd_cache",
+    need="no graph comes from a cache while graphs are shown, and no rank then waits for another",
     instead="torch.compiler.config.force_disable_caches, which also compiles C++ headers anew",
 )
 def test_caches_can_be_left_out() -> None:
+    assert torch._inductor.config.fx_graph_cache
+    assert torch._functorch.config.enable_autograd_cache
     ours = graph_pass("a")
     settings = {"post_grad_custom_post_pass": ours}
     compile_product(settings)
@@ -382,3 +386,56 @@ def test_code_has_the_number_of_its_graph() -> None:
     found = [pattern.findall(one.payload) for one in listener.of_kind("inductor_output_code")]
     ((number, _),) = found[0]
     assert found == [[(number, "forward")], [(number, "backward")]]
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x + x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad + grad
+
+
+@pytest.mark.private(
+    "torch._functorch.config",
+    need="AOTAutograd keeps graphs with a traced autograd.Function, as ours, if it is told to "
+    "(autograd_cache_allow_custom_autograd_functions)",
+    instead="nothing: a later start then partitions anew, and only Inductor's code is kept",
+)
+def test_graphs_with_functions_are_cached_on_demand() -> None:
+    from torch._dynamo.utils import counters
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            return with_settings({})(gm, inputs)
+
+    def hits_and_misses() -> list[int]:
+        torch.compiler.reset()
+        counters.clear()
+        x = torch.rand(4, 4, requires_grad=True)
+        torch.compile(lambda x: _Twice.apply(x) @ x, backend=backend)(x).sum().backward()  # type: ignore[no-untyped-call]
+        return [counters["aot_autograd"][f"autograd_cache_{one}"] for one in ("hit", "miss")]
+
+    assert hits_and_misses() == [0, 1]
+    assert hits_and_misses() == [1, 0]
+
+
+@pytest.mark.private(
+    "torch._inductor.utils.fresh_cache",
+    need="a temporary folder in place of a compile cache that cannot be written or is damaged",
+    instead="set TORCHINDUCTOR_CACHE_DIR, and let Inductor forget what it has loaded",
+)
+def test_a_temporary_cache(cache: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        folder = Path(cache_dir())
+        assert folder != cache
+        assert not any(folder.iterdir())
+        compile_product({})
+        assert any(folder.rglob("*"))
+    assert Path(cache_dir()) == cache
+    assert not folder.exists()

@@ -1,0 +1,249 @@
+"""The compile cache of Inductor and AOTAutograd: a folder that can be used, and one compilation.
+
+Ranks of a machine share the folder, and graphs hold nothing of a rank: the first process that
+meets a graph compiles it, the others wait for it and load what it has written. They wait for a lock
+of the file system, which goes with the process that holds it, and never for long; whoever does not
+find the graph compiles it. No rank is asked anything, so ranks with other folders, or with code in
+their cache that others lack, only differ in when they are done.
+
+A folder that cannot be written (read-only, full), or whose files are damaged, would end the run. It
+is left for a temporary one, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from torch import fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
+
+from fsdp_dynamo.errors import error_message
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_UNWRITABLE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+_PATIENCE_S = 900
+"""After this a process no longer waits for another to compile: it may have been stopped."""
+_POLL_S = 0.05
+_MAX_SHOWN = 300
+
+_temporary: ExitStack | None = None
+"""Leaves the temporary folder of this process; ``None``: it uses the one it was given."""
+
+
+def own_folder() -> Path:
+    """Our files in the cache's folder: measured rates, and locks.
+
+    Raises:
+        OSError: the cache's folder cannot be made.
+    """
+    return Path(cache_dir()) / "fsdp_dynamo"
+
+
+def require_usable_folder() -> None:
+    """Use a temporary folder if no file can be written to the cache's."""
+    if _temporary is not None:
+        return
+    try:
+        own_folder().mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=own_folder()) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        _use_temporary_folder(_reason(error), with_files=True)
+
+
+def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *parts: str) -> str:
+    """Key of a graph as Dynamo has traced it, the same on all ranks that can share its code.
+
+    (Generated code names its device: ranks with ``cuda:0`` and ``cuda:1`` need not wait.)
+
+    Args:
+        gm: the graph.
+        inputs: tensors and sizes that it is traced with.
+        parts: of what compiles it.
+    """
+    shown = [
+        f"{tuple(one.shape)} {one.dtype} {one.device}"
+        if isinstance(one, torch.Tensor)
+        else str(one)
+        for one in inputs
+    ]
+    codes = [each.code for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    text = "\0".join((torch.__version__, *parts, *shown, *codes))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def compile_once(key: str | None, compile_: Callable[[], Result]) -> Result:
+    """Compile a graph, or let a process that shares the cache do so first.
+
+    Args:
+        key: of the graph, from ``graph_key``; ``None``: every process compiles.
+        compile_: compiles, or loads from the cache. It must wait for no other rank. Called once
+            more where the cache's folder was at fault.
+
+    Raises:
+        Exception: what ``compile_`` raised the first time.
+    """
+    try:
+        with nullcontext() if key is None else _one_compiles(key):
+            return compile_()
+    except Exception as error:
+        cause = _fault_of_folder(error)
+        if cause is None or _temporary is not None:
+            raise
+        unwritable = isinstance(cause, OSError) and cause.errno in _UNWRITABLE
+        _use_temporary_folder(_reason(cause), with_files=unwritable)
+        try:
+            return compile_()
+        except Exception as again:
+            _leave_temporary_folder()  # it was not the folder
+            raise error from again
+
+
+# -- one process compiles ----------------------------------------------------------------------
+
+
+@contextmanager
+def _one_compiles(key: str) -> Iterator[None]:
+    """Open in one process at a time until one has come to the end; later in all of them.
+
+    A file for each graph is the lock, and no longer empty when the graph has been compiled.
+    """
+    try:
+        own_folder().mkdir(exist_ok=True)
+        file = (own_folder() / f"{key}.lock").open("ab", buffering=0)
+    except OSError:
+        yield
+        return
+    with file:
+        has_lock = not _is_compiled(file) and _lock(file)
+        if has_lock and _is_compiled(file):
+            has_lock = False
+            fcntl.flock(file, fcntl.LOCK_UN)  # what others load, they load side by side
+        yield
+        if has_lock:
+            with suppress(OSError):
+                file.write(b"compiled\n")
+
+
+def _is_compiled(file: BinaryIO) -> bool:
+    return os.fstat(file.fileno()).st_size > 0
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether this process holds the lock; false if the file system has none or it takes long."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        except OSError:
+            return False
+        else:
+            return True
+    return False
+
+
+# -- another folder ----------------------------------------------------------------------------
+
+
+def _fault_of_folder(error: BaseException) -> BaseException | None:
+    """The error in a chain of them that the cache's folder is to blame for, if any."""
+    try:
+        folder = cache_dir()
+    except OSError as cause:
+        return cause
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in seen:
+            seen.append(one)
+            inner = getattr(one, "inner_exception", None)  # Inductor keeps the cause there
+            waiting += [one.__context__, one.__cause__, inner]
+    for one in reversed(seen):
+        if isinstance(one, OSError) and one.errno in _UNWRITABLE:
+            return one
+    return next((one for one in reversed(seen) if folder in _text(one)), None)
+
+
+def _text(error: BaseException) -> str:
+    """The message, and the file of the module that lacks something: code that was cut off."""
+    return f"{error} {getattr(getattr(error, 'obj', None), '__file__', '')}"
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:_MAX_SHOWN]
+
+
+def _use_temporary_folder(reason: str, with_files: bool) -> None:
+    """Go on in a folder that is removed at the end of the process.
+
+    Args:
+        reason: of the warning.
+        with_files: whether what the other folder holds can be read.
+    """
+    global _temporary
+    left = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the default folder")
+    _temporary = ExitStack()
+    _temporary.enter_context(fresh_cache())
+    atexit.register(_leave_temporary_folder)
+    if with_files and Path(left).is_dir():
+        _link_files(left, cache_dir())
+    _log.warning(
+        "%s",
+        error_message(
+            expected="a compile cache that can be read and written",
+            got=reason,
+            where=f"TORCHINDUCTOR_CACHE_DIR, {left}",
+            fix="This process goes on with a temporary folder, and compiles anew what it needs; "
+            "results are the same. Free space, make the folder writable, or remove it.",
+        ),
+    )
+
+
+def _link_files(source: str, target: str) -> None:
+    """Links to all files, so that what was compiled is found; new files come beside them."""
+    with suppress(OSError, shutil.Error):
+        shutil.copytree(
+            source,
+            target,
+            copy_function=os.symlink,
+            ignore=lambda folder, names: [n for n in names if n.endswith(".lock")],
+            dirs_exist_ok=True,
+        )
+
+
+def _leave_temporary_folder() -> None:
+    global _temporary
+    if _temporary is not None:
+        stack, _temporary = _temporary, None
+        stack.close()
+        atexit.unregister(_leave_temporary_folder)
+
+
+__all__: Sequence[str] = ["compile_once", "graph_key", "own_folder", "require_usable_folder"]
