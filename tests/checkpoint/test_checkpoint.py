@@ -182,7 +182,7 @@ def _pass_on(
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4 -> 3 -> 1 -> 2 -> 4 -> 1 -> 2 -> 4 -> 2 ranks, other units, strategies and modes: bitwise equal."""
+    """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies and modes: bitwise equal."""
     hands = [("blocks", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
     hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("blocks", 2)]
     first: dict[str, torch.Tensor] = {}
