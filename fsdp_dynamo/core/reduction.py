@@ -33,6 +33,7 @@ class PendingReduce:
         over_replicas: starts the reduction over replicas, or between nodes, once; ``None`` where
             there is none.
         held: what an earlier collective may still read.
+        beside: the streams, where the second collective was issued on one of its own.
         is_partial: whether the reduction over replicas is left to a later backward.
         unused: indices of parameters of which this rank has no gradient.
     """
@@ -44,6 +45,7 @@ class PendingReduce:
     unused: Collection[int] = ()
     is_partial: bool = False
     held: Sequence[torch.Tensor] = ()
+    beside: SideStreams | None = None
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -56,11 +58,17 @@ class PendingReduce:
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
+        self.beside = streams
 
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
         self.advance()
-        self.in_flight.wait()
+        if self.beside is None or self.flat.hierarchy is None:
+            self.in_flight.wait()
+        else:  # messages in a format have memory of the stream beside
+            self.held = (*self.held, *self.in_flight.buffers)
+            self.in_flight.wait()
+            self.beside.replicas_follow()
         self.held = ()
         waiting = self.flat.grad_sum
         if self.is_partial:
