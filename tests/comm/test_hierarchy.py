@@ -324,6 +324,22 @@ def test_beside_other_strategies(ranks: RankPool) -> None:
         assert got == pytest.approx(expected, rel=1e-6)
 
 
+def _some_ranks(rank: int, world_size: int) -> tuple[list[float], list[float], list[int]]:
+    """Two models at a time, each on two nodes of one rank: a slice of a larger mesh."""
+    names = ("nodes", "ranks", "others")
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    model = _sharded(device_mesh=mesh["nodes", "ranks"])
+    full = _sharded(FULL, device_mesh=mesh["nodes"])
+    ranks = dist.get_process_group_ranks(_groups(model).shard)
+    return train(model, rank)[0], train(full, rank)[0], ranks
+
+
+def test_some_of_the_ranks(ranks: RankPool) -> None:
+    for rank, (got, expected, members) in enumerate(ranks.run(_some_ranks, 4)):
+        assert got == expected
+        assert members == [rank % 2, rank % 2 + 2]
+
+
 def _whole_updates(rank: int, world_size: int) -> tuple[bool, bool, list[str]]:
     """Each parameter, brought to one rank and back; what DTensors hold."""
     model = _sharded()
