@@ -54,10 +54,6 @@ class Groups:
         """The number of the shard that a rank of the shard group holds."""
         return rank if self.hierarchy is None else self.hierarchy.shards[rank]
 
-    def holder_of(self, shard: int) -> int:
-        """The rank in the shard group that holds a shard."""
-        return shard if self.hierarchy is None else self.hierarchy.shards.index(shard)
-
     @property
     def every(self) -> tuple[dist.ProcessGroup, ...]:
         """All groups that a unit communicates in; some may be the same."""
