@@ -48,9 +48,14 @@ class ShardingStrategy(Enum):
       groups, each of which holds a replica.
     - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
       ``SHARD_GRAD_OP`` inside.
+    - ``HIERARCHICAL_SHARD``: ``FULL_SHARD`` over all ranks, which are those of several nodes.
+      Between nodes, parameters are gathered once an optimizer step, into secondary shards over the
+      ranks of each node; unsharding gathers these inside the node. Gradients are reduced inside
+      the node first. (Not in upstream; eager and hooks mode.)
 
     Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
     ``SHARD_GRAD_OP`` is close to stage 2, with parameters that are sharded between steps.
+    ``HIERARCHICAL_SHARD`` has the secondary partition of ZeRO++ (arXiv:2306.10209).
     """
 
     FULL_SHARD = auto()
@@ -59,6 +64,7 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD = auto()
     HYBRID_SHARD_ZERO2 = auto()
     _HYBRID_SHARD_ZERO2 = HYBRID_SHARD_ZERO2
+    HIERARCHICAL_SHARD = auto()
 
     @property
     def is_hybrid(self) -> bool:
@@ -66,9 +72,18 @@ class ShardingStrategy(Enum):
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
     @property
+    def is_hierarchical(self) -> bool:
+        """Whether the ranks that shard form two levels: inside nodes, and between them."""
+        return self is ShardingStrategy.HIERARCHICAL_SHARD
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether units below the root are unsharded twice per step."""
-        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        return self in (
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.HYBRID_SHARD,
+            ShardingStrategy.HIERARCHICAL_SHARD,
+        )
 
 
 class BackwardPrefetch(Enum):

@@ -7,7 +7,8 @@ With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
     replica     0  0 | 1  1
 
 All-gathers and reduce-scatters stay inside a shard group; the results of the reduce-scatters are
-averaged over the replicate group.
+averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels
+(``hierarchy``).
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm.hierarchy import Hierarchy, hierarchy_of
 from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
@@ -40,11 +42,23 @@ class Groups:
         reduce: the same ranks in the same order, for gradients. A separate group has its own
             communicator, so that all-gathers do not queue behind reduce-scatters.
         replicate: the ranks that hold the same shard, or ``None`` if there is only one replica.
+        hierarchy: levels of the shard group, or ``None`` if all of its ranks gather at once.
     """
 
     shard: dist.ProcessGroup
     reduce: dist.ProcessGroup
     replicate: dist.ProcessGroup | None = None
+    hierarchy: Hierarchy | None = None
+
+    def shard_of(self, rank: int) -> int:
+        """The number of the shard that a rank of the shard group holds."""
+        return rank if self.hierarchy is None else self.hierarchy.shards[rank]
+
+    @property
+    def every(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups that a unit communicates in; some may be the same."""
+        levels = () if self.hierarchy is None else (self.hierarchy.node, self.hierarchy.across)
+        return (*self.all, self.reduce, *levels)
 
     @property
     def all(self) -> tuple[dist.ProcessGroup, ...]:
@@ -58,8 +72,28 @@ class Groups:
         return tuple(group for group in both if group is not None and group.size() > 1)
 
 
+class _Levels(NamedTuple):
+    """Names of a strategy's two dimensions of ranks, for messages: of a mesh, of a pair."""
+
+    strategy: str
+    mesh: str
+    pair: str
+    default: str
+
+
+_HYBRID = _Levels("a hybrid strategy", "replicas, shards", "shard, replicate", "is a replica")
+_HIERARCHICAL = _Levels(
+    "HIERARCHICAL_SHARD", "nodes, ranks in a node", "in a node, across nodes", "is one"
+)
+
+
 def groups_of(
-    group: object, mesh: DeviceMesh | None, reduction_group: object, *, is_hybrid: bool
+    group: object,
+    mesh: DeviceMesh | None,
+    reduction_group: object,
+    *,
+    is_hybrid: bool,
+    is_hierarchical: bool = False,
 ) -> Groups:
     """The groups for a wrapper's arguments.
 
@@ -68,6 +102,7 @@ def groups_of(
         mesh: argument ``device_mesh``.
         reduction_group: the argument of this name.
         is_hybrid: whether the strategy has replicas; by default, each node holds one.
+        is_hierarchical: whether it shards on two levels; by default, nodes are those of the ranks.
 
     Raises:
         FSDPError: a subclass, if the arguments contradict each other or the strategy.
@@ -81,8 +116,10 @@ def groups_of(
             fix="Pass one of them.",
         )
     replicate = None
+    if is_hierarchical:
+        return _hierarchical_groups(group, mesh, reduction_group, default)
     if is_hybrid:
-        shard, replicate = _hybrid_groups(group, mesh, default)
+        shard, replicate = _two_groups(group, mesh, default, _HYBRID)
     else:
         shard = _shard_group(group, mesh, default)
     return Groups(shard, _reduction_group(reduction_group, shard), replicate)
@@ -164,43 +201,62 @@ def served_device(group: dist.ProcessGroup, device: torch.device) -> torch.devic
     return device if device.type in served else torch.device(served[0])
 
 
-# -- replicas --------------------------------------------------------------------------------------
+# -- two dimensions of ranks -----------------------------------------------------------------------
 
 
-def _hybrid_groups(
-    group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup
+def _two_groups(
+    group: object, mesh: DeviceMesh | None, default: dist.ProcessGroup, levels: _Levels
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Shard group and replicate group of a hybrid strategy."""
+    """Shard group and replicate group; for a hierarchy, ranks in a node and across nodes."""
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
-                expected="a 2-D device mesh (replicas, shards) for a hybrid strategy",
+                expected=f"a 2-D device mesh ({levels.mesh}) for {levels.strategy}",
                 got=f"{mesh.ndim} dimension(s)",
                 where="argument 'device_mesh'",
-                fix="Create it with init_device_mesh(device, (replicas, shards)).",
+                fix=f"Create it with init_device_mesh(device, ({levels.mesh})).",
             )
         return mesh.get_group(1), mesh.get_group(0)
     if group is None:
-        return _groups_by_node(default)
+        return _groups_by_node(default, levels)
     if not isinstance(group, tuple) or len(group) != 2:
         raise FSDPValueError(
-            expected="a pair of process groups (shard, replicate) for a hybrid strategy",
+            expected=f"a pair of process groups ({levels.pair}) for {levels.strategy}",
             got=repr(group),
             where="argument 'process_group'",
-            fix="Pass both, or a 2-D device_mesh, or neither: then each node is a replica.",
+            fix=f"Pass both, or a 2-D device_mesh, or neither: then each node {levels.default}.",
         )
     where = "argument 'process_group', item"
-    shard, replicate = (_checked(one, f"{where} {i}") for i, one in enumerate(group))
-    shared = set(_ranks(shard)) & set(_ranks(replicate))
+    inner, outer = (_checked(one, f"{where} {i}") for i, one in enumerate(group))
+    shared = set(_ranks(inner)) & set(_ranks(outer))
     if shared != {dist.get_rank()}:
         raise FSDPValueError(
-            expected="a shard group and a replicate group that share this rank only",
-            got=f"ranks {_ranks(shard)} and {_ranks(replicate)} on rank {dist.get_rank()}",
+            expected=f"two groups ({levels.pair}) that share this rank only",
+            got=f"ranks {_ranks(inner)} and {_ranks(outer)} on rank {dist.get_rank()}",
             where="argument 'process_group'",
-            fix="Of R x S ranks, rank r shards with r // S * S + [0..S-1] and replicates "
-            "with r % S + S * [0..R-1].",
+            fix="Of R x S ranks, rank r is in the first with r // S * S + [0..S-1] and in the "
+            "second with r % S + S * [0..R-1].",
         )
-    return shard, replicate
+    return inner, outer
+
+
+def _hierarchical_groups(
+    group: object, mesh: DeviceMesh | None, reduction_group: object, default: dist.ProcessGroup
+) -> Groups:
+    """All ranks as one shard group on two levels; on one, if there is one node only."""
+    if reduction_group is not None:
+        raise FSDPValueError(
+            expected="no reduction_group for HIERARCHICAL_SHARD",
+            got=repr(reduction_group),
+            where="argument 'reduction_group'",
+            fix="Leave it out: gradients are reduced in the groups of the two levels.",
+        )
+    node, across = _two_groups(group, mesh, default, _HIERARCHICAL)
+    if across.size() == 1:
+        return Groups(node, node)
+    timeout = timedelta(seconds=group_timeout_s(node))
+    every, hierarchy = hierarchy_of(node, across, default, timeout)
+    return Groups(every, every, None, hierarchy)
 
 
 _node_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
@@ -209,16 +265,18 @@ _node_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist
 """By default group: one pair serves all wrappers, as connections cost memory."""
 
 
-def _groups_by_node(default: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The shard group of this rank's node, and its group across nodes, with the user's timeout."""
+def _groups_by_node(
+    default: dist.ProcessGroup, levels: _Levels
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The group of this rank's node, and its group across nodes, with the user's timeout."""
     if default not in _node_groups:
-        size, world = _ranks_per_node(), default.size()
+        size, world = _ranks_per_node(levels), default.size()
         if world % size:
             raise FSDPValueError(
                 expected=f"a world size divisible by the {size} rank(s) per node",
                 got=str(world),
-                where="a hybrid strategy without process_group and device_mesh",
-                fix="Pass a 2-D device_mesh: init_device_mesh(device, (replicas, shards)).",
+                where=f"{levels.strategy} without process_group and device_mesh",
+                fix=f"Pass a 2-D device_mesh: init_device_mesh(device, ({levels.mesh})).",
             )
         every = range(world)
         shards = [list(every[i : i + size]) for i in range(0, world, size)]
@@ -239,7 +297,7 @@ def _new_group(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return mine  # type: ignore[no-any-return]
 
 
-def _ranks_per_node() -> int:
+def _ranks_per_node(levels: _Levels) -> int:
     """Ranks per node: as the launcher says, otherwise the number of devices."""
     from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
     if from_launcher is not None:
@@ -249,8 +307,8 @@ def _ranks_per_node() -> int:
     raise FSDPValueError(
         expected="a known number of ranks per node",
         got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
-        where="a hybrid strategy without process_group and device_mesh",
-        fix="Start with torchrun, or pass a 2-D device_mesh (replicas, shards).",
+        where=f"{levels.strategy} without process_group and device_mesh",
+        fix=f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh}).",
     )
 
 

@@ -13,7 +13,8 @@ order to start the next collective stops the computation. Hence three streams of
   about to begin the next unit (``settle``), after which gathers wait for what has come before. So a
   gather runs beside one unit, whether its place was foreseen or not, and two units are unsharded. A
   unit that comes again before that, as the last one of a forward does, is not gathered again.
-- ``replicas``: the mean over replicas waits here for the reduce-scatter before it.
+- ``replicas``: the mean over replicas, or between nodes, waits here for the reduce-scatter before
+  it.
 - ``copies``: offloaded gradients go to the host.
 
 Where the host does not run ahead (CPUs), there are none, and nothing is deferred.
@@ -73,6 +74,10 @@ class SideStreams:
     def over_replicas(self) -> AbstractContextManager[object]:
         """Enqueue what is issued inside on the stream of means over replicas."""
         return self._module.stream(self._replicas)  # type: ignore[no-any-return]
+
+    def replicas_follow(self) -> None:
+        """Let means over replicas use memory again only after what is enqueued now."""
+        self._replicas.wait_stream(self._module.current_stream())
 
     def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor that the current stream has made to pinned memory."""

@@ -8,7 +8,8 @@ tensor                     shape                lives
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
                                                 (in host memory where it is offloaded)
 ``piece``                  (padded_numel / M,)  between a forward and its backward, where fewer
-                                                ranks (M of N) gather again
+                                                ranks (M of N) gather again; a secondary shard
+                                                while a step runs, or several that accumulate
 ``unsharded``              (padded_numel,)      always as an object; storage from unshard to
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
@@ -35,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm.collectives import InFlight
+from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
@@ -88,12 +91,15 @@ class Piece(NamedTuple):
     Attributes:
         tensor: one part for each rank of ``group``.
         group: the ranks that have all of it.
-        made: when ``tensor`` is there, on a device.
+        made: the gather that fills ``tensor``, or, on a device, what has copied it.
     """
 
     tensor: torch.Tensor
     group: dist.ProcessGroup
-    made: StreamEvent | None
+    made: StreamEvent | InFlight | None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the flat parameter gathers its own."""
 
 
 class FlatParameter:
@@ -139,7 +145,7 @@ class FlatParameter:
         if precision is not None:
             self._set_precision(precision)
         num_shards = self.group.size() if sharded_strategy else 1
-        self.rank = self.group.rank() if sharded_strategy else 0
+        self.rank = groups.shard_of(self.group.rank()) if sharded_strategy else 0  # of the shards
         align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
         self.layout = make_layout(
             [o.fqn for o in originals],
@@ -197,7 +203,7 @@ class FlatParameter:
         parts = self.shard_layout.split(self.sharded.detach())
         for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
             part = part.to("meta") if original.param.is_meta else part
-            rows = rows_in(self.layout, index, self.group, original.fqn, original.parallel)
+            rows = rows_in(self.layout, index, self.groups, original.fqn, original.parallel)
             original.become_dtensor(Placing(rows, mesh, self.device), part)
 
     def _make_unsharded(self) -> torch.Tensor:
@@ -275,6 +281,11 @@ class FlatParameter:
         return self.groups.shard
 
     @property
+    def hierarchy(self) -> Hierarchy | None:
+        """Levels of these ranks, if it is gathered on them one after the other."""
+        return self.groups.hierarchy if self.is_sharded else None
+
+    @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded flat parameter."""
         return self.layout.padded_numel * self.param_dtype.itemsize
@@ -326,8 +337,13 @@ class FlatParameter:
             self.piece = Piece(piece, group, None if streams is None else streams.after_current())
 
     def take_piece(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
-        """The piece that was kept and its ranks, once; ``None`` if there is none to be gathered."""
-        piece, self.piece = self.piece, None
+        """The piece that was kept and its ranks; ``None`` if there is none to be gathered.
+
+        Once, unless it is a secondary shard.
+        """
+        piece = self.piece
+        if self.hierarchy is None:
+            self.piece = None
         if piece is None or piece.tensor.dtype != self.param_dtype:
             return None
         if piece.made is not None:
@@ -465,7 +481,7 @@ class FlatParameter:
         )
         for storage in self.storages_to_free():
             storage.resize_(0)
-        self._other_unsharded = None
+        self._other_unsharded = self.piece = None
         self.dtype = shard.dtype
         if not self.is_offloaded:
             self.device = shard.device

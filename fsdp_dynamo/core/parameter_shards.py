@@ -147,12 +147,14 @@ class _WholeUpdate:
         self.flat = flat
         self.shape = flat.layout.slots[index].shape
         self.numel = flat.layout.slots[index].numel
-        self.owner = flat.rank
+        self.rank = flat.group.rank() if flat.is_sharded else 0
+        self.owner = self.rank
         self._given = part
         self._part = local_of(part).to(flat.device)  # collectives work there
         self._received = torch.empty_like(self._part)
         ranks = range(flat.layout.world_size)
-        self._ranges = [flat.layout.shard_range(index, rank) for rank in ranks]
+        shards = map(flat.groups.shard_of, ranks) if flat.is_sharded else ranks
+        self._ranges = [flat.layout.shard_range(index, shard) for shard in shards]
         self._whole: torch.Tensor | None = None
 
     @property
@@ -163,14 +165,13 @@ class _WholeUpdate:
 
     def gather(self) -> Iterator[_Transfer]:
         """Transfers of the parts to the owner."""
-        rank = self.flat.rank
-        if rank != self.owner:
+        if self.rank != self.owner:
             if self._part.numel():
                 yield _Transfer(True, self._part.contiguous(), self.owner, self.flat.group)
             return
         self._whole = self._part.new_empty(self.shape)
         for peer, place in self._places(self._whole):
-            if peer == rank:
+            if peer == self.rank:
                 place.copy_(self._part.view(place.shape))
             else:
                 yield _Transfer(False, place, peer, self.flat.group)
@@ -191,13 +192,12 @@ class _WholeUpdate:
 
     def scatter(self) -> Iterator[_Transfer]:
         """Transfers of the parts of the result to their ranks."""
-        rank = self.flat.rank
         if self._whole is None:
             if self._received.numel():
                 yield _Transfer(False, self._received, self.owner, self.flat.group)
             return
         for peer, place in self._places(self._whole):
-            if peer == rank:
+            if peer == self.rank:
                 self._received.copy_(place.view_as(self._received))
             else:
                 yield _Transfer(True, place, peer, self.flat.group)

@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from graph_passes.markers import NO_VALUE
+from graph_passes.wire_format import WireFormat
 
 MAX_REDUCES = 2
 """Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
@@ -28,8 +30,10 @@ class PendingReduce:
         flat: owner of the gradient.
         in_flight: the collective issued last.
         sharded_grad: its output.
-        over_replicas: starts the reduction over replicas, once; ``None`` where there are none.
+        over_replicas: starts the reduction over replicas, or between nodes, once; ``None`` where
+            there is none.
         held: what an earlier collective may still read.
+        beside: the streams, where the second collective was issued on one of its own.
         is_partial: whether the reduction over replicas is left to a later backward.
         unused: indices of parameters of which this rank has no gradient.
     """
@@ -41,6 +45,7 @@ class PendingReduce:
     unused: Collection[int] = ()
     is_partial: bool = False
     held: Sequence[torch.Tensor] = ()
+    beside: SideStreams | None = None
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -53,11 +58,17 @@ class PendingReduce:
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
+        self.beside = streams
 
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
         self.advance()
-        self.in_flight.wait()
+        if self.beside is None or self.flat.hierarchy is None:
+            self.in_flight.wait()
+        else:  # messages in a format have memory of the stream beside
+            self.held = (*self.held, *self.in_flight.buffers)
+            self.in_flight.wait()
+            self.beside.replicas_follow()
         self.held = ()
         waiting = self.flat.grad_sum
         if self.is_partial:
@@ -79,6 +90,8 @@ def issue_reduce(
 
     ``may_lack``: whether parameters may have none in it.
     """
+    if flat.hierarchy is not None:
+        return _issue_on_levels(flat, flat.hierarchy, unsharded_grad, may_lack)
     groups = flat.groups.reductions
     is_all_reduced = len(groups) > 1 or not flat.is_sharded
     is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
@@ -97,11 +110,26 @@ def issue_reduce(
         flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
         events.complete(event, began_ns)
         return PendingReduce(flat, collectives.InFlight([]), output)
-    in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, may_lack)
+    wire = flat.reduce_wire if flat.is_sharded else None
+    in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, wire, may_lack)
     over_replicas = None
     if len(groups) > 1:
         over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
     return PendingReduce(flat, in_flight, output, over_replicas, is_partial=is_partial)
+
+
+def _issue_on_levels(
+    flat: FlatParameter, hierarchy: Hierarchy, unsharded_grad: torch.Tensor, may_lack: bool
+) -> PendingReduce:
+    """Start the mean inside a node; that between nodes, which may have a format, follows."""
+    numel = flat.layout.padded_numel // hierarchy.node.size()
+    secondary = unsharded_grad.new_empty(numel)
+    in_flight = _issue_mean(flat, hierarchy.node, secondary, unsharded_grad)
+    output = unsharded_grad.new_empty(flat.layout.shard_numel)
+    between = partial(
+        _issue_mean, flat, hierarchy.across, output, secondary, flat.reduce_wire, may_lack
+    )
+    return PendingReduce(flat, in_flight, output, between)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
@@ -129,6 +157,7 @@ def _issue_mean(
     group: dist.ProcessGroup,
     output: torch.Tensor,
     grad: torch.Tensor,
+    wire: WireFormat | None = None,
     may_lack: bool = True,
 ) -> collectives.InFlight:
     event = _begin(flat, output, grad)
@@ -141,7 +170,7 @@ def _issue_mean(
             event,
             flat.unit_fqn,
             sums_only=settings.sums_only,
-            wire=None if output is grad else flat.reduce_wire,
+            wire=wire,
             may_lack=may_lack,
         )
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)

@@ -5,6 +5,8 @@ One object says it for a parameter, its gradient and an optimizer's states of th
     rank 0   rows 0:3  \\
     rank 1   rows 3:8   >  of (8, 5); any numbers, often 0:0, in the order of the ranks
     rank 2   rows 8:8  /
+
+With a hierarchy of ranks, their parts are in the order of shards, which is another one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, wait_te
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.collectives import all_gather
-from fsdp_dynamo.comm.process_groups import served_device
+from fsdp_dynamo.comm.process_groups import Groups, served_device
 from fsdp_dynamo.core.layout.chunks import Chunk, chunks_of
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardRange, Slot
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
@@ -129,7 +131,9 @@ class Rows:
         else:
             received = sent.new_empty(longest * len(sizes))
             all_gather(received, sent, self.group, self.fqn)
-        held = [row[:size] for row, size in zip(received.view(-1, longest), sizes, strict=True)]
+        each = received.view(-1, longest)
+        order = sorted(range(len(sizes)), key=lambda rank: self.parts[rank].param_start)
+        held = [each[rank][: sizes[rank]] for rank in order]
         whole = torch.cat(held).to(local.device).view(self.slot.shape)
         return whole if self.parallel is None else self.parallel.whole(whole)
 
@@ -142,7 +146,7 @@ class Rows:
 def rows_in(
     layout: FlatLayout,
     index: int,
-    group: dist.ProcessGroup,
+    groups: Groups,
     fqn: str,
     parallel: TensorParallel | None = None,
 ) -> Rows:
@@ -150,8 +154,9 @@ def rows_in(
     if layout.world_size == 1:  # in its own shape, also where rows would be other ones
         parts = [layout.whole().ranges[index]]
     else:
-        parts = [layout.shard_range(index, rank) for rank in range(layout.world_size)]
-    return Rows(layout.slots[index], parts, group, fqn, parallel)
+        ranks = range(layout.world_size)
+        parts = [layout.shard_range(index, groups.shard_of(rank)) for rank in ranks]
+    return Rows(layout.slots[index], parts, groups.shard, fqn, parallel)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()

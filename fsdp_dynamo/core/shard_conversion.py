@@ -26,5 +26,10 @@ def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
     if not flat.is_sharded:
         return shard
     unsharded = shard.new_empty(flat.layout.padded_numel)
-    all_gather(unsharded, shard, flat.group, flat.unit_fqn)
+    hierarchy, group = flat.groups.hierarchy, flat.group
+    if hierarchy is not None:
+        secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
+        all_gather(secondary, shard, hierarchy.across, flat.unit_fqn)
+        shard, group = secondary, hierarchy.node
+    all_gather(unsharded, shard, group, flat.unit_fqn)
     return unsharded

@@ -199,7 +199,9 @@ class _SummonedFlat:
         if flat.is_sharded and (replicate is None or replicate.rank() == 0):
             chunks = None
             if self._is_first:
-                chunks = list(self._as_flat(shard, values).chunk(flat.group.size()))
+                size = flat.group.size()
+                shards = self._as_flat(shard, values).chunk(size)
+                chunks = [shards[flat.groups.shard_of(rank)] for rank in range(size)]
             with watched(flat.group, "scatter", _USE, flat.layout.padded_numel):
                 dist.scatter(shard, chunks, group=flat.group, group_src=0)
         elif not flat.is_sharded:

@@ -7,6 +7,7 @@ precision. When it unshards and reshards is the schedule's decision.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import SideStreams, side_streams
 from fsdp_dynamo.config import (
@@ -30,7 +32,7 @@ from fsdp_dynamo.config import (
     StateDictType,
     settings_of,
 )
-from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Piece
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.training_state import StateMachine, UnitState
@@ -131,6 +133,7 @@ class Unit:
         self._gathers: list[collectives.InFlight] = []
         self._has_pieces = False
         self._gathered_versions: list[int] = []
+        self._secondary_versions: list[int] = []
 
     def rename(self, paths: UnitPaths) -> None:
         """Set where the unit's modules are below its root."""
@@ -240,7 +243,10 @@ class Unit:
             num_bytes = sum(output.nbytes for _, output in outputs)
             events.instant(self.fqn, "unshard", phase, num_bytes)
         for flat, output in outputs:
-            piece = flat.take_piece() if self._has_pieces else None
+            if flat.hierarchy is not None:
+                self._gather_secondary(flat, flat.hierarchy, phase)
+            has_piece = self._has_pieces or flat.hierarchy is not None
+            piece = flat.take_piece() if has_piece else None
             shard, group = piece or (flat.shard_to_gather(), flat.group)
             if flat.is_sharded:
                 wire = None if piece else flat.gather_wire
@@ -271,6 +277,49 @@ class Unit:
             for flat in self.flats:
                 flat.keep_piece(group)
 
+    # -- secondary shards --------------------------------------------------------------------
+
+    def gather_secondary(self) -> None:
+        """Start to gather the secondary shards for a forward that begins, where there are none."""
+        if self.config.groups.hierarchy is None:
+            return
+        self.drop_outdated()
+        self.check_originals()  # may copy new values into the shards
+        self.set_full_precision(self.wants_full_precision)
+        self._secondary_versions = self._versions()
+        streams = self._side_streams()
+        with nullcontext() if streams is None else streams.gathering():
+            for flat in self.flats:
+                if flat.hierarchy is not None:
+                    self._gather_secondary(flat, flat.hierarchy, "forward")
+
+    def _gather_secondary(
+        self, flat: FlatParameter, hierarchy: Hierarchy, phase: events.Phase
+    ) -> None:
+        if flat.piece is not None and flat.piece.tensor.dtype == flat.param_dtype:
+            return
+        shard = flat.shard_to_gather()
+        secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
+        in_flight = self._issue_gather(secondary, shard, hierarchy.across, phase, flat.gather_wire)
+        flat.piece = Piece(secondary, hierarchy.node, in_flight)
+
+    @property
+    def is_secondary_current(self) -> bool:
+        """Whether parameters are as they were when the secondary shards were gathered."""
+        return self._secondary_versions == self._versions() and all(
+            flat.module_parameters.are_as_left() for flat in self.flats
+        )
+
+    def drop_secondary(self) -> None:
+        """Free the secondary shards: what is gathered next is gathered between nodes, too."""
+        for flat in self.flats:
+            if flat.hierarchy is not None and flat.piece is not None:
+                if flat.piece.made is not None:
+                    flat.piece.made.wait()
+                flat.piece = None
+
+    # -- unsharded between steps -------------------------------------------------------------
+
     def drop_pieces(self) -> None:
         """Gather among all ranks again."""
         if self._has_pieces:
@@ -282,6 +331,7 @@ class Unit:
         """Start to gather for a forward that is still to begin, on the user's request."""
         self.set_full_precision(self.wants_full_precision)
         self.settle()
+        self.drop_secondary()  # parameters may have changed
         self.issue_unshard("forward")
         self.stay_unsharded()
 
@@ -374,6 +424,10 @@ class Unit:
         for in_flight in gathers:
             in_flight.abandon()
         self.reshard("forward")
+        for flat in self.flats:
+            if flat.piece is not None and isinstance(flat.piece.made, collectives.InFlight):
+                flat.piece.made.abandon()
+            flat.piece = None
 
     # -- views -----------------------------------------------------------------------------
 

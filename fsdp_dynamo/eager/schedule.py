@@ -27,6 +27,7 @@ from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
+from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 
@@ -63,6 +64,7 @@ class Root:
         flats = [flat for unit in self.units for flat in unit.flats]
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
         self.accumulation.refresh()
+        self._secondary = SecondaryShards(self.units)
 
     @property
     def is_outside(self) -> bool:
@@ -157,15 +159,19 @@ class Root:
     def _begin_forward(self) -> None:
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
+        accumulates = self.accumulation.has_sums or not self.accumulation.sync
+        self._secondary.begin_forward(accumulates=accumulates)
         for unit in self.units:
             unit.drop_pieces()  # left over from a forward that no backward followed
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
         self._settle()  # shards are as the optimizer left them
+        self._secondary.gather()
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
         root = self.units[0]
+        self._secondary.end_forward()
         if not torch.is_grad_enabled():  # no backward begins with the last unit
             self._settle()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
@@ -303,6 +309,7 @@ class Root:
             unit.pending_calls = 0
             unit.drop_pieces()
             unit.machine.advance(UnitState.IDLE)
+        self._secondary.end_backward()
         self._settle()
         if not self._stays_unsharded:
             self.execution_order.forget_calls()
@@ -382,6 +389,7 @@ class Root:
                 for flat in unit.flats:
                     self._reduces.issue_sum(flat)
         self._reduces.finish()
+        self._secondary.drop()  # summon_full_params() and clipping begin with this
         self.accumulation.refresh()
 
     @torch.no_grad()
@@ -396,6 +404,7 @@ class Root:
     def wait_ended(self) -> None:
         """Finish the reductions of ``finalize_backward``."""
         self._reduces.finish()
+        self._secondary.drop()
         self.accumulation.refresh()
 
     def set_sync_gradients(self, wanted: bool, units: Iterable[Unit]) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
+from fsdp_dynamo.errors import UnsupportedError
 from fsdp_dynamo.estimator.hardware import Cluster
 from fsdp_dynamo.estimator.inventory import Inventory
 from graph_passes.limits import Limits
@@ -90,6 +91,13 @@ class _Sharding:
 
 def _sharding(strategy: ShardingStrategy, cluster: Cluster) -> _Sharding:
     world, node = cluster.world_size, min(cluster.per_node, cluster.world_size)
+    if strategy.is_hierarchical:
+        raise UnsupportedError(
+            expected="a strategy with one level of shards, and perhaps replicas",
+            got=strategy.name,
+            where="predict()",
+            fix="Predict FULL_SHARD and HYBRID_SHARD: it sends between nodes as the latter does.",
+        )
     if strategy is ShardingStrategy.NO_SHARD:
         return _Sharding(1, world, False, False)
     if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
@@ -116,6 +124,9 @@ def predict(
 
     Returns:
         Memory, bytes sent and times of one rank.
+
+    Raises:
+        UnsupportedError: HIERARCHICAL_SHARD.
     """
     sharding = _sharding(strategy, cluster)
     forward = _forward(inventory, cluster, sharding, sizes)

@@ -200,8 +200,8 @@ def constants_of(name: str) -> tuple[Any, ...]:
     """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
 
     Raises:
-        CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be
-            cast between training and evaluation.
+        CompileRefusedError: a setting or the strategy is for eager and hooks mode only, or buffers
+            would have to be cast between training and evaluation.
     """
     module = registered(name)
     refused = module._fsdp_unit.settings.eager_only()
@@ -212,6 +212,13 @@ def constants_of(name: str) -> tuple[Any, ...]:
             got=f"{setter}: {reason}",
             where=unit_name(module._fsdp_unit.fqn),
             fix="Leave it out, or compile without fullgraph (hooks mode).",
+        )
+    if module._fsdp_unit.config.groups.hierarchy is not None:
+        raise CompileRefusedError(
+            expected="a strategy whose gathers a graph places one by one",
+            got="HIERARCHICAL_SHARD: its secondary shards outlive the graph that gathers them",
+            where=unit_name(module._fsdp_unit.fqn),
+            fix="Compile without fullgraph (hooks mode), or take FULL_SHARD or HYBRID_SHARD.",
         )
     if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
         raise CompileRefusedError(

@@ -69,7 +69,7 @@ def _tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch
         is_copy = parallel.is_copy
         return TensorShard(local.view(-1), slot.shape, part.param_start, within, is_copy=is_copy)
     if flat.is_sharded and slot.numel:
-        holders = rows_in(flat.layout, index, flat.group, flat.unit_fqn)
+        holders = rows_in(flat.layout, index, flat.groups, flat.unit_fqn)
         return TensorShard(local.view(-1), slot.shape, part.param_start, holders=holders)
     return local_of(local).view(slot.shape)
 

@@ -171,16 +171,22 @@ def warn_of_one_rank(strategy: ShardingStrategy, groups: Groups) -> None:
 def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
     """A strategy that a policy gives one module; replicas are a matter of the whole model."""
     strategy = strategy_of(value)
-    if strategy.is_hybrid is not config.strategy.is_hybrid and (
+    if _ranks_of(strategy) != _ranks_of(config.strategy) and (
         strategy is not ShardingStrategy.NO_SHARD
     ):
         raise FSDPValueError(
             expected=f"a strategy that goes with the root's {config.strategy.name}",
             got=strategy.name,
             where="a policy's dict of constructor arguments",
-            fix="Give hybrid strategies to all units or to none; NO_SHARD goes with both.",
+            fix="Give hybrid strategies, or HIERARCHICAL_SHARD, to all units or to none; NO_SHARD "
+            "goes with all.",
         )
     return effective_strategy(strategy, config.groups)
+
+
+def _ranks_of(strategy: ShardingStrategy) -> tuple[bool, bool]:
+    """Which dimensions of ranks a strategy needs."""
+    return strategy.is_hybrid, strategy.is_hierarchical
 
 
 def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:

@@ -95,6 +95,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         given.device_mesh,
         given.reduction_group,
         is_hybrid=strategy.is_hybrid,
+        is_hierarchical=strategy.is_hierarchical,
     )
     if is_given:
         arguments.warn_of_one_rank(strategy, groups)
@@ -104,13 +105,14 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     cpu_offload = arguments.cpu_offload_of(given.cpu_offload)
     warn_of_cpu_start(module, groups.shard, device_id)
     begin_run(groups.all, device)
-    link_groups((*groups.all, groups.reduce))
+    link_groups(groups.every)
     let_gloo_settle_at_exit()
     register_exit_callback(announce_failure)
     register_exit_callback(hint_at_cause)
     record_flight_by_default()
     if given.use_dtensor:
         require_own_operators()
+    mesh = None if groups.hierarchy else given.device_mesh  # whose order of shards is another one
     config = UnitConfig(
         groups=groups,
         strategy=effective_strategy(strategy, groups),
@@ -121,7 +123,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-        dtensor_mesh=given.use_dtensor and (given.device_mesh or True),
+        dtensor_mesh=given.use_dtensor and (mesh or True),
         collective_precision=coerce_collective_precision(given.collective_precision),
     )
     sources = groups if given.sync_module_states else None

@@ -32,7 +32,7 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
             where=unit_name(unit.fqn),
             fix="Copy the whole model, or the module before it is wrapped.",
         )
-    groups = (*unit.config.groups.all, unit.config.groups.reduce, unit.settings.regathers_among)
+    groups = (*unit.config.groups.every, unit.settings.regathers_among)
     for group in groups:
         memo[id(group)] = group
     new = object.__new__(type(wrapper))

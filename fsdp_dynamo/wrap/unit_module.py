@@ -216,6 +216,7 @@ class UnitModule(UserMethods):
         unit = self._fsdp_unit
         unit.write_back()
         unit.reshard("forward")
+        unit.drop_secondary()
         sums = [flat.grad_sum.take() for flat in unit.flats]
         attributes = [(o.param, dict(o.param.__dict__)) for o in unit.originals()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -320,6 +321,7 @@ def _load_shards(
     module._fsdp_unit.write_back()
     module._fsdp_loading = (prefix, messages)
     module._fsdp_unit.reshard("forward")
+    module._fsdp_unit.drop_secondary()
     inner = module._fsdp_inner()
     keys = model.load_unit(module._fsdp_unit, inner, source, prefix)
     managed = list(build.managed_modules(inner, module._fsdp_ignored, remove_duplicate=False))

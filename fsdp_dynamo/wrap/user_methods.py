@@ -135,7 +135,7 @@ class UserMethods(nn.Module):
         Raises:
             FSDPStateError: on a wrapper that is not the outermost one, or the second time.
             FSDPTypeError: not callable.
-            UnsupportedError: with a hybrid strategy.
+            UnsupportedError: with a hybrid strategy, or HIERARCHICAL_SHARD.
         """
         where = "register_comm_hook()"
         if not callable(hook):
@@ -152,9 +152,10 @@ class UserMethods(nn.Module):
                 where=where,
                 fix="Call it once.",
             )
-        if self._fsdp_unit.config.strategy.is_hybrid:
+        strategy = self._fsdp_unit.config.strategy
+        if strategy.is_hybrid or strategy.is_hierarchical:
             raise UnsupportedError(
-                expected="a strategy without replicas",
+                expected="a strategy without replicas or a hierarchy",
                 got=self._fsdp_unit.config.strategy.name,
                 where=where,
                 fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",

@@ -109,6 +109,9 @@ def sharded(plain: nn.Module, how: str) -> nn.Module:
     if how == "replicas":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         return wrap(plain, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    if how == "hierarchy":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        return wrap(plain, sharding_strategy=ShardingStrategy.HIERARCHICAL_SHARD, device_mesh=mesh)
     if how == "around a compiled one":
         return FSDP(torch.compile(plain, backend="eager"))  # type: ignore[arg-type]
     if how == "compiled":
@@ -179,9 +182,9 @@ def _pass_on(
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4 -> 3 -> 1 -> 2 -> 4 -> 1 ranks, other units, strategies and modes: bitwise equal."""
+    """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies and modes: bitwise equal."""
     hands = [("blocks", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
-    hands += [("plain", 1), ("around a compiled one", 2)]
+    hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("blocks", 2)]
     first: dict[str, torch.Tensor] = {}
     for step, (how, world_size) in enumerate(hands):
         for whole, is_exact in ranks.run(_pass_on, world_size, how, str(tmp_path), step):
@@ -189,7 +192,7 @@ def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path)
             assert is_exact is (None if step == 0 else False)
             assert whole.keys() == first.keys()
             assert all(torch.equal(value, first[name]) for name, value in whole.items())
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in checkpoint.complete(tmp_path)] == [*range(9)]
 
 
 # -- which are kept ------------------------------------------------------------------------------

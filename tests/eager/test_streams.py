@@ -31,6 +31,7 @@ from fsdp_dynamo import (
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
+from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import PendingReduce
 from fsdp_dynamo.core.training_state import RootState
 from fsdp_dynamo.core.unit import Unit
@@ -60,13 +61,23 @@ CASES: dict[str, dict[str, Any]] = {
         "collective_precision": INT8,
         "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
     },
+    "on nodes": {"sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD},
+    "on nodes, low precision": {
+        "sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD,
+        "mixed_precision": LOW,
+    },
+    "on nodes, in int8": {
+        "collective_precision": INT8,
+        "sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD,
+    },
 }
-FOUR_RANKS = ("hybrid", "gathered again among few", "in int8, hybrid")
+ON_NODES = ("on nodes", "on nodes, low precision", "on nodes, in int8")
+FOUR_RANKS = ("hybrid", "gathered again among few", "in int8, hybrid", *ON_NODES)
 
 
 def _wrapped(case: str) -> FSDP:
     kwargs = dict(CASES[case])
-    if "sharding_strategy" in kwargs and kwargs["sharding_strategy"].is_hybrid:
+    if case in ("hybrid", "in int8, hybrid", *ON_NODES):
         kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
     with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
         model = make_transformer(num_blocks=3)
@@ -242,6 +253,11 @@ def _finish_without_waiting(pending: PendingReduce) -> Any:
     return FINISH(pending)
 
 
+def _take_without_waiting(flat: FlatParameter) -> Any:
+    assert flat.piece is not None
+    return flat.piece.tensor, flat.piece.group
+
+
 COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
 SETTLE, INIT, FINISH = Root._settle, collectives.InFlight.__init__, PendingReduce.finish
 
@@ -269,6 +285,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "hybrid", _replace(PendingReduce, "advance_beside", _advance_without_holding)),
     "replicas: the reduce-scatter is not waited for": (
         "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
+    "nodes: a secondary shard is not waited for": (
+        "on nodes", _replace(FlatParameter, "take_piece", _take_without_waiting)),
+    "nodes: a secondary shard is gathered before the optimizer is done": (
+        "on nodes", _replace(Root, "_settle", _settle_but_at_the_start)),
     "offload: a copy does not wait for the gradient": (
         "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_waiting)),
     "offload: the gradient is given back while it is copied": (
@@ -307,11 +327,13 @@ def _require_reports(reports: list[dict[str, list[str]]]) -> None:
 
 
 def test_planted_faults_are_reported(ranks: RankPool) -> None:
-    _require_reports(ranks.run(_run_faults, 2, [f for f in FAULTS if FAULTS[f][0] != "hybrid"]))
+    _require_reports(
+        ranks.run(_run_faults, 2, [f for f in FAULTS if FAULTS[f][0] not in FOUR_RANKS])
+    )
 
 
 def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
-    _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] == "hybrid"]))
+    _require_reports(ranks.run(_run_faults, 4, [f for f in FAULTS if FAULTS[f][0] in FOUR_RANKS]))
 
 
 def test_planted_faults_of_graphs_are_reported(ranks: RankPool) -> None:

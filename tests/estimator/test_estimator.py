@@ -18,7 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import estimator_error
 from benchmarks.peers import Setting
 from benchmarks.workloads.catalogue import decoder
-from fsdp_dynamo import CollectivePrecision, FSDPValueError, ShardingStrategy
+from fsdp_dynamo import (
+    CollectivePrecision,
+    FSDPValueError,
+    ShardingStrategy,
+    UnsupportedError,
+)
 from fsdp_dynamo.estimator import (
     Cluster,
     ElementSizes,
@@ -245,6 +250,11 @@ def test_hybrid_sends_less_between_nodes() -> None:
     )
     assert hybrid.step_ms < full.step_ms
     assert hybrid.memory["shards"] == 2 * full.memory["shards"]
+
+
+def test_a_hierarchy_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Predict FULL_SHARD and HYBRID_SHARD"):
+        predict(_blocks(2), _cluster(4, 2), ShardingStrategy.HIERARCHICAL_SHARD, SIZES)
 
 
 def test_checkpointing_trades_time_for_memory() -> None:

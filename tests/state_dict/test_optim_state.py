@@ -45,6 +45,10 @@ def _sharded(how: str) -> nn.Module:
     if how == "replicas":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         return wrap(_plain(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    if how == "hierarchy":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        strategy = ShardingStrategy.HIERARCHICAL_SHARD
+        return FSDP(_plain(), sharding_strategy=strategy, device_mesh=mesh)
     return wrap(_plain())
 
 
@@ -154,6 +158,8 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         ("blocks", 4, "adamw", [("blocks", 4), ("one unit", 3), ("composable", 1)]),
         ("composable", 2, "sgd", [("composable", 2), ("replicas", 4), ("not sharded", 2)]),
         ("one unit", 2, "factored", [("one unit", 2), ("blocks", 4)]),
+        ("hierarchy", 4, "adamw", [("hierarchy", 4), ("one unit", 4), ("blocks", 3)]),
+        ("blocks", 3, "adamw", [("hierarchy", 4)]),
     ],
 )
 def test_another_sharding_loads_it(

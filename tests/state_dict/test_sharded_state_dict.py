@@ -104,6 +104,14 @@ def _sharded(how: str) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         strategy = ShardingStrategy.HYBRID_SHARD
         return wrap(_model(), sharding_strategy=strategy, device_mesh=mesh)
+    if how == "hierarchy":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        strategy = ShardingStrategy.HIERARCHICAL_SHARD
+        return FSDP(_model(), sharding_strategy=strategy, device_mesh=mesh)
+    if how == "composable hierarchy":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        strategy = ShardingStrategy.HIERARCHICAL_SHARD
+        return fully_shard(_model(), mesh=mesh, strategy=strategy)
     if how == "compiled":
         return torch.compile(wrap(_model()), backend="aot_eager")
     return wrap(_model())
@@ -144,7 +152,9 @@ def _in_one_process(folder: str) -> list[str]:
     [
         ("blocks", 4, [("blocks", 3), ("one unit", 2), ("composable", 1), ("replicas", 4)]),
         ("one unit", 3, [("blocks", 4), ("not sharded", 2)]),
-        ("replicas", 4, [("compiled", 2)]),
+        ("replicas", 4, [("compiled", 2), ("hierarchy", 4)]),
+        ("hierarchy", 4, [("blocks", 3), ("composable hierarchy", 4)]),
+        ("composable hierarchy", 4, [("one unit", 4)]),
         ("composable", 2, [("blocks", 2)]),
         ("not sharded", 2, [("composable", 3)]),
         ("compiled", 2, []),

@@ -60,10 +60,17 @@ class Case(NamedTuple):
         return " ".join([self.strategy.name, *flags])
 
 
-def cases(hybrid: bool) -> Iterator[Case]:
+def cases(grid: bool, mode: str = "eager") -> Iterator[Case]:
+    """Those of strategies whose ranks form a grid, or of the others."""
     for strategy, *flags in itertools.product(ShardingStrategy, *[(False, True)] * 3):
-        if strategy.is_hybrid is hybrid:
+        if strategy.is_hierarchical and mode == "graph":
+            continue  # refused by name
+        if needs_grid(strategy) is grid:
             yield Case(strategy, *flags)
+
+
+def needs_grid(strategy: ShardingStrategy) -> bool:
+    return strategy.is_hybrid or strategy.is_hierarchical
 
 
 def make_model(case: Case) -> Model:
@@ -110,7 +117,7 @@ def run_case(case: Case, rank: int, world_size: int, mode: str) -> str:
     if case.checkpointed:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block)
-    mesh = init_device_mesh("cpu", (2, world_size // 2)) if case.strategy.is_hybrid else None
+    mesh = init_device_mesh("cpu", (2, world_size // 2)) if needs_grid(case.strategy) else None
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrapped = FSDP(
         model,
@@ -136,14 +143,16 @@ def run_case(case: Case, rank: int, world_size: int, mode: str) -> str:
     wanted = 1 + flats * (1 + case.strategy.reshards_after_forward)
     if case.strategy is ShardingStrategy.NO_SHARD:
         wanted = 0
+    if case.strategy.is_hierarchical:
+        wanted += 1 + flats  # between nodes
     if gathers > wanted:
         wrong.append(f"{gathers} all-gathers for {wanted}")
     return f"{mode} {case}: {', '.join(wrong)}" if wrong else ""
 
 
-def _all_cases(rank: int, world_size: int, mode: str, hybrid: bool) -> list[str]:
+def _all_cases(rank: int, world_size: int, mode: str, grid: bool) -> list[str]:
     wrong = []
-    for case in cases(hybrid):
+    for case in cases(grid, mode):
         wrong.append(run_case(case, rank, world_size, mode))
         torch._dynamo.reset()
         dist.barrier()
@@ -156,16 +165,17 @@ def test_on_two_ranks(ranks: RankPool, mode: str) -> None:
         assert wrong == []
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("grid", [False, True])
 @pytest.mark.parametrize(
     "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hooks", "graph"))]
 )
-def test_on_four_ranks(ranks: RankPool, mode: str, hybrid: bool) -> None:
-    """Compiled, these 40 cases take minutes on 2 cores: ``pytest -m slow``."""
-    for wrong in ranks.run(_all_cases, 4, mode, hybrid):
+def test_on_four_ranks(ranks: RankPool, mode: str, grid: bool) -> None:
+    """Compiled, these 48 cases take minutes on 2 cores: ``pytest -m slow``."""
+    for wrong in ranks.run(_all_cases, 4, mode, grid):
         assert wrong == []
 
 
 def test_how_many_combinations() -> None:
-    assert len(list(cases(hybrid=False))) == 24
-    assert len(list(cases(hybrid=True))) == 16
+    assert len(list(cases(grid=False))) == 24
+    assert len(list(cases(grid=True))) == 24
+    assert len(list(cases(grid=True, mode="graph"))) == 16

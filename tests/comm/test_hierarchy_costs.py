@@ -1,0 +1,143 @@
+"""What ``HIERARCHICAL_SHARD`` costs beside ``FULL_SHARD``: bytes of memory, and between hosts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, loss_of, make_transformer, wrap
+from namespaces import join_host, needs_link
+from pool import RankPool
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks import link
+from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
+
+FULL, HIERARCHICAL = ShardingStrategy.FULL_SHARD, ShardingStrategy.HIERARCHICAL_SHARD
+NODES, PER_NODE = 2, 2
+
+
+def _sharded(strategy: ShardingStrategy, model: Any, **kwargs: Any) -> FSDP:
+    if strategy is HIERARCHICAL:
+        kwargs["device_mesh"] = init_device_mesh("cpu", (NODES, PER_NODE))
+    return wrap(model, sharding_strategy=strategy, **kwargs)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _memory(rank: int, world_size: int, low: bool) -> list[dict[str, int]]:
+    """Bytes of flat parameters, by strategy: what stands, what a step has, what is left."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+    found = []
+    for strategy in (FULL, HIERARCHICAL):
+        model = _sharded(strategy, make_transformer(), mixed_precision=precision)
+        flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
+        secondary: list[int] = []
+        notes = partial(_note, secondary, flats)
+        for block in model.blocks:
+            block.register_forward_hook(notes)
+        with record_events() as log:
+            loss = loss_of(model, batch(rank, 0))
+            secondary.append(_kept(flats))
+            loss.backward()
+        found.append(
+            {
+                "padded": sum(flat.layout.padded_numel for flat in flats),
+                "shards": sum(flat.sharded.nbytes for flat in flats),
+                "secondary": max(secondary),
+                "least secondary": min(secondary),
+                "left": _kept(flats),
+                "unsharded": log.peak_unsharded_bytes(),
+            }
+        )
+    return found
+
+
+def _note(found: list[int], flats: Sequence[Any], *_: object) -> None:
+    found.append(_kept(flats))
+
+
+def _kept(flats: Sequence[Any]) -> int:
+    return sum(flat.piece.tensor.untyped_storage().nbytes() for flat in flats if flat.piece)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_memory(ranks: RankPool, low: bool) -> None:
+    """The formula of docs/fewer-bytes.md: secondary shards come on top of FULL_SHARD's memory."""
+    for full, found in ranks.run(_memory, NODES * PER_NODE, low):
+        padded = found["padded"]
+        assert padded == full["padded"]
+        assert found["shards"] == full["shards"] == 4 * padded // (NODES * PER_NODE)
+        wanted = (2 if low else 4) * padded // PER_NODE
+        assert found["secondary"] == found["least secondary"] == wanted
+        assert found["left"] == 0
+        assert found["unsharded"] == full["unsharded"] < (2 if low else 4) * padded
+
+
+# -- bytes between two hosts -----------------------------------------------------------------------
+
+
+def _left_host(host: link.Host) -> int:
+    """Bytes that this rank's host has sent to the other; each of its ranks counts all."""
+    dist.barrier()
+    shown = subprocess.run(
+        ["ip", "-s", "-j", "link", "show", host.interface], capture_output=True, check=True
+    )
+    dist.barrier()
+    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def _bytes_between_hosts(
+    rank: int, world_size: int, hosts: Sequence[link.Host], store: Path
+) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """Of a step with one backward and of one with four, by strategy; and their losses."""
+    host = hosts[rank // 2]
+    join_host(rank, world_size, host, store, 30.0)
+    sent: dict[str, list[int]] = {}
+    losses: dict[str, list[float]] = {}
+    for strategy in (FULL, HIERARCHICAL):
+        model = _sharded(strategy, make_transformer(dim=192))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sent[strategy.name], losses[strategy.name] = [], []
+        for num_backwards in (1, 1, 4):
+            before = _left_host(host)
+            optimizer.zero_grad()
+            for micro in range(num_backwards):
+                with model.no_sync() if micro + 1 < num_backwards else nullcontext():
+                    loss = loss_of(model, batch(rank, micro))
+                    loss.backward()
+            optimizer.step()
+            sent[strategy.name].append(_left_host(host) - before)
+            losses[strategy.name].append(loss.item())
+    return sent, losses
+
+
+@needs_link
+def test_bytes_between_hosts(ranks: RankPool, tmp_path: Path) -> None:
+    """Two hosts of two ranks, counted by their interfaces; the first step makes connections."""
+    with link.two_hosts(link.Shape()) as hosts:
+        found = ranks.run_and_kill(
+            _bytes_between_hosts,
+            4,
+            hosts,
+            tmp_path / "store",
+            victims=[],
+            when=lambda: None,
+        )
+    for is_answer, answer in found.values():
+        assert is_answer, answer
+        sent, losses = answer
+        _, full, full_accumulated = sent["FULL_SHARD"]
+        _, one, accumulated = sent["HIERARCHICAL_SHARD"]
+        assert one <= 0.40 * full, sent
+        assert accumulated <= 0.15 * full_accumulated, sent
+        assert losses["HIERARCHICAL_SHARD"] == pytest.approx(losses["FULL_SHARD"], rel=1e-6)
