@@ -1,13 +1,12 @@
-"""The GPU set in parts: a JSON for each, under 8 minutes in all on one GPU.
+"""The GPU set in parts: a JSON for each; a call runs those that fit into 8 minutes.
 
     python benchmarks/gpu.py [--folder benchmarks/results/gpu] [--decoder 1b] [--budget_s 460]
     python benchmarks/gpu.py --dry-run      # the same commands, small, on a CPU
 
 First whether it is right (``gpu_checks.py``; once more under torch's CUDA sanitizer) and blocks the
-host nowhere, with a profile of each mode. Then its speed: a Llama-style decoder in bf16 at world
-size 1 over NCCL (this project in three modes, FSDP1, FSDP2 eager and compiled, SimpleFSDP), and as
-rank 0 of simulated clusters with real GPU compute. Peers are interleaved within a part; the parts
-are small enough that all models of one fit in memory.
+host nowhere, with a profile of each mode. Then speed and memory (``gpu_speeds.py``): a Llama-style
+decoder in bf16 at world size 1 over NCCL (this project in three modes, FSDP1, FSDP2 eager and
+compiled, SimpleFSDP), and behind simulated links of 50 and 250 GB/s with real GPU compute.
 
 A part whose record is there is not run again, so that a call that ran out of time can be repeated;
 a part that had no time, or left no record, has a JSON with the reason, and is run again. Needs no
@@ -66,34 +65,33 @@ def checks(*, is_dry: bool) -> list[Part]:
     ]
 
 
+PEERS = {
+    "eager": "plain,fsdp1,fsdp2,ours",
+    "compiled": "fsdp2_inductor,ours_hooks_inductor",
+    "graphs": "plain_inductor,simple_fsdp_inductor,ours_graph_inductor",
+}
+"""By part; all of one are compared with each other, too."""
+
+LINKS_GB_S = (50, 250)
+
+
 def speeds(decoder: str, batch: int, length: int, *, is_dry: bool) -> list[Part]:
     """In order of importance: what comes last is skipped first."""
     common = ("--decoder", decoder, "--batch_size", str(batch), "--length", str(length))
-    if is_dry:
-        small = (*common, "--rounds", "1", "--peers", "plain,fsdp2,ours")
-        weak = ("--weak", "--cluster", "ethernet_25g", "--sizes", "8")
-        return [
-            Part("eager", "compare.py", (*small, "--world_size", "1"), 10),
-            Part("cluster_64", "scaling.py", (*small, *weak), 10),
-        ]
-    gpu = ("--device", "cuda", "--dtype", "bfloat16")
-    one = (*common, *gpu, "--world_size", "1", "--rounds", "20", "--peers")
-    cluster = (*common, *gpu, "--weak", "--cluster", "gpu", "--rounds", "5")
-    eager, compiled = "plain,fsdp1,fsdp2,ours", "fsdp2_inductor,ours_hooks_inductor"
-    graphs = "plain_inductor,simple_fsdp_inductor,ours_graph_inductor"
-    simulated = "plain,fsdp2,fsdp2_inductor,ours,ours_hooks_inductor"
-    return [
-        Part("eager", "compare.py", (*one, eager), 30),
-        Part("compiled", "compare.py", (*one, compiled), 45),
-        Part("cluster_64", "scaling.py", (*cluster, "--sizes", "64", "--peers", simulated), 60),
-        Part("graphs", "compare.py", (*one, graphs), 90),
-        Part(
-            "cluster_graphs",
-            "scaling.py",
-            (*cluster, "--sizes", "64", "--peers", graphs),
-            90,
-        ),
+    common += ("--runs", "1") if is_dry else ("--device", "cuda", "--dtype", "bfloat16")
+    least_s = {"eager": 30, "compiled": 60, "graphs": 90}
+    script = "gpu_speeds.py"
+    parts = [
+        Part(name, script, (*common, "--peers", peers), least_s[name])
+        for name, peers in PEERS.items()
     ]
+    for name, peers in PEERS.items():
+        # Dry runs need no second look at Inductor's code.
+        chosen = peers.replace("plain_inductor,", "").replace("inductor", "aot_eager")
+        for link in LINKS_GB_S:
+            arguments = (*common, "--link_gb_s", str(link), "--peers", chosen if is_dry else peers)
+            parts.append(Part(f"{name}_{link}", script, arguments, least_s[name]))
+    return parts
 
 
 def run_part(part: Part, result: Path, left_s: float) -> dict[str, Any]:
@@ -136,7 +134,7 @@ def main() -> None:
     folder = options.folder or (Path("runs/gpu") if is_dry else HERE / "results" / "gpu")
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget_s
-    size = (options.decoder or ("29m" if is_dry else "1b"), options.batch_size)
+    size = (options.decoder or ("small" if is_dry else "1b"), options.batch_size)
     length = options.length or (16 if is_dry else 1024)
     failed = False
     for part in [*checks(is_dry=is_dry), *speeds(*size, length, is_dry=is_dry)]:

@@ -1,13 +1,14 @@
 """Step and exposed time on GPUs, computed from programs that were recorded on a CPU.
 
-    python benchmarks/virtual_clock.py [--models 8b,70b] [--ranks 8,64,512] [--json FILE]
+    python benchmarks/virtual_clock.py [--models 8b,70b] [--ranks 8,64,512] [--head] [--json FILE]
 
 Each peer runs two steps of a decoder whose dimensions are 64 times too small, on a fake process
 group of 8 ranks, with bf16 parameters and fp32 reductions; of the third one everything that it
 enqueues is recorded (``benchmarks/streams``): operators, collectives, streams and events, in
 torch's own ``fully_shard`` too. A clock with CUDA's rules then runs that program at the real sizes
 and with the rates below. It knows no contention for memory or processors and no fusion; all peers
-run the same kernels. What is compared is what waits for what.
+run the same kernels. What is compared is what waits for what. Units are the blocks and the rest of
+the model; with ``--head``, the head is one more, as in torchtitan.
 
 Rates: H100 SXM (data sheet: 989 TFLOP/s in bf16, of which 60 % are taken; 3.35 TB/s), NVLink
 450 GB/s in each direction and eight 400 Gbit/s adapters a node, of each 80 %; a collective takes
@@ -32,7 +33,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch.distributed import fsdp as upstream
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as UpstreamPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy as UpstreamPolicy
 
 from benchmarks.command_line import BadInputError, one_line_on_bad_input
 from benchmarks.measure.report import record, write
@@ -41,9 +42,9 @@ from benchmarks.streams.clock import Rates, Timeline, run
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import Program
 from benchmarks.streams.recording import record_program
-from benchmarks.workloads.decoder import Block, Decoder, DecoderSizes
+from benchmarks.workloads.decoder import Decoder, DecoderSizes
 from fsdp_dynamo import FSDP, MixedPrecision
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from fsdp_dynamo.wrap_policy import CustomPolicy
 
 SCALE, RECORDED_RANKS, TOKENS = 64, 8, 4096
 MODELS = {
@@ -87,27 +88,32 @@ def _small(sizes: DecoderSizes) -> Decoder:
     )
 
 
-def _wrapped(peer: str, model: Decoder, rates: Rates) -> tuple[nn.Module, Callable[..., Any]]:
+def _wrapped(
+    peer: str, model: Decoder, rates: Rates, has_head: bool
+) -> tuple[nn.Module, Callable[..., Any]]:
+    units: set[nn.Module] = {*model.blocks, *([model.head] if has_head else [])}
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     if peer == "fsdp1":
         sharded: nn.Module = upstream.FullyShardedDataParallel(
             model,
-            auto_wrap_policy=UpstreamPolicy({Block}),
+            auto_wrap_policy=UpstreamPolicy(units.__contains__),
             mixed_precision=upstream.MixedPrecision(**low),
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
         return sharded, sharded
     if peer == "fsdp2":
-        for block in model.blocks:
-            upstream.fully_shard(block, mp_policy=upstream.MixedPrecisionPolicy(**low))
+        for unit in units:
+            upstream.fully_shard(unit, mp_policy=upstream.MixedPrecisionPolicy(**low))
         sharded = upstream.fully_shard(model, mp_policy=upstream.MixedPrecisionPolicy(**low))
         return sharded, sharded
     if peer == "simple_fsdp":  # its gradients are reduced in the dtype of the parameters, float32
         shard_parameters(model, torch.device("cpu"), torch.bfloat16)
         return model, torch.compile(model, backend="aot_eager", fullgraph=True)
     sharded = FSDP(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=MixedPrecision(**low)
+        model,
+        auto_wrap_policy=CustomPolicy(units.__contains__),
+        mixed_precision=MixedPrecision(**low),
     )
     if peer == "ours_hooks":
         return sharded, torch.compile(sharded, backend="aot_eager")
@@ -133,10 +139,10 @@ def _costs(rates: Rates) -> dict[str, dict[str, float]]:
     }
 
 
-def program_of(peer: str, sizes: DecoderSizes, rates: Rates) -> Program:
+def program_of(peer: str, sizes: DecoderSizes, rates: Rates, has_head: bool = False) -> Program:
     """One steady step, forward and backward."""
     torch.compiler.reset()
-    sharded, call = _wrapped(peer, _small(sizes), rates)
+    sharded, call = _wrapped(peer, _small(sizes), rates, has_head)
     tokens = torch.randint(sizes.vocabulary // SCALE, (1, TOKENS // SCALE))
 
     def step() -> None:
@@ -168,7 +174,7 @@ def _row(timeline: Timeline) -> list[str]:
     ]
 
 
-def measure(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
+def measure(models: list[str], ranks: list[int], has_head: bool) -> list[dict[str, Any]]:
     """A row for each peer, model and number of ranks."""
     rows = []
     for name in models:
@@ -177,7 +183,7 @@ def measure(models: list[str], ranks: list[int]) -> list[dict[str, Any]]:
             rates = rates_of(num_ranks)
             for peer in PEERS:
                 if peer not in programs or peer == "ours_graph":  # whose plan depends on rates
-                    programs[peer] = program_of(peer, MODELS[name], rates)
+                    programs[peer] = program_of(peer, MODELS[name], rates, has_head)
                 timeline = run(programs[peer], rates)
                 rows.append(
                     {
@@ -205,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="8b,70b")
     parser.add_argument("--ranks", default="8,64,512")
+    parser.add_argument("--head", action="store_true", help="as a unit of its own")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with one_line_on_bad_input():
@@ -213,7 +220,7 @@ def main() -> None:
             raise BadInputError(f"--models: expected some of {list(MODELS)}, got {unknown}")
         ranks = [_num_ranks(one) for one in options.ranks.split(",")]
     dist.init_process_group("fake", rank=0, world_size=RECORDED_RANKS)
-    rows = measure(models, ranks)
+    rows = measure(models, ranks, options.head)
     if options.json is not None:
         write(options.json, record("virtual_clock", rows=rows))
     dist.destroy_process_group()

@@ -166,7 +166,7 @@ class CollectivePrecision:
 
     all_gather: WireFormatName | None = None
     reduce_scatter: WireFormatName | None = None
-    block_numel: int = 256
+    block_numel: int = 64
     stochastic_rounding: bool = True
 
     def wire_of(

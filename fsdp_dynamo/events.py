@@ -3,6 +3,9 @@
 Off, the recorder is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return at
 once. On, each event is appended when its work is *issued*, so the order of the list is the order of
 issue.
+
+Times are the host's. Where it runs ahead of a device, they would be those of enqueueing: there the
+log has a clock of the device, and the times that it has noted are read when the recording ends.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from fsdp_dynamo.errors import FSDPStateError
 
@@ -24,6 +27,20 @@ Source = Literal["hook", "graph"]
 
 COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 COMPUTE_KINDS = frozenset({"forward", "backward"})
+
+
+Reading = Callable[[], int]
+"""Nanoseconds, once a device is there; the host waits for it."""
+
+
+class Clock(Protocol):
+    """The time of a device that is behind the host."""
+
+    def now(self) -> Reading:
+        """Note where the current stream is; gives the time on the host's clock."""
+
+    def stop(self) -> None:
+        """Block the host until the current stream is here; then readings may be asked."""
 
 
 @dataclass
@@ -41,7 +58,8 @@ class Event:
         waited_ns: when it was known to be complete; 0 while it is in flight.
         exposed_ns: how long the rank was blocked for it, computing nothing: the host, or, where it
             runs ahead of a device, the stream that computes.
-        measure: gives ``exposed_ns`` once the device is there; until then the host's time stands.
+        readings: what gives fields above once the device is there, by their names; until then the
+            host's times stand.
     """
 
     unit: str
@@ -52,12 +70,19 @@ class Event:
     issued_ns: int
     waited_ns: int = 0
     exposed_ns: int = 0
-    measure: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    readings: dict[str, Reading] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[str, str, str]:
         """``(kind, unit, phase)``: what order assertions compare."""
         return (self.kind, self.unit, self.phase)
+
+    def begin_behind(self, other: Event) -> None:
+        """Begin, in retrospect, when another event ended, or began if it is still in flight."""
+        name = "waited_ns" if other.waited_ns else "issued_ns"
+        self.issued_ns = getattr(other, name)
+        if name in other.readings:
+            self.readings["issued_ns"] = other.readings[name]
 
 
 class EventLog(list[Event]):
@@ -65,18 +90,23 @@ class EventLog(list[Event]):
 
     Attributes:
         at_end: called when the recording ends, or ``None``.
+        clock: of the device that computes; ``None`` where the host's is right, or until the device
+            is known.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self.at_end: Callable[[], None] | None = None
+        self.clock: Clock | None = None
 
     def issue(
         self, unit: str, kind: Kind, phase: Phase, num_bytes: int = 0, source: Source = "hook"
     ) -> Event:
         """Append an event that begins now, and return it; for the arguments see ``Event``."""
         event = Event(unit, kind, phase, num_bytes, source, time.perf_counter_ns())
+        if self.clock is not None:
+            event.readings["issued_ns"] = self.clock.now()
         with self._lock:  # backward hooks of CUDA devices run on autograd's own threads
             self.append(event)
         return event
@@ -87,6 +117,23 @@ class EventLog(list[Event]):
         """Append an event without duration; for the arguments see ``Event``."""
         event = self.issue(unit, kind, phase, num_bytes, source)
         event.waited_ns = event.issued_ns
+        if self.clock is not None:
+            event.readings["waited_ns"] = event.readings["issued_ns"]
+
+    def end(self, event: Event) -> None:
+        """Let an event end now."""
+        event.waited_ns = time.perf_counter_ns()
+        if self.clock is not None:
+            event.readings["waited_ns"] = self.clock.now()
+
+    def read_clock(self) -> None:
+        """Wait for the device, and give events its times."""
+        if self.clock is not None:
+            self.clock.stop()
+        for event in self:
+            for name, reading in event.readings.items():
+                setattr(event, name, reading())
+            event.readings.clear()
 
     def keys(self, *kinds: Kind) -> list[tuple[str, str, str]]:
         """``Event.key`` of all events, or of those of the kinds named."""
@@ -126,7 +173,14 @@ def instant(unit: str, kind: Kind, phase: Phase, num_bytes: int) -> None:
 def finish(event: Event | None) -> None:
     """Mark a compute event as ended, once."""
     if event is not None and not event.waited_ns:
+        _end(event)
+
+
+def _end(event: Event) -> None:
+    if recorder is None:  # the recording has ended before
         event.waited_ns = time.perf_counter_ns()
+    else:
+        recorder.end(event)
 
 
 def blocked_since(event: Event | None) -> int:
@@ -134,17 +188,16 @@ def blocked_since(event: Event | None) -> int:
     return 0 if event is None else time.perf_counter_ns()
 
 
-def complete(
-    event: Event | None, blocked_since_ns: int, measure: Callable[[], int] | None = None
-) -> None:
+def complete(event: Event | None, blocked_since_ns: int, exposed: Reading | None = None) -> None:
     """Mark a collective as complete; the time since ``blocked_since_ns`` was exposed.
 
-    ``measure``: see ``Event``.
+    ``exposed``: gives that time where the host did not wait.
     """
     if event is not None:
-        event.measure = measure
-        event.waited_ns = time.perf_counter_ns()
+        _end(event)
         event.exposed_ns += event.waited_ns - blocked_since_ns
+        if exposed is not None:
+            event.readings["exposed_ns"] = exposed
 
 
 @contextmanager
@@ -167,9 +220,7 @@ def record_events() -> Iterator[EventLog]:
     try:
         yield recorder
     finally:
-        for event in recorder:
-            if event.measure is not None:
-                event.exposed_ns, event.measure = event.measure(), None
-        if recorder.at_end is not None:
-            recorder.at_end()
-        recorder = None
+        log, recorder = recorder, None
+        if log.at_end is not None:
+            log.at_end()
+        log.read_clock()

@@ -27,7 +27,7 @@ class WireFormat:
     """
 
     name: WireFormatName
-    block_numel: int = 256
+    block_numel: int = 64
     is_stochastic: bool = False
 
     @property

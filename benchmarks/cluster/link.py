@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster.delay import Delay
+
 _NO_TIMEOUT = timedelta(0)
 _PR_SET_TIMERSLACK = 29  # <linux/prctl.h>
 
@@ -344,22 +346,16 @@ class CudaLink:
         device: the device, with an index.
     """
 
-    _CALIBRATION_CYCLES = 20_000_000
-
     def __init__(self, log: CommunicationLog, device: torch.device) -> None:
         self.device = device
         self._log = log
         self._stream = torch.cuda.Stream(device)
         self._origin = _timed_event()
-        began = _timed_event()
+        self._delay = Delay()
         with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(self._CALIBRATION_CYCLES)  # clocks rise under load: not timed
-            began.record()
-            torch.cuda._sleep(self._CALIBRATION_CYCLES)
             self._origin.record()
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
-        self._cycles_per_s = self._CALIBRATION_CYCLES / (began.elapsed_time(self._origin) / 1e3)
         self._in_flight: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []
 
     def host_clock_s(self, event: torch.cuda.Event) -> float:
@@ -373,9 +369,7 @@ class CudaLink:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             timing.starts.record()
-            cycles = int(request.seconds * self._cycles_per_s)
-            if cycles:
-                torch.cuda._sleep(cycles)
+            self._delay.enqueue(request.seconds)
             request.move()
             timing.done.record()
         work = CudaWork(request, timing, self._stream)

@@ -43,7 +43,7 @@ class SimulatedCluster:
         self._cuda: dict[torch.device, CudaLink] = {}
 
     def link(self, device: torch.device) -> HostLink | CudaLink:
-        """The queue of a device's collectives; calibrated when first used, on CUDA."""
+        """The queue of a device's collectives; made when first used, on CUDA."""
         if device.type == "cpu":
             return self._host
         if device.type != "cuda":

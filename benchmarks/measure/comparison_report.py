@@ -39,7 +39,7 @@ def rows(comparison: Comparison, cluster: ClusterModel | None = None) -> list[Ro
     made = {key: _measured(samples) for key, samples in comparison.samples.items()}
     ran = {key: row for key, row in made.items() if row["reason"] is None}
     _compare_times(ran)
-    _compare_losses(ran, low_precision=comparison.setting.param_dtype is not None)
+    compare_losses(ran, low_precision=comparison.setting.param_dtype is not None)
     _bound(ran, comparison, cluster)
     return list(made.values())
 
@@ -97,8 +97,8 @@ def _compare_times(ran: dict[str, Row]) -> None:
             row["of_unscheduled"] = round_ratios(*pair)
 
 
-def _compare_losses(ran: dict[str, Row], low_precision: bool) -> None:
-    """The largest relative distance from the reference's losses, step by step."""
+def compare_losses(ran: dict[str, Row], low_precision: bool) -> None:
+    """Add the largest relative distance from the reference's losses, step by step, to each row."""
     communicating = [key for key, row in ran.items() if row["communicates"]]
     known = [key for key in LOSS_REFERENCES if key in communicating]
     if not communicating:

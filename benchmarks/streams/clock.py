@@ -63,11 +63,13 @@ class Timeline:
         total_s: until the host and all streams are done.
         busy_s: by stream, how long it worked.
         intervals: of each launch, in the program's order: name, stream, begin and end.
+        events: when each event was there.
     """
 
     total_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     intervals: list[tuple[str, str, float, float]] = field(default_factory=list)
+    events: dict[int, float] = field(default_factory=dict)
 
     @property
     def exposed_s(self) -> float:
@@ -86,8 +88,8 @@ def run(program: Program, rates: Rates) -> Timeline:
     streams: dict[str, float] = defaultdict(float)
     communicators: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
-    events: dict[int, float] = {}
     timeline = Timeline()
+    events = timeline.events
     for step in program:
         if isinstance(step, Launch):
             host += rates.launch_s

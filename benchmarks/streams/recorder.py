@@ -29,6 +29,7 @@ NAN_BYTE = 0xFF
 """Floating-point numbers of such bytes are NaN in every format."""
 _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that are no work."""
+# Most of them return no tensor, as views return no new one.
 _BLOCKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
 
@@ -113,7 +114,12 @@ class Recorder:
         result = call()
         out = self.buffers(result)
         is_view = bool(reads) and set(out) <= set(reads) and not writes
-        if is_view or name in _ALLOCATING or not (reads or out) or self.is_quiet:
+        if (
+            (is_view and name not in _BLOCKING)
+            or name in _ALLOCATING
+            or not (reads or out)
+            or self.is_quiet
+        ):
             return result
         writes |= {number: size for number, size in out.items() if number not in reads}
         touched = {**reads, **writes}

@@ -22,11 +22,14 @@ Where the host does not run ahead (CPUs), there are none, and nothing is deferre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from fsdp_dynamo import events
 
 
 class SideStreams:
@@ -96,6 +99,10 @@ class SideStreams:
         computes = self._module.current_stream() != self._replicas
         return StreamTimer(self._module, computes=computes)
 
+    def clock(self) -> StreamClock:
+        """A clock of what is enqueued on the device from now on."""
+        return StreamClock(self._module)
+
     def after_current(self) -> StreamEvent:
         """The same of the current stream."""
         return StreamEvent(self._recorded(self._module.current_stream()), self._module)
@@ -122,6 +129,41 @@ class StreamEvent:
     def wait(self) -> None:
         """Let the current stream wait for it."""
         self._module.current_stream().wait_event(self._event)
+
+
+class StreamClock:
+    """Times of points of a program on a device, on the host's clock.
+
+    Args:
+        module: of the device.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._stopped: Any = None
+        self._stopped_ns = 0
+
+    def now(self) -> Callable[[], int]:
+        """Note where the current stream is; gives its time after ``stop``."""
+        event = self._recorded()
+
+        def read() -> int:
+            event.synchronize()  # of another stream, perhaps
+            before_ms: float = event.elapsed_time(self._stopped)
+            return self._stopped_ns - round(1e6 * before_ms)
+
+        return read
+
+    def stop(self) -> None:
+        """Block the host until the current stream is here: this moment is known on both clocks."""
+        self._stopped = self._recorded()
+        self._stopped.synchronize()
+        self._stopped_ns = time.perf_counter_ns()
+
+    def _recorded(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream())
+        return event
 
 
 class StreamTimer:
@@ -201,3 +243,11 @@ def timer_of(device: torch.device) -> StreamTimer | None:
     """A timer of the current stream; ``None`` where the host itself waits."""
     streams = side_streams(device)
     return None if streams is None else streams.timer()
+
+
+def time_events_on(device: torch.device) -> None:
+    """Give the events of a recording, if there is one, the times of a device from now on."""
+    log = events.recorder
+    if log is not None and log.clock is None:
+        streams = side_streams(device)
+        log.clock = None if streams is None else streams.clock()

@@ -83,6 +83,7 @@ class UnshardedSum:
         self._shown: list[tuple[OriginalParameter, nn.Parameter]] = []  # who shows the views
         self._views: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor | None] = []  # that are kept apart
+        self._trained: set[int] = set()  # of which something may be in the sum
 
     @torch.no_grad()
     def put(self, total: torch.Tensor, unused: Collection[int] | None = None) -> None:
@@ -98,6 +99,7 @@ class UnshardedSum:
         self._add_parts(total, grads)
         self._views = self._layout.split(total.data)
         self._shown = [(original, original.param) for original in self._originals]
+        self._note_trained()
         if unused is None:
             unused = [index for index, has in enumerate(has_value(self._views)) if not has]
         self._show({index for index in unused if grads[index] is None})
@@ -110,6 +112,7 @@ class UnshardedSum:
             return
         self.drop_dropped()
         self.total.data.add_(grad)  # a graph may have saved it for its backward
+        self._note_trained()
         self._show(unused)
 
     def add_reduced(self, parts: Sequence[torch.Tensor]) -> None:
@@ -134,7 +137,50 @@ class UnshardedSum:
                 _put_grad(param, original.as_param(reduced))
         total, self.total = self.total, None
         self._shown, self._views, self._reduced = [], [], []
+        self._trained = set()
         return total if has_grad else None
+
+    # -- parameters that are frozen while it waits ------------------------------------------------
+
+    def _note_trained(self) -> None:
+        trained = [index for index, one in enumerate(self._originals) if one.param.requires_grad]
+        self._trained.update(trained)
+
+    def frozen_since(self) -> set[int]:
+        """Indices of parameters that were trained when the sum was made, and are frozen now.
+
+        The same on all ranks, also where some ranks have no gradient of them.
+        """
+        return {one for one in self._trained if not self._originals[one].param.requires_grad}
+
+    def take_of(self, indices: Collection[int]) -> torch.Tensor:
+        """Take some parameters out of the sum; the sum of these alone, ``(padded_numel,)``."""
+        assert self.total is not None
+        self.drop_dropped()
+        taken = torch.full_like(self.total.data, NO_VALUE)
+        for index, (own, view) in enumerate(
+            zip(self._layout.split(taken), self._views, strict=True)
+        ):
+            if index in indices:
+                own.copy_(view)
+                view.fill_(NO_VALUE)
+        self._trained.difference_update(indices)
+        return taken
+
+    def keep_reduced(self, indices: Collection[int], parts: Sequence[torch.Tensor]) -> None:
+        """Keep what was reduced of some parameters apart, until the sum is taken.
+
+        It is taken at once if all of its parameters are frozen.
+        """
+        for index in indices:
+            if has_value([parts[index]])[0]:
+                kept, part = self._reduced[index], parts[index].clone()
+                self._reduced[index] = part if kept is None else kept.add_(part)
+                self._show({*range(len(self._originals))} - {index})  # it is not dropped
+        if not any(original.param.requires_grad for original in self._originals):
+            self.take()
+
+    # -- what the user does to it -----------------------------------------------------------------
 
     @torch.no_grad()
     def drop_dropped(self) -> None:

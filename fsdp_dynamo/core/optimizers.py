@@ -23,6 +23,7 @@ from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.core.parts import has_plain_parts
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
+from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 
 _LIBRARIES = frozenset(
@@ -198,7 +199,7 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     for key, value in tensors.items():
         if value.shape == whole:
             if isinstance(value, DTensor):  # torch's own, made of a whole tensor
-                value = value.full_tensor()  # type: ignore[no-untyped-call]
+                value = whole_of(value)
             state[key] = flat.originals[index].as_param(part.of(value).clone())
         elif type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(

@@ -132,6 +132,26 @@ def _issue_on_levels(
     return PendingReduce(flat, in_flight, output, between)
 
 
+@torch.no_grad()
+def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
+    """Before a forward, reduce what waits for a reduction of parameters that are frozen by now.
+
+    Nothing is added to it any more, and what comes with later gradients is not theirs. Every rank
+    must call it.
+    """
+    for flat in flats:
+        waiting = flat.grad_sum
+        frozen = waiting.frozen_since()
+        if not frozen:
+            continue
+        grad = waiting.take_of(frozen).to(flat.reduce_dtype)
+        reduced = issue_reduce(flat, grad).finish()
+        if reduced is not None:
+            reduced = flat.as_grad(reduced).to(flat.home)
+            waiting.keep_reduced(frozen, flat.shard_layout.split(reduced))
+        waiting.accumulation.refresh()
+
+
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
     """Indices of parameters that have no gradient."""
     return frozenset([index for index, grad in enumerate(grads) if grad is None])

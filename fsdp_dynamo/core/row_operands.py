@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.rows import Rows
+from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
@@ -123,7 +124,7 @@ def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
     if not is_theirs:
         got = f"a DTensor of torch's, {value.placements}, of shape {tuple(value.shape)} or of rows"
         raise mismatch(rows, f"{got} {tuple(local.shape)} on this rank", "a value for")
-    part: torch.Tensor = rows.take(value.detach().full_tensor())  # type: ignore[attr-defined]
+    part: torch.Tensor = rows.take(whole_of(value))
     return part
 
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
+from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
@@ -61,8 +62,7 @@ class TensorParallel:
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """The whole parameter, a plain tensor; every rank of the mesh must call it."""
         copy = local.detach().clone()  # what is not split would come back as it is
-        whole: torch.Tensor = self.as_dtensor(copy).full_tensor()  # type: ignore[attr-defined]
-        return whole
+        return whole_of(self.as_dtensor(copy))
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's local tensor of a whole parameter; no communication."""

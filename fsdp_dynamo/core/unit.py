@@ -19,7 +19,7 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.process_groups import Groups
-from fsdp_dynamo.comm.streams import SideStreams, side_streams
+from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
 from fsdp_dynamo.config import (
     BackwardPrefetch,
     CollectivePrecision,
@@ -217,6 +217,8 @@ class Unit:
 
     def issue_unshard(self, phase: events.Phase) -> None:
         """Allocate the unsharded flat parameters and start to gather them."""
+        if events.recorder is not None and self.flats:
+            time_events_on(self.flats[0].device)
         if self.is_unsharded:
             return
         self.is_unsharded = True

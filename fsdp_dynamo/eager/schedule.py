@@ -22,7 +22,7 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
-from fsdp_dynamo.core.reduction import ReduceQueue, unused_of
+from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
@@ -162,6 +162,7 @@ class Root:
         accumulates = self.accumulation.has_sums or not self.accumulation.sync
         self._secondary.begin_forward(accumulates=accumulates)
         for unit in self.units:
+            reduce_frozen(unit.flats)
             unit.drop_pieces()  # left over from a forward that no backward followed
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")

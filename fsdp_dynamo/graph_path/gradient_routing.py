@@ -10,6 +10,7 @@ import torch
 
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import offloading, operators, recording
 from graph_passes.gradients.absent import Ranges
@@ -74,7 +75,14 @@ def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
 
 
 def _carry(flat: FlatParameter) -> GradHandler:
-    return lambda grad, absent: flat.grad_sum.add(grad)
+    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+        frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
+        views = flat.layout.split(grad) if frozen else []
+        for index in frozen:
+            views[index].fill_(NO_VALUE)
+        flat.grad_sum.add(grad, frozen)
+
+    return handle
 
 
 class _RouteGradients(torch.autograd.Function):
@@ -179,6 +187,7 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
         if flat is not None:
             has_units = True
             had_gradient = value.requires_grad
+            reduce_frozen([flat])
             flat.check_originals()
             if flat.requires_grad and not had_gradient:
                 raise _unfrozen_error(flat)

@@ -139,6 +139,9 @@ def lower_to_functions(graph: fx.Graph) -> None:
     for wait, output in _lower_issues(graph, labels, lambda function: function).items():
         wait.target = operators.wait
         wait.args = (output, _source_of(output), labels[wait])
+    for start, end in offloading.copies_to_device(graph):
+        start.target = offloading.start_to_device
+        end.target, end.args = offloading.end_to_device, (start,)
     for node in graph.nodes:
         name = write_name(node)
         if name:
@@ -188,6 +191,13 @@ def lower_to_operators(graph: fx.Graph) -> None:
         mutate.meta["val"] = None
         wait.replace_all_uses_with(output)
         graph.erase_node(wait)
+    for start, end in offloading.copies_to_device(graph):
+        start.target = to(offloading.start_to_device)
+        with graph.inserting_before(end):
+            mutate = graph.call_function(to(offloading.end_to_device_), (start,))
+        mutate.meta["val"] = None
+        end.replace_all_uses_with(start)
+        graph.erase_node(end)
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") == "fsdp_dynamo":
             node.meta.pop("eager_input_vals", None)  # of the operator that was replaced

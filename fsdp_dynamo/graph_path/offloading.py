@@ -6,9 +6,11 @@ A traced graph holds two operators, which copy on the stream that computes::
 
 The lowering takes them from that stream. A copy and the all-gather that it feeds become one call,
 whose copy runs on the stream of gathers: the all-gather waits for it, and what is computed does
-not. It begins when the graph comes to it, as the all-gather would. A gradient that nothing in the
-graph reads is copied on a stream for that, and the host waits once for all of them, when the
-backward is over (``finish_copies``).
+not. It begins when the graph comes to it, as the all-gather would. The copy of a shard that is not
+gathered becomes a start, on the same stream, and an end, where what is computed waits for it; each
+starts where the one before ends. Gradients are copied on a stream for that, and the host waits once
+for all of them, when the backward is over (``finish_copies``); those that the graph adds, as of a
+unit that is called twice, are added on the device before.
 
 Where the host does not run ahead (CPUs), every copy is done when its call returns.
 """
@@ -22,11 +24,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
+from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent, side_streams
 
 _copies: deque[HostCopy] = deque()
 _staged: dict[int, tuple[SideStreams, torch.Tensor]] = {}
 """By address of the all-gather's output: what it sends."""
+_arriving: dict[int, StreamEvent] = {}
+"""By address: the end of a copy that no all-gather sends."""
 
 
 # -- to the device ---------------------------------------------------------------------------------
@@ -80,6 +84,30 @@ def free_sent(output: torch.Tensor) -> None:
         staged[0].settle()  # its memory is the next copy's
 
 
+def start_to_device(shard: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """``to_device`` beside what is computed; it must not be read before ``end_to_device``."""
+    streams = side_streams(torch.device(device))
+    if streams is None:
+        return to_device(shard, device, dtype)
+    output = torch.empty(shard.shape, dtype=dtype, device=device)
+    streams.settle()  # its memory was the computing stream's
+    with streams.gathering():
+        output.copy_(
+            to_device(shard, device, shard.dtype) if dtype != shard.dtype else shard,
+            non_blocking=True,
+        )
+    _arriving[output.data_ptr()] = streams.after_gathers()
+    return output
+
+
+def end_to_device(output: torch.Tensor) -> torch.Tensor:
+    """Let the current stream wait for a copy; returns it."""
+    arriving = _arriving.pop(output.data_ptr(), None)
+    if arriving is not None:
+        arriving.wait()
+    return output
+
+
 # -- to the host -----------------------------------------------------------------------------------
 
 
@@ -110,6 +138,8 @@ def abandon() -> None:
     """Let go of what a graph that failed has left."""
     finish_copies()
     _staged.clear()
+    while _arriving:
+        _arriving.popitem()[1].wait()  # before memory that it still writes is used again
 
 
 # -- in graphs -------------------------------------------------------------------------------------
@@ -117,7 +147,12 @@ def abandon() -> None:
 _library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
 _library.define("to_device(Tensor shard, str device, ScalarType dtype) -> Tensor")
 _library.define("to_host(Tensor grad) -> Tensor")
-_library.define("start_to_host(Tensor grad) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+_library.define(
+    "start_to_device(Tensor shard, str device, ScalarType dtype) -> Tensor", tags=_UNSAFE
+)
+_library.define("end_to_device_(Tensor(a!) output) -> ()", tags=_UNSAFE)
+_library.define("start_to_host(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 
 def _fake_to_device(shard: Any, device: str, dtype: torch.dtype) -> Any:
@@ -128,8 +163,19 @@ def _fake_to_host(grad: Any) -> Any:
     return grad.new_empty(grad.shape, device="cpu")
 
 
+def end_to_device_(output: torch.Tensor) -> None:
+    """The same, of a tensor that generated code holds already."""
+    end_to_device(output)
+
+
+def _fake_end_to_device(output: Any) -> None:
+    return None
+
+
 for _function, _fake in (
     (to_device, _fake_to_device),
+    (start_to_device, _fake_to_device),
+    (end_to_device_, _fake_end_to_device),
     (to_host, _fake_to_host),
     (start_to_host, _fake_to_host),
 ):
@@ -149,8 +195,50 @@ def copy_before(gather: fx.Node) -> fx.Node | None:
     return source
 
 
+def copies_to_device(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Split copies that no all-gather sends, and let each start where the one before ends.
+
+    Returns:
+        Of each, the node that starts it, and a copy of that node, where it has to end.
+    """
+    split: list[tuple[fx.Node, fx.Node]] = []
+    for end in [node for node in graph.nodes if node.target is TO_DEVICE]:
+        is_input = end.all_input_nodes[0].op == "placeholder"
+        before = split[-1][1].next if split and is_input else end
+        with graph.inserting_before(before):
+            start = graph.node_copy(end)
+        split.append((start, end))
+    return split
+
+
 def lower_gradients(graph: fx.Graph, to: Callable[[Callable[..., Any]], Any]) -> None:
     """Let gradients that leave the graph arrive when the backward is over."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.add.Tensor:
+            _add_on_the_device(graph, node)
     for node in graph.nodes:
         if node.target is TO_HOST and all(user.op == "output" for user in node.users):
             node.target = to(start_to_host)
+
+
+def _add_on_the_device(graph: fx.Graph, total: fx.Node) -> None:
+    """Copy a sum of gradients to the host in place of its parts, in the order of the graph::
+
+    a -> to_host -+                      a -+
+                  +- add -> gradient        +- add -> to_host -> gradient
+    b -> to_host -+                      b -+
+    """
+    parts = total.all_input_nodes
+    if len(parts) != 2 or list(total.args) != parts or total.kwargs:
+        return
+    if not all(part.target is TO_HOST and len(part.users) == 1 for part in parts):
+        return
+    on_device = [part.all_input_nodes[0] for part in parts]
+    with graph.inserting_before(total):
+        added = graph.call_function(torch.ops.aten.add.Tensor, tuple(on_device))
+        copied = graph.call_function(TO_HOST, (added,))
+    added.meta["val"] = on_device[0].meta.get("val")
+    copied.meta.update(total.meta)
+    total.replace_all_uses_with(copied)
+    for node in (total, *parts):
+        graph.erase_node(node)

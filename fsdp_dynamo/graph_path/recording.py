@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import events
+from fsdp_dynamo.comm.streams import time_events_on
 from graph_passes.text.boundary_labels import Label
 
 
@@ -50,6 +51,7 @@ class GraphRecording(NoRecording):
     def launch(
         self, labels: Sequence[Label], outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
     ) -> list[events.Event | None]:
+        time_events_on(outputs[0].device)
         return [self._begin(*each) for each in zip(labels, outputs, sent, strict=True)]
 
     def _begin(self, label: Label, output: torch.Tensor, sent: torch.Tensor) -> events.Event:
@@ -68,12 +70,12 @@ class GraphRecording(NoRecording):
 
     def wait(self, label: Label) -> None:
         """A collective is reached: what computed until now has stopped."""
-        now = time.perf_counter_ns()
         for unit in label.before:
-            began = max((e.waited_ns or e.issued_ns for e in self.log), default=now)
+            latest = max(self.log, key=lambda e: e.waited_ns or e.issued_ns, default=None)
             event = self.log.issue(unit, label.phase, label.phase, source="graph")
-            event.issued_ns = began
-            event.waited_ns = now
+            self.log.end(event)
+            if latest is not None:
+                event.begin_behind(latest)
         self.end_of_graph()
         self.expire()
 
@@ -82,9 +84,8 @@ class GraphRecording(NoRecording):
         self._follow(label)
 
     def end_of_graph(self) -> None:
-        now = time.perf_counter_ns()
         for event in self._compute:
-            event.waited_ns = now
+            self.log.end(event)
         self._compute = []
 
     def _settle(self, output: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.agreement.store import exchange_device
 from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.whole_dtensor import whole_of
 
 
 def whole_tensor(value: Any) -> Any:
@@ -27,7 +28,7 @@ def whole_tensor(value: Any) -> Any:
     All ranks that share the value must call this together.
     """
     if isinstance(value, DTensor):
-        return value.detach().full_tensor()  # type: ignore[attr-defined]
+        return whole_of(value)
     return _gathered(value) if isinstance(value, ShardedTensor) else value
 
 

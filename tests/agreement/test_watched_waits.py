@@ -19,9 +19,11 @@ from models import Transformer, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard as TensorPart
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_dynamo import FSDP, RankFailedError, checkpoint, fully_shard
 from fsdp_dynamo.comm import watchdog
@@ -81,9 +83,15 @@ def _sharded_tensor(model: Any, fail: Fail, folder: str) -> None:
     shards = [ShardMetadata([r, 0], [1, 2], f"rank:{r}/cpu") for r in range(2)]
     properties = TensorProperties(dtype=torch.float32)
     value = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(torch.ones(1, 2), shards[rank])],
+        [TensorPart(torch.ones(1, 2), shards[rank])],
         ShardedTensorMetadata(shards, torch.Size([2, 2]), properties),
     )
+    fail()
+    whole_tensor(value)
+
+
+def _whole_dtensor(model: Any, fail: Fail, folder: str) -> None:
+    value = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
     fail()
     whole_tensor(value)
 
@@ -130,6 +138,7 @@ CASES: dict[str, Callable[[Any, Fail, str], None]] = {
     "update_whole()": _update_whole,
     "a broadcast": _broadcast,
     "a ShardedTensor": _sharded_tensor,
+    "a DTensor of torch's": _whole_dtensor,
     "wrapping": _wrap_once_more,
     "deferred init": _initialise,
     "the first save": _begin_to_save,

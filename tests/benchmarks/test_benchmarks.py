@@ -121,11 +121,11 @@ def test_a_wrong_loss_is_shown() -> None:
     wrong: Row = {"losses": [1.0, 0.6], "communicates": True, "key": "fast"}
     from benchmarks.measure import comparison_report
 
-    comparison_report._compare_losses({"ddp": right, "fast": wrong}, low_precision=False)
+    comparison_report.compare_losses({"ddp": right, "fast": wrong}, low_precision=False)
     assert right["loss_agrees"]
     assert not wrong["loss_agrees"]
     others = {"one": dict(right, key="one"), "two": dict(wrong, key="two")}
-    comparison_report._compare_losses(others, low_precision=False)
+    comparison_report.compare_losses(others, low_precision=False)
     assert [row["loss_agrees"] for row in others.values()] == [True, False]
     assert wrong["loss_distance"] == pytest.approx(0.2)
 

@@ -76,8 +76,12 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run"]
     done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    planned = [*gpu.checks(is_dry=True), *gpu.speeds("29m", 4, 16, is_dry=True)]
+    planned = [*gpu.checks(is_dry=True), *gpu.speeds("small", 4, 16, is_dry=True)]
     assert {path.stem for path in tmp_path.glob("*.json")} == {part.name for part in planned}
+    for name in ("eager", "graphs_250"):
+        speed = json.loads((tmp_path / f"{name}.json").read_text())
+        assert speed["steps"] >= 20
+        assert all(row["tokens_per_s"] > 0 for row in speed["rows"])
     assert (tmp_path / "trace_graph.json.gz").exists()
     again = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True)
     assert again.stdout.strip() == str(tmp_path)

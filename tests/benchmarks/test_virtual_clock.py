@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed import fsdp as upstream
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
+from benchmarks import virtual_clock
 from benchmarks.streams.clock import Rates, Timeline, run
 from benchmarks.streams.order import unordered
 from benchmarks.streams.program import COMPUTING, HostWait, Launch, Program, Record, Wait
@@ -199,3 +202,18 @@ def test_only_the_ends_are_exposed(ranks: RankPool) -> None:
         assert exposed["first step"] == pytest.approx(1.0, abs=1e-2)
         assert exposed["steady"] <= exposed["fsdp2"] + 1e-6
         assert exposed["steady"] <= exposed["fsdp1"] + 1e-6
+
+
+def _by_head(rank: int, world_size: int, peer: str) -> list[float]:
+    """Exposed seconds without and with a unit for the head, of a model of two blocks."""
+    rates = virtual_clock.rates_of(512)
+    sizes = replace(virtual_clock.MODELS["8b"], num_blocks=2)
+    programs = [virtual_clock.program_of(peer, sizes, rates, has) for has in (False, True)]
+    return [run(program, rates).exposed_s for program in programs]
+
+
+@pytest.mark.parametrize("peer", ["ours", "fsdp2"])
+def test_a_unit_for_the_head_exposes_less(ranks: RankPool, peer: str) -> None:
+    """The first gather, and the last reduction, are those of the embedding alone."""
+    for without, with_head in ranks.run(_by_head, 2, peer):
+        assert with_head < 0.8 * without

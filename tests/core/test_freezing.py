@@ -128,6 +128,54 @@ def test_a_reduced_gradient_of_what_is_frozen_then(
     assert ranks.run(_accumulated, 2, mode, strategy) == [[], []]
 
 
+Frozen = tuple[str, str]
+"""What is frozen before the second and before the third step; the third alone reduces."""
+
+
+def _unreduced(rank: int, world_size: int, mode: str, strategy: str, frozen: Frozen) -> list[str]:
+    """Names of gradients that are not one process's, after steps of which the last one reduces."""
+    plain = make_transformer(num_blocks=1)
+    model = wrap(copy.deepcopy(plain), sharding_strategy=ShardingStrategy[strategy])
+    run = _called_again(in_mode(model, mode))
+
+    def accumulate(net: nn.Module, call: Callable[..., Any], no_sync: Callable[[], Any]) -> None:
+        with no_sync():
+            loss_of(call, batch(rank, 0)).backward()  # type: ignore[arg-type]
+            _freeze(net, frozen[0])
+            loss_of(call, batch(rank, 1)).backward()  # type: ignore[arg-type]
+        _freeze(net, frozen[1])
+        loss_of(call, batch(rank, 2)).backward()  # type: ignore[arg-type]
+
+    accumulate(plain, plain, nullcontext)
+    average_gradients(plain)
+    accumulate(model, run, model.no_sync)
+    _freeze(model, "")
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [
+            name
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
+            if p.grad is None or q.grad is None or not torch.allclose(p.grad, q.grad, 1e-4, 1e-6)
+        ]
+
+
+FROZEN_LATER: tuple[Frozen, ...] = (
+    ("", "blocks.0.up.bias"),
+    ("", "blocks.0"),
+    ("blocks.0.up.bias", ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [*((mode, "FULL_SHARD") for mode in MODES), ("eager", "NO_SHARD")]
+)
+@pytest.mark.parametrize("frozen", FROZEN_LATER)
+def test_an_unreduced_gradient_of_what_is_frozen_then(
+    ranks: RankPool, mode: str, strategy: str, frozen: Frozen
+) -> None:
+    """It is reduced before the next forward, and nothing that comes later goes into it."""
+    assert ranks.run(_unreduced, 2, mode, strategy, frozen) == [[], []]
+
+
 class _Critic(Transformer):
     """Judges sequences of vectors."""
 

@@ -49,6 +49,8 @@ def _run(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> tuple
         ("eager", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
         ("hooks", {"mixed_precision": HALF}),
         ("graph", {}),
+        ("graph", {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": HALF}),
+        ("graph-inductor", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     ],
 )
 def test_losses(ranks: RankPool, mode: str, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.streams import recorder as recorders
 from benchmarks.streams.order import unordered
-from benchmarks.streams.program import COMPUTING, HostWait, Launch
+from benchmarks.streams.program import COMPUTING, HostWait, Launch, Record, Wait
 from benchmarks.streams.recorder import Recorder
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import (
@@ -53,6 +53,12 @@ CASES: dict[str, dict[str, Any]] = {
     "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW},
     "called twice": {"forward_prefetch": False},
     "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
+    "offloaded, called twice": {"cpu_offload": CPUOffload(offload_params=True)},
+    "offloaded, not sharded": {
+        "cpu_offload": CPUOffload(offload_params=True),
+        "sharding_strategy": ShardingStrategy.NO_SHARD,
+        "mixed_precision": LOW,
+    },
     "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
     "gathered again among few": {},
     "in int8": {"collective_precision": INT8},
@@ -75,13 +81,17 @@ ON_NODES = ("on nodes", "on nodes, low precision", "on nodes, in int8")
 FOUR_RANKS = ("hybrid", "gathered again among few", "in int8, hybrid", *ON_NODES)
 
 
+def _offloads(case: str) -> bool:
+    return case.startswith("offloaded")
+
+
 def _wrapped(case: str) -> FSDP:
     kwargs = dict(CASES[case])
     if case in ("hybrid", "in int8, hybrid", *ON_NODES):
         kwargs["device_mesh"] = init_device_mesh("cpu", (2, 2))
     with mock.patch.object(arguments, "offloads", lambda given, device: given.offload_params):
         model = make_transformer(num_blocks=3)
-        if case == "called twice":
+        if case.endswith("called twice"):
             model.blocks.append(model.blocks[-1])
         wrapped = wrap(model, **kwargs)
     if case == "gathered again among few":
@@ -102,7 +112,7 @@ def _train(
             loss = loss_of(call, batch(rank, step))
             loss.backward()
         if not no_sync or step != first:
-            if case != "offloaded":  # its norms stop the host
+            if not _offloads(case):  # its norms stop the host
                 model.clip_grad_norm_(0.5)  # type: ignore[operator]
             optimizer.step()
             optimizer.zero_grad()
@@ -119,7 +129,7 @@ def _recorded(
     with ExitStack() as stack:
         recorder = stack.enter_context(record_program())
         stack.enter_context(fault())
-        if case == "offloaded":
+        if _offloads(case):
             for unit in model._fsdp_root.units:
                 for flat in unit.flats:
                     recorder.lives_on_host(flat.sharded)
@@ -140,7 +150,7 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
         names = {step.stream for step in recorder.program if isinstance(step, Launch)}
         stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
         assert COMPUTING not in _copying(recorder), case
-        assert bool(_copying(recorder)) == (case == "offloaded"), case
+        assert bool(_copying(recorder)) == _offloads(case), case
         found[case] = (
             torch.stack(expected),
             torch.stack(got),
@@ -160,7 +170,7 @@ def _copying(recorder: Recorder) -> set[str]:
 @pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
 def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
     few = ["sharded", "by demand", "low precision", "in int8"]
-    few += ["offloaded"] if mode == "graph" else []
+    few += [case for case in CASES if _offloads(case)] if mode == "graph" else []
     cases = [case for case in CASES if case not in FOUR_RANKS] if mode == "eager" else few
     for found in ranks.run(_run_cases, 2, mode, cases):
         for case, (expected, got, faults, streams, stops) in found.items():
@@ -168,7 +178,7 @@ def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
             assert torch.equal(got, expected), case
             assert any(name.startswith("communicator") for name in streams), case
             assert COMPUTING in streams, case
-            assert set(stops) == ({"synchronize"} if case == "offloaded" else set()), case
+            assert set(stops) == ({"synchronize"} if _offloads(case) else set()), case
             assert mode != "graph" or len(stops) in (0, STEPS), case
 
 
@@ -298,15 +308,19 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-IN_GRAPHS: dict[str, Callable[[], Any]] = {
-    "a shard's copy does not wait before it uses memory again": _replace(
-        SideStreams, "settle", lambda streams: None),
-    "a shard's copy is given back while it is sent": _replace(
-        offloading, "free_sent", lambda output: offloading._staged.clear()),
-    "a gradient is given back while it is copied": _replace(
-        SideStreams, "copy_to_host", _copy_without_holding),
-    "the host reads a gradient before it is there": _replace(
-        offloading, "finish_copies", lambda: offloading._copies.clear()),
+IN_GRAPHS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a shard's copy does not wait before it uses memory again": (
+        "offloaded", _replace(SideStreams, "settle", lambda streams: None)),
+    "a shard's copy is given back while it is sent": (
+        "offloaded", _replace(offloading, "free_sent", lambda output: offloading._staged.clear())),
+    "a gradient is given back while it is copied": (
+        "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_holding)),
+    "the host reads a gradient before it is there": (
+        "offloaded", _replace(offloading, "finish_copies", lambda: offloading._copies.clear())),
+    "a copy that is not gathered is not waited for": (
+        "offloaded, not sharded", _replace(StreamEvent, "wait", lambda event: None)),
+    "a copy that is not gathered does not wait for what had its memory": (
+        "offloaded, not sharded", _replace(SideStreams, "settle", lambda streams: None)),
 }  # fmt: skip
 """Faults of offload in graph mode."""
 
@@ -316,7 +330,7 @@ def _run_faults(
 ) -> dict[str, list[str]]:
     found = {}
     for fault in faults:
-        case, plant = FAULTS[fault] if mode == "eager" else ("offloaded", IN_GRAPHS[fault])
+        case, plant = (FAULTS if mode == "eager" else IN_GRAPHS)[fault]
         found[fault] = unordered(_recorded(rank, case, mode, plant)[1].program)
     return found
 
@@ -338,6 +352,30 @@ def test_planted_faults_of_replicas_are_reported(ranks: RankPool) -> None:
 
 def test_planted_faults_of_graphs_are_reported(ranks: RankPool) -> None:
     _require_reports(ranks.run(_run_faults, 2, list(IN_GRAPHS), "graph"))
+
+
+def _run_ahead(rank: int, world_size: int) -> list[int]:
+    """Of each copy to the device, how much is computed between its start and the wait for it."""
+    _, recorder = _recorded(rank, "offloaded, not sharded", "graph")
+    program = recorder.program
+    between = []
+    for begin, copy in enumerate(program):
+        if not isinstance(copy, Launch) or recorder.is_on_host(*copy.writes):
+            continue
+        if not recorder.is_on_host(*copy.reads):
+            continue
+        event = next(one.event for one in program[begin:] if isinstance(one, Record))
+        (end,) = [n for n, one in enumerate(program) if one == Wait(COMPUTING, event)]
+        on = [one for one in program[begin:end] if isinstance(one, Launch)]
+        between.append(len([one for one in on if one.stream == COMPUTING]))
+    return between
+
+
+def test_copies_in_graphs_go_ahead(ranks: RankPool) -> None:
+    """Each but the first of a graph starts before what the one before brought is used."""
+    for between in ranks.run(_run_ahead, 2):
+        assert len(between) == 4 * STEPS  # three blocks and the root, whose copies are kept
+        assert between.count(0) <= STEPS, between
 
 
 def _run_poisoned(rank: int, world_size: int) -> list[torch.Tensor]:

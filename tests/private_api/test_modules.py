@@ -560,9 +560,8 @@ def test_a_profile_has_allocations_and_operands() -> None:
 
 @pytest.mark.private(
     "torch.cuda._sleep",
-    need="a stream that is busy for a given time while the host goes on: the simulated cluster's "
-    "collectives on CUDA",
-    instead="a kernel of our own that reads the clock (Triton), or a matrix product of known time",
+    need="a stream that is busy while the host goes on, behind which a collective begins late",
+    instead="a kernel of our own, as the simulated cluster's delay, or a matrix product",
 )
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -581,6 +580,26 @@ def test_a_stream_sleeps_for_cycles() -> None:
     events[2].synchronize()
     once, thrice = (a.elapsed_time(b) for a, b in pairwise(events))
     assert 2 < thrice / once < 4
+
+
+@pytest.mark.private(
+    "torch.cuda._compile_kernel",
+    need="a kernel that waits for the device's global timer: the simulated cluster's collectives "
+    "on CUDA; NVRTC comes with torch, and no compiler is needed",
+    instead="a Triton kernel that reads triton.language.extra.cuda.globaltimer",
+)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_kernel_is_compiled_from_its_text() -> None:
+    source = """
+    extern "C" __global__ void add(int* out, int amount) {
+      if (threadIdx.x == 0) atomicAdd(out, amount);
+    }
+    """
+    add = torch.cuda._compile_kernel(source, "add")
+    total = torch.zeros(1, dtype=torch.int32, device="cuda")
+    add(grid=(4, 1, 1), block=(32, 1, 1), args=[total, 5])
+    assert total.item() == 20
 
 
 # -- hooks of parameters ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.dynamo.artifacts import Artifact, record_artifacts
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
-from fsdp_dynamo.events import Event, record_events
+from fsdp_dynamo.events import EventLog, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explanation import StepReport, UnitSummary, measured_events
 from fsdp_dynamo.observe.inspection.decompiled import (
@@ -139,10 +139,9 @@ def nothing_compiled(fix: str) -> NothingCompiledError:
     )
 
 
-def _timeline_data(
-    plans: PlanLog, log: Sequence[Event], artifacts: Sequence[Artifact]
-) -> TimelineData:
-    """The plans, and the last recorded step."""
+def _timeline_data(plans: PlanLog, log: EventLog, artifacts: Sequence[Artifact]) -> TimelineData:
+    """The plans, and the last recorded step, of a recording that is still open."""
+    log.read_clock()
     step = last_step(log, (artifact.made_ns for artifact in artifacts))
     units = dict.fromkeys(event.unit for event in log)
     report = StepReport(
