@@ -169,7 +169,7 @@ def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 def test_bytes() -> None:
     assert WireFormat("bfloat16").num_bytes(1 << 20) == 2 << 20
-    assert WireFormat("int8").num_bytes(1 << 20) == (1 << 20) + 4 * (4096 + 1) + 4  # aligned
+    assert WireFormat("int8").num_bytes(1 << 20) == (1 << 20) + 4 * (16384 + 1) + 4  # aligned
     for name in WIRE_FORMATS:
         wire = WireFormat(name, 64, name == "int8")  # type: ignore[arg-type]
         assert WireFormat.decode(wire.encode()) == wire
