@@ -60,9 +60,9 @@ class _Count:
             setattr(collectives, name, original)
 
     def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def issue(outputs: Any, *args: Any) -> Any:
+        def issue(outputs: Any, *args: Any, **named: Any) -> Any:
             self.sizes.setdefault(name, []).append(len(outputs))
-            return original(outputs, *args)
+            return original(outputs, *args, **named)
 
         return issue
 
