@@ -269,7 +269,8 @@ def test_checkpointing_trades_time_for_memory() -> None:
 
 def test_the_fastest_that_fits_is_recommended() -> None:
     inventory, cluster = _blocks(4), _cluster(2)
-    found = [predict(inventory, cluster, s, SIZES) for s in ShardingStrategy]
+    strategies = [one for one in ShardingStrategy if not one.is_hierarchical]  # not predicted
+    found = [predict(inventory, cluster, one, SIZES) for one in strategies]
     best = recommend(found, 10**9)
     assert best is not None
     assert best.step_ms == min(one.step_ms for one in found)

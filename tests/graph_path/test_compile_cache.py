@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shutil
 import sys
 import threading
@@ -168,7 +169,11 @@ HITS = {
     "full": (0, 1),
     "after older passes": (0, 0),
 }
-REASONS = {"damaged code": "no attribute 'call'", "read-only": "Read-only", "full": "No space"}
+REASONS = {
+    "damaged code": "no attribute 'call'|Failed to import",  # torch 2.11 says the latter
+    "read-only": "Read-only",
+    "full": "No space",
+}
 
 
 @pytest.mark.parametrize("case", [*HITS, "shared"])
@@ -182,7 +187,7 @@ def test_any_mixture_of_caches(outcomes: list[dict[str, Any]], case: str) -> Non
         reason = REASONS.get(case) if rank == 0 else None
         assert len(outcome.warnings) == (reason is not None), outcome.warnings
         if reason is not None:
-            assert reason in outcome.warnings[0]
+            assert re.search(reason, outcome.warnings[0])
             assert "temporary folder" in outcome.warnings[0]
 
 
