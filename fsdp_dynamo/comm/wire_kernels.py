@@ -67,13 +67,13 @@ def encode(
     may_lack: bool,
 ) -> None:
     """Write codes and scales of a tile."""
-    if wire.is_stochastic:
+    is_integer = wire.name == "int8"
+    if is_integer and wire.is_stochastic:
         noise = _noise(values.device).like(values)
         scales.copy_(_run(_encode_with_noise, values, codes, noise))
     else:
-        is_integer = wire.name == "int8"
         scales.copy_(_run(_encode, values, codes, _LARGEST[wire.name], is_integer))
-    if may_lack and wire.name == "int8":
+    if may_lack and is_integer:
         codes.masked_fill_((values == 0) & values.signbit(), _LACKS)
 
 
