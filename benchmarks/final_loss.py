@@ -33,6 +33,8 @@ DIM, BLOCKS, BATCH, LENGTH, TEXT_BYTES, RATE = 128, 4, 8, 64, 4_000_000, 3e-3
 FORMATS: dict[str, CollectivePrecision | None] = {
     "none": None,
     **{name: CollectivePrecision(name, name) for name in ("bfloat16", "float8", "int8")},
+    "int4_reductions": CollectivePrecision(reduce_scatter="int4"),
+    "int8_gathers_int4_reductions": CollectivePrecision("int8", "int4"),
     "int8_blocks_of_256": CollectivePrecision("int8", "int8", block_numel=256),
     "int8_gathers_blocks_of_256": CollectivePrecision(all_gather="int8", block_numel=256),
     "int8_reductions_blocks_of_256": CollectivePrecision(reduce_scatter="int8", block_numel=256),

@@ -155,11 +155,13 @@ class CollectivePrecision:
     Attributes:
         all_gather: of parameters: ``"bfloat16"``, ``"float8"`` (e4m3), ``"int8"``, or ``None``: as
             they are.
-        reduce_scatter: of gradients: the same.
-        block_numel: elements that share a scale, in ``float8`` and ``int8``. A NaN or an infinity
-            makes all of its block NaN.
-        stochastic_rounding: round ``int8`` gradients up or down at random, so that their mean is
-            right.
+        reduce_scatter: of gradients: the same, or ``"int4"``.
+        all_reduce: of gradients that replicas average (hybrid strategies, ``NO_SHARD``): the same.
+            Each replica sums a part, in fp32, and sends it to the others in this format, too.
+        block_numel: elements that share a scale, in all formats but ``bfloat16``. A NaN or an
+            infinity makes all of its block NaN.
+        stochastic_rounding: round gradients in ``int8`` and ``int4`` up or down at random, so that
+            their mean is right.
 
     Source: ZeRO++ (arXiv:2306.10209), QSDP (arXiv:2302.02390).
     """
@@ -168,15 +170,17 @@ class CollectivePrecision:
     reduce_scatter: WireFormatName | None = None
     block_numel: int = 64
     stochastic_rounding: bool = True
+    all_reduce: WireFormatName | None = None
 
     def wire_of(
-        self, kind: Literal["all_gather", "reduce_scatter"], dtype: torch.dtype
+        self, kind: Literal["all_gather", "reduce_scatter", "all_reduce"], dtype: torch.dtype
     ) -> WireFormat | None:
         """The format of a collective of tensors of a dtype; ``None``: as they are."""
-        name = self.all_gather if kind == "all_gather" else self.reduce_scatter
+        name: WireFormatName | None = getattr(self, kind)
         if name is None or (name == "bfloat16" and dtype.itemsize <= 2):
             return None
-        is_stochastic = self.stochastic_rounding and kind == "reduce_scatter" and name == "int8"
+        is_stochastic = self.stochastic_rounding and kind != "all_gather"
+        is_stochastic &= name in ("int8", "int4")
         return WireFormat(name, self.block_numel, is_stochastic)
 
 
@@ -365,10 +369,13 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
             where=where,
             fix='Pass fsdp_dynamo.CollectivePrecision(all_gather="int8").',
         )
-    for name in (value.all_gather, value.reduce_scatter):
-        if name is not None and name not in WIRE_FORMATS:
+    gathers = [name for name in WIRE_FORMATS if name != "int4"]  # parameters would be too coarse
+    kinds = {"all_gather": gathers, "reduce_scatter": WIRE_FORMATS, "all_reduce": WIRE_FORMATS}
+    for kind, names in kinds.items():
+        name = getattr(value, kind)
+        if name is not None and name not in names:
             raise FSDPValueError(
-                expected=f"None or one of {', '.join(WIRE_FORMATS)}",
+                expected=f"{kind}: None or one of {', '.join(names)}",
                 got=repr(name),
                 where=where,
                 fix="Leave a direction out to let it travel as it is.",
@@ -379,7 +386,7 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
             expected="blocks of a positive multiple of 8 elements",
             got=f"block_numel={block!r}",
             where=where,
-            fix="Leave it at 256, or take 64 for less error and 6 % more bytes.",
+            fix="Leave it at 64, or take 256 for more error and 5 % fewer bytes.",
         )
     return value
 

@@ -132,7 +132,7 @@ def wire_bytes(node: fx.Node) -> int:
     """Bytes that one rank sends: ``(N-1)/N`` of the unsharded side, twice for an all-reduce."""
     size = world_size_of(node)
     if size is None:
-        return 2 * payload_bytes(node)
+        return 2 * (_message_bytes(node, 1) or payload_bytes(node))
     message = _message_bytes(node, size)
     if message:
         return message * (size - 1)
@@ -142,8 +142,8 @@ def wire_bytes(node: fx.Node) -> int:
 def messages_bytes(node: fx.Node) -> int:
     """Bytes of what a collective sends and receives beside its tensors: none without a format."""
     size = world_size_of(node)
-    if size is None:
-        return 0
+    if size is None:  # to those that sum parts, and from them to all
+        return 2 * _message_bytes(node, 1)
     mark = mark_of(node)
     is_gather = mark is not None and mark.kind == "all_gather"
     return _message_bytes(node, size) * (size + 1 if is_gather else 2 * size - 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WireFormatName = Literal["bfloat16", "float8", "int8"]
-"""``float8`` is e4m3. ``float8`` and ``int8`` have an fp32 scale for each block of elements."""
+WireFormatName = Literal["bfloat16", "float8", "int8", "int4"]
+"""``float8`` is e4m3. All but ``bfloat16`` have an fp32 scale for each block of elements."""
 
-_BITS: dict[str, int] = {"bfloat16": 16, "float8": 8, "int8": 8}
+_BITS: dict[str, int] = {"bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}
 WIRE_FORMATS = tuple(_BITS)
 """All names."""
 SCALE_BYTES = 4
@@ -35,13 +35,27 @@ class WireFormat:
         """Whether there is a scale for each block."""
         return self.name != "bfloat16"
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, of which one says that there is no value."""
+        return self.name in ("int8", "int4")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two elements of a block, half of it apart, share a byte."""
+        return self.name == "int4"
+
     def num_scales(self, numel: int) -> int:
         """Scales of ``numel`` elements, and one more that says how zeros are to be read."""
         return 1 - (-numel // self.block_numel) if self.has_scales else 0
 
+    def num_codes(self, numel: int) -> int:
+        """Codes of ``numel`` elements of a block, or of whole blocks, in memory."""
+        return -(-numel // 2) if self.is_packed else numel
+
     def num_bytes(self, numel: int) -> int:
         """Bytes of one message with ``numel`` elements."""
-        exact = self.num_scales(numel) * SCALE_BYTES + numel * _BITS[self.name] // 8
+        exact = self.num_scales(numel) * SCALE_BYTES - (-numel * _BITS[self.name] // 8)
         return -(-exact // _ALIGN_BYTES) * _ALIGN_BYTES
 
     def encode(self) -> str:

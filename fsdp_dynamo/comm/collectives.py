@@ -229,14 +229,18 @@ def issue_reduce_mean(
             all-reduce).
         label: see ``issue_all_gather``.
         sums_only: divide first, then sum.
-        wire: the format in which parts travel to the ranks that sum them; an all-reduce has none.
+        wire: the format in which parts travel to the ranks that sum them, and, in an all-reduce,
+            from these to all.
         may_lack: whether ``NO_VALUE`` may be among the elements.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
     with profiler_range(kind, label):
         if wire is not None:
-            return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
+            issue = _issue_encoded_mean
+            if output is unsharded:
+                issue = _issue_encoded_all_reduce
+            return issue(output, unsharded, group, event, entry, wire, may_lack)
         return _issue_reduce_mean(output, unsharded, group, event, entry, sums_only)
 
 
@@ -264,6 +268,36 @@ def _issue_encoded_mean(
     del parts[rank]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
     return InFlight(works, (output, sent, *parts), event, finish, group, entry)
+
+
+def _issue_encoded_all_reduce(
+    output: torch.Tensor,
+    unsharded: torch.Tensor,
+    group: dist.ProcessGroup,
+    event: events.Event | None,
+    entry: collective_log.Entry,
+    wire: WireFormat,
+    may_lack: bool,
+) -> InFlight:
+    """A part is summed by each rank, as above, and then sent to all: its rank decodes it, too."""
+    whole, size = unsharded.data.view(-1), group.size()
+    if missing := -whole.numel() % size:
+        whole = torch.nn.functional.pad(whole, (0, missing))
+    part = whole.new_empty(whole.numel() // size)
+    summed = _issue_encoded_mean(part, whole, group, None, entry, wire, may_lack)
+
+    def send_to_all() -> None:
+        summed.wait()
+        then = collective_log.record(group, "all_gather", entry.label, whole.numel(), entry.use)
+        sent = wire_codec.encode(part, 1, wire, may_lack)
+        received = sent.new_empty(sent.numel() * size)
+        works = _gather_works(received, sent, group, then)
+        InFlight(works, (received, sent), None, group=group, entry=then).wait()
+        wire_codec.decode(whole, received, size, wire)
+        if missing:
+            output.data.view(-1).copy_(whole[:-missing])
+
+    return InFlight([], (output, *summed.buffers), event, send_to_all, group, entry)
 
 
 def _issue_reduce_mean(

@@ -4,15 +4,19 @@
 
 One rank's part of a tensor, ``n`` elements in blocks of ``b``, as bytes::
 
-    int8, float8   | flag | scale of block 0 | scale of block 1 | ... | n codes | padding |
-    bfloat16       | n elements | padding |
+    int8, int4, float8   | flag | scale of block 0 | scale of block 1 | ... | codes | padding |
+    bfloat16             | n elements | padding |
 
 An element is its code times the scale of its block; the scale is the largest absolute value of the
 block over the largest code. What a code cannot say:
 
 - A block with a NaN or an infinity has that as its scale, and all of it arrives as NaN (what lies
   beside an infinity has the code 0).
-- ``NO_VALUE`` (-0.0) has the code -128 in int8, if the flag says that there are such.
+- ``NO_VALUE`` (-0.0) has the smallest code of an integer format, if the flag says that there are
+  such.
+
+Two codes of int4 share a byte: those of a block's first half are its lower bits, those of the
+second half its upper ones.
 
 All ranks decode the same bytes, their own among them, so what they gather is bitwise equal. Codes
 of gathers are rounded to the nearest, those of reductions at random if asked for (unbiased), and
@@ -32,23 +36,31 @@ import torch
 from fsdp_dynamo.comm import streams, wire_kernels
 from graph_passes.wire_format import SCALE_BYTES, WireFormat
 
-_CODES = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
+_CODES = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "float8": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16,
+}
 
 
-def encode(values: torch.Tensor, num_parts: int, wire: WireFormat) -> torch.Tensor:
+def encode(
+    values: torch.Tensor, num_parts: int, wire: WireFormat, may_lack: bool = False
+) -> torch.Tensor:
     """Messages of the parts of a tensor, one behind the other.
 
     Args:
         values: ``(num_parts * n,)``, floating-point.
         num_parts: equally large parts.
         wire: their format.
+        may_lack: whether elements may be ``NO_VALUE``, which is to arrive.
 
     Returns:
         Bytes ``(num_parts * wire.num_bytes(n),)``.
     """
     parts = values.detach().view(num_parts, -1)
     sent = _new_messages(parts, wire)
-    _encode_rows(parts, sent, wire, may_lack=False)
+    _encode_rows(parts, sent, wire, may_lack)
     return sent.view(-1)
 
 
@@ -62,7 +74,7 @@ def encode_for_others(
         num_parts: see ``encode``.
         own: the part whose message is not sent.
         wire: see ``encode``.
-        may_lack: whether elements may be ``NO_VALUE``, which is to arrive.
+        may_lack: see ``encode``.
     """
     parts = values.detach().view(num_parts, -1)
     sent = _new_messages(parts, wire)
@@ -80,7 +92,7 @@ def decode(output: torch.Tensor, received: torch.Tensor, num_parts: int, wire: W
         parts.copy_(codes)
         return
     lacks = _may_lack(scales, wire)
-    for values, some, their_scales in _tiles(wire, [parts, codes], [scales]):
+    for values, some, their_scales in _tiles(wire, [parts], [codes], [scales]):
         wire_kernels.decode(values, some, their_scales, lacks)
 
 
@@ -101,7 +113,7 @@ def add_decoded(
     codes, scales = [one for one, _ in sent], [one for _, one in sent]
     lacks = [_may_lack(one, wire) for one in scales]
     divisors = [1.0] * (len(sent) - 1) + [divisor]
-    for target, *tiles in _tiles(wire, [total, *codes], scales if wire.has_scales else []):
+    for target, *tiles in _tiles(wire, [total], codes, scales if wire.has_scales else []):
         for i, (may_lack, over) in enumerate(zip(lacks, divisors, strict=True)):
             their_scales = tiles[len(codes) + i] if wire.has_scales else None
             wire_kernels.add(target, tiles[i], their_scales, may_lack, over)
@@ -118,28 +130,34 @@ def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def _views(
     messages: torch.Tensor, numel: int, wire: WireFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``(m, numel)`` and scales ``(m, s)`` of messages ``(m, bytes)``."""
+    """Codes ``(m, c)`` and scales ``(m, s)`` of messages ``(m, bytes)`` of ``numel`` elements."""
     begin = wire.num_scales(numel) * SCALE_BYTES
     code = _CODES[wire.name]
-    end = begin + numel * code.itemsize
+    end = begin + wire.num_codes(numel) * code.itemsize
     return messages[:, begin:end].view(code), messages[:, :begin].view(torch.float32)
 
 
 def _tiles(
-    wire: WireFormat, elements: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+    wire: WireFormat,
+    elements: Sequence[torch.Tensor],
+    codes: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of the same blocks of elements ``(m, n)`` and then scales ``(m, s)``, tile by tile.
+    """Views of the same blocks of elements ``(m, n)``, codes ``(m, c)`` and scales ``(m, s)``.
 
-    Tiles are ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A last, smaller block
-    has tiles of its own.
+    They come tile by tile: ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A last,
+    smaller block has tiles of its own.
     """
     numel, block = elements[0].shape[1], wire.block_numel
     most = wire_kernels.tile_numel(elements[0].device)
     whole, rest = divmod(numel, block)
     for first, count, width in ((0, whole, block), (whole, 1, rest)):
         if count and width:
-            span = slice(first * block, first * block + count * width)
-            views = [one[:, span].unflatten(1, (count, width)) for one in elements]
+            begin, coded = wire.num_codes(first * block), wire.num_codes(width)
+            views = [one[:, first * block :][:, : count * width] for one in elements]
+            views = [one.unflatten(1, (count, width)) for one in views]
+            sent = [one[:, begin : begin + count * coded] for one in codes]
+            views += [one.unflatten(1, (count, coded)) for one in sent]
             views += [one[:, 1 + first : 1 + first + count].unsqueeze(-1) for one in scales]
             yield from zip(*(_cut(view, max(1, most // width)) for view in views), strict=True)
 
@@ -159,13 +177,13 @@ def _encode_rows(
     if not wire.has_scales:
         codes.copy_(parts)
         return
-    scales[:, 0] = float(may_lack and wire.name == "int8")
-    for values, some, their_scales in _tiles(wire, [parts, codes], [scales]):
+    scales[:, 0] = float(may_lack and wire.is_integer)
+    for values, some, their_scales in _tiles(wire, [parts], [codes], [scales]):
         wire_kernels.encode(values, some, their_scales, wire, may_lack)
 
 
 def _may_lack(scales: torch.Tensor, wire: WireFormat) -> bool:
     """Whether codes may say ``NO_VALUE``; a device's host does not wait to know."""
-    if wire.name != "int8":
+    if not wire.is_integer:
         return False
     return streams.host_runs_ahead(scales.device) or bool((scales[:, 0] != 0).any())

@@ -21,12 +21,13 @@ from fsdp_dynamo.comm import streams
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
 
-_LACKS = -128
+_LACKS = {torch.int8: -128, torch.uint8: -8}
+"""The code of ``NO_VALUE``, by the dtype in which codes travel: two of int4 are one of uint8."""
 _SMALLEST_SCALE = 1e-35
 """Below it, a block arrives as zeros: the inverse of a scale must be a number."""
-_LARGEST = {"int8": 127.0, "float8": 448.0}
-_LARGEST_BEFORE_NOISE = 126.999
-"""With noise below 1 added, codes are 127 at most."""
+_LARGEST = {"int8": 127.0, "int4": 7.0, "float8": 448.0}
+_LARGEST_BEFORE_NOISE = {"int8": 126.999, "int4": 6.999}
+"""With noise below 1 added, codes are 127 or 7 at most."""
 _SMALLEST_COMPILED = 1 << 14
 """Elements of a tile for which a compiled kernel is called: its guards take as long as less do."""
 
@@ -42,7 +43,7 @@ def tile_numel(device: torch.device) -> int:
 
 def compile_kernels() -> None:
     """Compile the kernels with Inductor, at their first large tiles; does so once a process."""
-    for kernel in () if _compiled else (_encode, _encode_with_noise, _decode, _add):
+    for kernel in () if _compiled else _KERNELS:
         _compiled[kernel] = torch.compile(kernel, fullgraph=True)
 
 
@@ -67,22 +68,25 @@ def encode(
     may_lack: bool,
 ) -> None:
     """Write codes and scales of a tile."""
-    is_integer = wire.name == "int8"
-    if is_integer and wire.is_stochastic:
-        noise = _noise(values.device).like(values)
-        scales.copy_(_run(_encode_with_noise, values, codes, noise))
+    single = codes.new_empty(values.shape, dtype=torch.int8) if wire.is_packed else codes
+    if wire.is_integer and wire.is_stochastic:
+        noise, largest = _noise(values.device).like(values), _LARGEST_BEFORE_NOISE[wire.name]
+        scales.copy_(_run(_encode_with_noise, values, single, noise, largest))
     else:
-        scales.copy_(_run(_encode, values, codes, _LARGEST[wire.name], is_integer))
-    if may_lack and is_integer:
-        codes.masked_fill_((values == 0) & values.signbit(), _LACKS)
+        scales.copy_(_run(_encode, values, single, _LARGEST[wire.name], wire.is_integer))
+    if may_lack and wire.is_integer:
+        single.masked_fill_((values == 0) & values.signbit(), _LACKS[codes.dtype])
+    if wire.is_packed:
+        _run(_pack, single, codes)
 
 
 @torch.no_grad()
 def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_lack: bool) -> None:
     """Write the elements of a tile into ``output``."""
-    _run(_decode, output, codes, scales)
+    single = _single(codes, output)
+    _run(_decode, output, single, scales)
     if may_lack:
-        output.masked_fill_(codes == _LACKS, NO_VALUE)
+        output.masked_fill_(single == _LACKS[codes.dtype], NO_VALUE)
 
 
 @torch.no_grad()
@@ -101,10 +105,19 @@ def add(
         decode(term, codes, scales, may_lack)
         total.add_(term)
     else:
-        _run(_add, total, codes, scales, divisor)
+        _run(_add, total, _single(codes, total), scales, divisor)
         return
     if divisor != 1:
         total.div_(divisor)
+
+
+def _single(codes: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Codes of elements, one by one."""
+    if codes.dtype != torch.uint8:
+        return codes
+    single = torch.empty_like(elements, dtype=torch.int8)
+    _run(_unpack, single, codes)
+    return single
 
 
 # -- kernels -------------------------------------------------------------------------------------
@@ -126,13 +139,13 @@ def _encode(
 
 
 def _encode_with_noise(
-    values: torch.Tensor, codes: torch.Tensor, noise: torch.Tensor
+    values: torch.Tensor, codes: torch.Tensor, noise: torch.Tensor, largest: float
 ) -> torch.Tensor:
     exact = values.to(torch.float32)
-    bounds = _bounds(exact, _LARGEST_BEFORE_NOISE)
-    factors = _LARGEST_BEFORE_NOISE / bounds
+    bounds = _bounds(exact, largest)
+    factors = largest / bounds
     codes.copy_(torch.addcmul(noise, exact, factors).floor_())
-    return bounds / _LARGEST_BEFORE_NOISE
+    return bounds / largest
 
 
 def _decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -143,6 +156,22 @@ def _add(total: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, divisor
     total.add_(codes.to(total.dtype).mul_(scales))
     if divisor != 1:
         total.div_(divisor)
+
+
+def _pack(codes: torch.Tensor, packed: torch.Tensor) -> None:
+    half = packed.shape[-1]
+    low, high = codes[..., :half], codes[..., half:]
+    packed.copy_(low & 15)
+    packed[..., : high.shape[-1]].bitwise_or_(high << 4)
+
+
+def _unpack(codes: torch.Tensor, packed: torch.Tensor) -> None:
+    half, signed = packed.shape[-1], packed.view(torch.int8)
+    codes[..., :half] = (signed << 4) >> 4
+    codes[..., half:] = signed[..., : codes.shape[-1] - half] >> 4
+
+
+_KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
 
 
 class _Noise:

@@ -76,13 +76,15 @@ class Wires(NamedTuple):
     Attributes:
         gather: of the shards of a flat parameter.
         reduce: of those of its gradient.
+        replicas: of gradients that replicas average.
     """
 
-    gather: WireFormat | None
-    reduce: WireFormat | None
+    gather: WireFormat | None = None
+    reduce: WireFormat | None = None
+    replicas: WireFormat | None = None
 
 
-_AS_THEY_ARE = Wires(None, None)
+_AS_THEY_ARE = Wires()
 
 
 class Piece(NamedTuple):
@@ -130,7 +132,7 @@ class FlatParameter:
         collective_precision: CollectivePrecision | None = None,
     ) -> None:
         first = originals[0].param
-        self.collective_precision = collective_precision if sharded_strategy else None
+        self.collective_precision = collective_precision
         self.is_offloaded = offload
         self.originals = tuple(originals)
         self.groups = groups
@@ -258,14 +260,23 @@ class FlatParameter:
         """The same of its gradients to the ranks that sum them."""
         return self.wires(self.is_full_precision).reduce
 
+    @property
+    def replica_wire(self) -> WireFormat | None:
+        """The same between the replicas that average its gradients."""
+        return self.wires(self.is_full_precision).replicas
+
     def wires(self, is_full_precision: bool) -> Wires:
         """Formats of its collectives in low precision, or in full precision."""
         precision, dtypes = self.collective_precision, self.dtypes(is_full_precision)
         if precision is None:
             return _AS_THEY_ARE
+        of_replicas = precision.wire_of("all_reduce", dtypes.reduce)
+        if not self.is_sharded:
+            return Wires(replicas=of_replicas)
         return Wires(
             precision.wire_of("all_gather", dtypes.param),
             precision.wire_of("reduce_scatter", dtypes.reduce),
+            of_replicas,
         )
 
     # -- sizes -------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class PendingReduce:
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
         self.advance()
-        if self.beside is None or self.flat.hierarchy is None:
+        has_messages = self.flat.hierarchy is not None or self.flat.replica_wire is not None
+        if self.beside is None or not has_messages:
             self.in_flight.wait()
         else:  # messages in a format have memory of the stream beside
             self.held = (*self.held, *self.in_flight.buffers)
@@ -110,7 +111,7 @@ def issue_reduce(
         flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
         events.complete(event, began_ns)
         return PendingReduce(flat, collectives.InFlight([]), output)
-    wire = flat.reduce_wire if flat.is_sharded else None
+    wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
     in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, wire, may_lack)
     over_replicas = None
     if len(groups) > 1:
@@ -162,7 +163,7 @@ def _issue_over_replicas(
 ) -> collectives.InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
-    return _issue_mean(flat, group, output, output)
+    return _issue_mean(flat, group, output, output, flat.replica_wire)
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:

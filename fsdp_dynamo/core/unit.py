@@ -79,7 +79,7 @@ def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
 
     Args:
         units: whose collectives they are.
-        kind: ``"all_gather"`` or ``"reduce_scatter"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         where: the user's call.
 
     Raises:

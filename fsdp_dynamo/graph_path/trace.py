@@ -155,7 +155,7 @@ def _describe_flat(
                 kind,
                 "backward",
                 ordinal if i == 0 else second,
-                wire=text_of(wires.reduce if kind == "reduce_scatter" else None),
+                wire=text_of(wires.reduce if kind == "reduce_scatter" else wires.replicas),
             ).encode()
             for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
         ),

@@ -143,7 +143,8 @@ class UserMethods(nn.Module):
                 expected="a callable", got=repr(hook), where=where, fix="Pass a function."
             )
         self._fsdp_require_outermost(where)
-        refuse_formats(self._fsdp_root.units, "reduce_scatter", where)
+        for kind in ("reduce_scatter", "all_reduce"):
+            refuse_formats(self._fsdp_root.units, kind, where)
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
         if any(flat.comm_hook for flat in flats):
             raise FSDPStateError(

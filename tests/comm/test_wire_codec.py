@@ -11,7 +11,7 @@ from fsdp_dynamo.comm import wire_codec, wire_kernels
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WIRE_FORMATS, WireFormat
 
-LARGEST_ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254}
+LARGEST_ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
 """Of an element, as a part of the largest one in its block."""
 
 
@@ -95,11 +95,12 @@ def test_what_is_not_finite_stays_so_in_its_block(name: str, value: float) -> No
         assert got[16:32].isnan().all()
 
 
-def test_rounding_at_random_has_the_right_mean() -> None:
-    wire = WireFormat("int8", 8, is_stochastic=True)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_rounding_at_random_has_the_right_mean(name: str) -> None:
+    wire = WireFormat(name, 8, is_stochastic=True)  # type: ignore[arg-type]
     values = torch.tensor([1.0, 0.1234, -0.4321, 0.5, 0.003, -0.9999, 0.0, 0.25])
     got = torch.stack([_arrived(values, 1, wire) for _ in range(4000)])
-    step = 1 / 127
+    step = 2 * LARGEST_ERROR[name]
     assert ((got - values).abs() <= step * 1.001).all()
     assert (got[:, 1] != got[0, 1]).any()
     assert ((got.mean(0) - values).abs() <= 4 * step / 4000**0.5).all()
@@ -122,9 +123,9 @@ def test_sums_are_of_what_arrived(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_what_is_not_sent_is_not_encoded(name: str) -> None:
     wire = WireFormat(name, 16)  # type: ignore[arg-type]
-    values = torch.randn(3 * 40)
+    values = torch.randn(3 * 48)
     every = wire_codec.encode(values, 3, wire).view(3, -1)
-    values[40:80] = torch.nan
+    values[48:96] = torch.nan
     sent = wire_codec.encode_for_others(values, 3, 1, wire, may_lack=False).view(3, -1)
     assert torch.equal(sent[0], every[0])
     assert torch.equal(sent[2], every[2])
@@ -141,7 +142,7 @@ def test_noise_does_not_repeat_by_block() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int8", "float8"])
+@pytest.mark.parametrize("name", ["int8", "float8", "int4"])
 def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled or not: the same bytes decode to the same bits; codes differ by one at most."""
     torch.manual_seed(1)
@@ -170,6 +171,8 @@ def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 def test_bytes() -> None:
     assert WireFormat("bfloat16").num_bytes(1 << 20) == 2 << 20
     assert WireFormat("int8").num_bytes(1 << 20) == (1 << 20) + 4 * (16384 + 1) + 4  # aligned
+    assert WireFormat("int4").num_bytes(1 << 20) == (1 << 19) + 4 * (16384 + 1) + 4
+    assert WireFormat("int4").num_bytes(3) == 8 + 8  # two scales, two bytes
     for name in WIRE_FORMATS:
-        wire = WireFormat(name, 64, name == "int8")  # type: ignore[arg-type]
+        wire = WireFormat(name, 64, name in ("int8", "int4"))  # type: ignore[arg-type]
         assert WireFormat.decode(wire.encode()) == wire

@@ -41,7 +41,7 @@ from fsdp_dynamo.graph_path import offloading
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-INT8 = CollectivePrecision("int8", "int8", stochastic_rounding=False)
+INT8 = CollectivePrecision("int8", "int8", stochastic_rounding=False, all_reduce="int8")
 STEPS = 3
 
 CASES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from fsdp_dynamo.comm import point_to_point
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 FORMATS = ("bfloat16", "float8", "int8")
-ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254}
+ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
 """Largest error, as a part of the largest element of a block."""
 
 
@@ -98,11 +98,63 @@ def _gradients(rank: int, world_size: int, name: Any, mode: str) -> list[tuple[f
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "int4"])
 def test_gradients_are_means_of_what_arrived(ranks: RankPool, name: str, mode: str) -> None:
     for found in ranks.run(_gradients, 3, name, mode):
         assert all(error <= bound * 1.01 + 1e-7 for error, bound in found)
         assert any(error > 0 for error, _ in found)
+
+
+def _between_replicas(
+    rank: int, world_size: int, strategy: ShardingStrategy, name: Any, mode: str
+) -> tuple[bool, float, float, int]:
+    """Whether replicas hold bitwise equal means, their error, what it may be, and bytes sent."""
+    tokens = batch(rank, 0)
+    reference = make_transformer(num_blocks=2)
+    loss_of(reference, tokens).backward()
+    average_gradients(reference)
+    precision = CollectivePrecision(all_reduce=name, stochastic_rounding=False)
+    kwargs: dict[str, Any] = {"sharding_strategy": strategy, "collective_precision": precision}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        kwargs["device_mesh"] = init_device_mesh("cpu", (world_size // 2, 2))
+    call = in_mode(model := wrap(make_transformer(num_blocks=2), **kwargs), mode)
+    with _counted() as sent:
+        loss_of(call, tokens).backward()
+    error = largest = 0.0
+    is_equal = True
+    with FSDP.summon_full_params(model, with_grads=True):
+        exact = dict(reference.named_parameters())
+        for fqn, param in model.named_parameters():
+            grad, expected = param.grad, exact[fqn].grad
+            assert grad is not None
+            assert expected is not None
+            error = max(error, float((grad - expected).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
+            of_rank_0 = grad.clone()
+            dist.broadcast(of_rank_0, 0)
+            is_equal &= torch.equal(of_rank_0, grad)
+    return is_equal, error, largest, sum(sent)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*FORMATS, "int4"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(3, ShardingStrategy.NO_SHARD), (4, ShardingStrategy.HYBRID_SHARD)],
+    ids=["not sharded", "hybrid"],
+)
+def test_means_of_replicas(
+    ranks: RankPool, mode: str, name: str, world_size: int, strategy: ShardingStrategy
+) -> None:
+    """Replicas that are no divisor of a flat parameter's elements, too."""
+    for is_equal, error, largest, sent in ranks.run(
+        _between_replicas, world_size, strategy, name, mode
+    ):
+        assert is_equal
+        # Once by the rank that sends its part, once by the one that has summed it; others' parts
+        # are up to so many times the mean.
+        assert 0 < error <= (world_size + 1) * ERROR[name] * largest
+        assert sent > 0
 
 
 def _losses(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> list[float]:
@@ -142,7 +194,8 @@ def test_with_other_arguments(
     ranks: RankPool, mode: str, world_size: int, kwargs: dict[str, Any]
 ) -> None:
     exact = ranks.run(_losses, world_size, "eager", kwargs)
-    formats = {**kwargs, "collective_precision": CollectivePrecision("int8", "int8")}
+    every = CollectivePrecision("int8", "int8", all_reduce="int8")
+    formats = {**kwargs, "collective_precision": every}
     for got, expected in zip(ranks.run(_losses, world_size, mode, formats), exact, strict=True):
         assert got == pytest.approx(expected, rel=0.05)
 
@@ -188,12 +241,15 @@ class _Choosing(nn.Module):
         return self.second(x) if uses_second else x
 
 
-def _absent(rank: int, world_size: int, name: Any) -> tuple[bool, bool, float]:
+def _absent(
+    rank: int, world_size: int, name: Any, strategy: ShardingStrategy
+) -> tuple[bool, bool, float]:
     """Whether gradients that no rank has are ``None``, one that rank 0 has is there; its error."""
     x = torch.linspace(-1, 1, 16).view(2, 8)
     reference = _Choosing()
     reference(x, True).pow(2).sum().backward()
-    model = FSDP(_Choosing(), collective_precision=CollectivePrecision(reduce_scatter=name))
+    precision = CollectivePrecision(reduce_scatter=name, all_reduce=name)
+    model = FSDP(_Choosing(), sharding_strategy=strategy, collective_precision=precision)
     model(x, rank == 0).pow(2).sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     held = {n: p.numel() for n, p in model.named_parameters()}
@@ -208,9 +264,12 @@ def _absent(rank: int, world_size: int, name: Any) -> tuple[bool, bool, float]:
     return is_none, is_there, error
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @pytest.mark.parametrize("name", FORMATS)
-def test_gradients_that_are_not_there(ranks: RankPool, name: str) -> None:
-    for is_none, is_there, error in ranks.run(_absent, 2, name):
+def test_gradients_that_are_not_there(
+    ranks: RankPool, name: str, strategy: ShardingStrategy
+) -> None:
+    for is_none, is_there, error in ranks.run(_absent, 2, name, strategy):
         assert is_none
         assert is_there
         assert error < 0.2
@@ -259,7 +318,8 @@ def _counted() -> Iterator[list[int]]:
 
 
 def _bytes(rank: int, world_size: int, mode: str, name: Any) -> int:
-    precision = None if name is None else _both(name)
+    gathers = "int8" if name == "int4" else name
+    precision = CollectivePrecision(gathers, name)
     model = wrap(make_transformer(num_blocks=2, dim=64), collective_precision=precision)
     call = in_mode(model, mode)
     loss_of(call, batch(rank, 0)).backward()
@@ -271,7 +331,12 @@ def _bytes(rank: int, world_size: int, mode: str, name: Any) -> int:
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_bytes(ranks: RankPool, mode: str) -> None:
     as_they_are = ranks.run(_bytes, 2, mode, None)
-    for name, most in (("bfloat16", 0.5001), ("int8", 0.267), ("float8", 0.267)):
+    for name, most in (
+        ("bfloat16", 0.5001),
+        ("int8", 0.267),
+        ("float8", 0.267),
+        ("int4", 0.226),  # of which gathers, in int8, are two thirds
+    ):
         for sent, exact in zip(ranks.run(_bytes, 2, mode, name), as_they_are, strict=True):
             assert 0 < sent <= most * exact
 
@@ -299,6 +364,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     composable = fully_shard(nn.Linear(4, 4), collective_precision=both)
     return {
         "format": error_of(lambda: wrapped(CollectivePrecision("int3"))),  # type: ignore[arg-type]
+        "coarse": error_of(lambda: wrapped(CollectivePrecision("int4"))),
         "class": error_of(lambda: wrapped("int8")),
         "blocks": error_of(lambda: wrapped(CollectivePrecision("int8", block_numel=100))),
         "dtype": error_of(lambda: wrapped(both, nn.Linear(4, 4, dtype=torch.float64))),
@@ -311,6 +377,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 def test_refused(ranks: RankPool) -> None:
     for errors in ranks.run(_refused, 2):
         assert "one of bfloat16, float8, int8" in errors["format"]
+        assert "all_gather: None or one of bfloat16, float8, int8, got 'int4'" in errors["coarse"]
         assert "a CollectivePrecision or None" in errors["class"]
         assert "block_numel=100" in errors["blocks"]
         assert "torch.float64" in errors["dtype"]
