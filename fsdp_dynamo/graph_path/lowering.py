@@ -17,7 +17,7 @@ from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
 from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
 from graph_passes.markers import launch_of
-from graph_passes.text.boundary_labels import label_boundaries
+from graph_passes.text.boundary_labels import Label, label_boundaries
 from graph_passes.text.fingerprint import fingerprint
 
 _Function = Callable[..., Any]
@@ -115,8 +115,10 @@ def _merge(
     return items
 
 
-def _source_of(output: fx.Node) -> Any:
-    """The tensor that a lowered collective sends, unless it sends a copy of one on the host."""
+def _source_of(output: fx.Node, label: str) -> Any:
+    """The tensor that a lowered collective sends, unless it sends messages, or a copy of one."""
+    if Label.decode(label).wire:
+        return None
     call, position = output.args if output.target is operator.getitem else (output, None)
     if getattr(call.target, "__name__", "").startswith(_FROM_HOST[0].__name__):  # type: ignore[union-attr]
         return None
@@ -138,7 +140,7 @@ def lower_to_functions(graph: fx.Graph) -> None:
     offloading.lower_gradients(graph, lambda function: function)
     for wait, output in _lower_issues(graph, labels, lambda function: function).items():
         wait.target = operators.wait
-        wait.args = (output, _source_of(output), labels[wait])
+        wait.args = (output, _source_of(output, labels[wait]), labels[wait])
     for start, end in offloading.copies_to_device(graph):
         start.target = offloading.start_to_device
         end.target, end.args = offloading.end_to_device, (start,)
@@ -184,7 +186,7 @@ def lower_to_operators(graph: fx.Graph) -> None:
     issued = _lower_issues(graph, labels, to)
     _lower_writes(graph)
     for wait, output in issued.items():
-        arguments = (output, _source_of(output), labels[wait])
+        arguments = (output, _source_of(output, labels[wait]), labels[wait])
         with graph.inserting_before(wait):
             mutate = graph.call_function(operators.wait_.default, arguments)
         mutate.meta.update(wait.meta)

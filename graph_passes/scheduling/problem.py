@@ -299,9 +299,9 @@ def _transfer(
         ready = max(ready, pinned[node])
     messages = messages_bytes(node)
     held = num_bytes(chain.wait) + sum(num_bytes(n) for n in chain.before) + messages
-    if mark.kind != "all_gather":  # the gradient and what arrives for it
+    if mark.kind != "all_gather":  # the gradient and what arrives for it, or messages of both
         arrives = wire_bytes(node) if cost.receives_apart else 0
-        held = payload_bytes(node) + (messages or arrives)
+        held = messages or payload_bytes(node) + arrives
     dtype = getattr(node.meta.get("val"), "dtype", "")
     return Transfer(
         mark,

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from fsdp_dynamo import (
     FSDP,
+    CollectivePrecision,
     FSDPError,
     FSDPTypeError,
     FSDPValueError,
@@ -112,6 +113,8 @@ def sharded(plain: nn.Module, how: str) -> nn.Module:
     if how == "hierarchy":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         return wrap(plain, sharding_strategy=ShardingStrategy.HIERARCHICAL_SHARD, device_mesh=mesh)
+    if how == "in int8":
+        return wrap(plain, collective_precision=CollectivePrecision("int8", "int4"))
     if how == "around a compiled one":
         return FSDP(torch.compile(plain, backend="eager"))  # type: ignore[arg-type]
     if how == "compiled":
@@ -182,9 +185,9 @@ def _pass_on(
 
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
-    """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies and modes: bitwise equal."""
-    hands = [("blocks", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
-    hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("blocks", 2)]
+    """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies, modes, formats: bitwise equal."""
+    hands = [("in int8", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
+    hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("in int8", 2)]
     first: dict[str, torch.Tensor] = {}
     for step, (how, world_size) in enumerate(hands):
         for whole, is_exact in ranks.run(_pass_on, world_size, how, str(tmp_path), step):
