@@ -46,6 +46,8 @@ class GraphOptions:
             functions of a graph, or ``graph_passes.GraphPass`` objects.
         disabled_passes: names of passes, of ours or the user's, and of the switches above, that are
             left out.
+        inductor: settings of Inductor, by their names in ``torch._inductor.config``. In ``options``
+            they stand beside ours: ``{"bucket": False, "max_autotune": True}``.
     """
 
     plan: Plan | None = None
@@ -61,6 +63,7 @@ class GraphOptions:
     regions: bool = False
     passes: tuple[GraphPass, ...] = field(default=())
     disabled_passes: tuple[str, ...] = ()
+    inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> GraphOptions:
@@ -75,10 +78,9 @@ class GraphOptions:
                 disabled that is not known or cannot be left out.
         """
         given = dict(options or {})
-        known = [f.name for f in fields(GraphOptions)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise _wrong(FSDPTypeError, unknown[0], f"one of {known}", f"'{unknown[0]}'")
+        known = [f.name for f in fields(GraphOptions) if f.name != "inductor"]
+        others = {name: given.pop(name) for name in sorted(set(given) - set(known))}
+        given["inductor"] = _inductor(others, known)
         for name in _SWITCHES:
             if not isinstance(given.get(name, True), bool):
                 raise _wrong(FSDPTypeError, name, "True or False", repr(given[name]))
@@ -123,6 +125,24 @@ def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Excepti
             fix="See fsdp_dynamo.graph_options.GraphOptions.",
         )
     )
+
+
+def _inductor(given: Mapping[str, Any], ours: Sequence[str]) -> dict[str, Any]:
+    """Settings of Inductor, with the names that it knows."""
+    if not given:
+        return {}
+    from torch._inductor import config
+
+    known, checked = config.get_config_copy(), {}
+    for name, value in given.items():
+        setting = name.replace("-", "_")  # as torch.compile takes them
+        if setting not in known:
+            expected = f"one of {ours}, or a setting of torch._inductor.config"
+            raise _wrong(FSDPTypeError, name, expected, f"'{name}'")
+        if isinstance(known[setting], bool) and not isinstance(value, bool):
+            raise _wrong(FSDPTypeError, name, "True or False", repr(value))
+        checked[setting] = value
+    return checked
 
 
 def _plan(value: Any) -> Plan | None:

@@ -38,6 +38,7 @@ from fsdp_dynamo.graph_path.inductor import (
     inductor_settings,
     keeps_graphs,
     mode_settings,
+    users_settings,
 )
 from fsdp_dynamo.graph_path.lowering import (
     lower_regions_to_modules,
@@ -125,6 +126,7 @@ def fsdp_dynamo_aot_eager(
     """
     mode_settings(mode)
     parsed = _prepare(gm, options)
+    users_settings(parsed, is_used=False)
     planner = planner_for(gm, parsed, live_bytes_node_by_node)
     passes = default_passes(planner, True, parsed.passes, parsed.left_out)
     compiler = partial(_run_node_by_node, _pipeline(passes))
@@ -160,7 +162,7 @@ def fsdp_dynamo(
 ) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor.
 
-    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``; ``mode`` is
+    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``, and Inductor's; ``mode`` is
     ``"max-autotune-no-cudagraphs"``, or ``"default"``.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -168,6 +170,7 @@ def fsdp_dynamo(
     settings = mode_settings(mode, MAX_AUTOTUNE)
     require_usable_folder()
     parsed = _prepare(gm, options)
+    settings |= users_settings(parsed)
     if _has_wire_formats(gm):
         wire_kernels.compile_kernels()
     planner = planner_for(gm, parsed, live_bytes_of_generated)
@@ -178,7 +181,8 @@ def fsdp_dynamo(
     config = settings | inductor_settings(partitioner, pipeline, marks)
     key = None
     if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
-        key = graph_key(gm, example_inputs, marks, partitioner.uuid(), pipeline.cache_key())
+        parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
+        key = graph_key(gm, example_inputs, *parts)
     inner_compile = generated_code.checking(_backward_once(compile_fx_inner, key))
 
     def compile_() -> Any:

@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import generated_code
 from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.lowering import lower_to_operators
@@ -41,6 +42,31 @@ def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
             f'{MAX_AUTOTUNE!r} needs backend="fsdp_dynamo".',
         )
     return dict(list_mode_options(mode))
+
+
+def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any]:
+    """Settings of Inductor that the user gave beside our options.
+
+    Raises:
+        FSDPValueError: one of them is ours to decide, or the backend does not use Inductor.
+    """
+    ours = {"custom_partitioner_fn", "post_grad_custom_post_pass", *generated_code.SETTINGS}
+    for name, value in options.inductor.items():
+        if not is_used:
+            reason = 'nothing is compiled by Inductor; take backend="fsdp_dynamo"'
+        elif name == "triton.cudagraphs" and value:
+            reason = "CUDA graphs do not go with collectives in the graph"
+        elif name in ours:
+            reason = "it would change the order of collectives, which the plan decides"
+        else:
+            continue
+        raise FSDPValueError(
+            expected="settings of Inductor that leave collectives where they are",
+            got=f"{name}={value!r}",
+            where=f"torch.compile(options=...), '{name}'",
+            fix=f"Leave it out: {reason}.",
+        )
+    return dict(options.inductor)
 
 
 class ScheduleAndLower(CustomGraphPass):

@@ -328,6 +328,8 @@ def test_damaged_numbers_are_measured_anew(ranks: RankPool, tmp_path: Any) -> No
     ("options", "kind", "message"),
     [
         ({"prefetsch": True}, FSDPTypeError, "'prefetsch'"),
+        ({"inductor": {}}, FSDPTypeError, "or a setting of torch._inductor.config, got 'inductor'"),
+        ({"max_autotune": 1}, FSDPTypeError, "expected True or False, got 1"),
         ({"prefetch": 1}, FSDPTypeError, "expected True or False"),
         ({"regions": "yes"}, FSDPTypeError, "expected True or False"),
         ({"plan": 3}, FSDPTypeError, "a Plan or a path"),
@@ -366,12 +368,75 @@ def test_a_plan_file_runs_no_code(tmp_path: Path, protocol: int) -> None:
     assert mark.exists()  # it would have
 
 
+INDUCTORS = {"epilogue-fusion": False, "triton.cudagraphs": False, "bucket": False}
+
+
+def _with_inductors(rank: int, world_size: int) -> tuple[Any, ...]:
+    """Losses without and with them, what Inductor saw, and the error of ranks that differ."""
+    torch._dynamo.reset()
+    seen: set[Any] = set()
+
+    def see(graph: fx.Graph) -> None:
+        seen.add(torch._inductor.config.epilogue_fusion)
+
+    losses, given = [], {**INDUCTORS, "passes": [see]}
+    for options in ({}, given):
+        model = wrap(make_transformer(num_blocks=2))
+        step = torch.compile(model, fullgraph=True, backend="fsdp_dynamo", options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for number in range(2):
+            loss = loss_of(step, batch(rank, number))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    torch._dynamo.reset()
+    given = {"max_autotune_pointwise": bool(rank)}
+    step = torch.compile(
+        wrap(make_transformer(num_blocks=2)), fullgraph=True, backend="fsdp_dynamo", options=given
+    )
+    return losses[0], losses[1], seen, _raised(lambda: loss_of(step, batch(rank, 0)))
+
+
+@pytest.mark.slow
+def test_inductors_settings_beside_ours(ranks: RankPool) -> None:
+    for without, got, seen, error in ranks.run(_with_inductors, 2):
+        assert got == pytest.approx(without, rel=1e-5)
+        assert seen == {False}
+        assert error[0] == DivergenceError.__name__
+        assert "utotune_pointwise" in error[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "backend", "reason"),
+    [
+        ("triton.cudagraphs", True, "fsdp_dynamo", "CUDA graphs do not go with collectives"),
+        ("reorder_for_peak_memory", True, "fsdp_dynamo", "which the plan decides"),
+        ("epilogue_fusion", False, "fsdp_dynamo_aot_eager", "nothing is compiled by Inductor"),
+    ],
+)
+def test_inductors_settings_that_are_refused(
+    name: str, value: bool, backend: str, reason: str
+) -> None:
+    step = torch.compile(torch.nn.Linear(2, 2), backend=backend, options={name: value})
+    with pytest.raises(Exception, match=reason) as raised:
+        step(torch.ones(1, 2))
+    assert name in str(raised.value)
+    torch._dynamo.reset()
+
+
 def test_text_tells_options_apart() -> None:
     texts = {
         GraphOptions.parse(options).text()
-        for options in ({}, {"bucket": False}, {"passes": [count_products]}, GIVEN)
+        for options in (
+            {},
+            {"bucket": False},
+            {"epilogue_fusion": False},
+            {"passes": [count_products]},
+            GIVEN,
+        )
     }
-    assert len(texts) == 4
+    assert len(texts) == 5
     assert GraphOptions.parse(GIVEN).text() == GraphOptions.parse(dict(GIVEN)).text()
 
 

@@ -275,6 +275,19 @@ def test_a_mode_is_settings() -> None:
 
 
 @pytest.mark.private(
+    "torch._inductor.config.get_config_copy",
+    need="names of Inductor's settings, which options of torch.compile may hold beside ours",
+    instead="options that are ours alone, and Inductor's set in torch._inductor.config",
+)
+def test_settings_have_names() -> None:
+    known = torch._inductor.config.get_config_copy()
+    assert known["max_autotune"] is torch._inductor.config.max_autotune
+    assert known["triton.cudagraphs"] is False
+    known["max_autotune"] = None
+    assert torch._inductor.config.max_autotune is not None
+
+
+@pytest.mark.private(
     "torch._inductor.runtime.cache_dir_utils.cache_dir",
     need="measured rates are kept beside the compile cache that depends on them",
     instead="TORCHINDUCTOR_CACHE_DIR where it is set, else a folder of our own for each user",
