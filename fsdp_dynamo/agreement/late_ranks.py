@@ -26,8 +26,8 @@ from fsdp_dynamo.agreement.collective_order import issued_by
 from fsdp_dynamo.agreement.linked_groups import linked_groups, linked_stores, stores_with
 from fsdp_dynamo.agreement.notices import raise_if_noticed
 from fsdp_dynamo.comm import collective_log, watchdog
+from fsdp_dynamo.comm.new_groups import group_timeout_s
 from fsdp_dynamo.comm.peer_failure import GONE, GONE_FIX, gone_ranks
-from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
 CAUSE = (

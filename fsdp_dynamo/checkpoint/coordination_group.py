@@ -20,8 +20,8 @@ from fsdp_dynamo.agreement.exchange import checked_seconds
 from fsdp_dynamo.agreement.failure_propagation import link_groups
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
-from fsdp_dynamo.comm.process_groups import group_timeout_s
-from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, watched
+from fsdp_dynamo.comm.new_groups import new_group
+from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
 from fsdp_dynamo.errors import CheckpointError
 
 _arrival_timeout_s = 300.0
@@ -135,14 +135,6 @@ def _mark(store: Any, key: str) -> None:
 
 
 def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
-    with watched(of, "barrier", "checkpoints"):
-        dist.barrier(of)  # detects a dead rank, which new_group() does not
-    ranks = None if of is dist.group.WORLD else dist.get_process_group_ranks(of)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks,
-        timedelta(seconds=group_timeout_s(of)),
-        backend="gloo",
-        use_local_synchronization=ranks is not None,
-    )
+    made = new_group([of], dist.get_process_group_ranks(of), "checkpoints", backend="gloo")
     link_groups([made])
     return made

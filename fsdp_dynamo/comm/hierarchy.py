@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp_dynamo.comm.new_groups import new_group
 from fsdp_dynamo.errors import FSDPValueError
 
 
@@ -46,7 +46,6 @@ def hierarchy_of(
     node: dist.ProcessGroup,
     across: dist.ProcessGroup,
     default: dist.ProcessGroup,
-    timeout: timedelta,
 ) -> tuple[dist.ProcessGroup, Hierarchy]:
     """The group of all ranks of both levels, and the levels; every rank must call it.
 
@@ -54,7 +53,6 @@ def hierarchy_of(
         node: the ranks of this rank's node.
         across: those of its position in all nodes.
         default: the default group.
-        timeout: of a group that is made.
 
     Raises:
         FSDPValueError: the ranks form no regular grid.
@@ -75,7 +73,7 @@ def hierarchy_of(
         for index, row in enumerate(grid)
         for position, rank in enumerate(row)
     }
-    everyone = _group_of(ranks, default, timeout)
+    everyone = _group_of(ranks, default, [node, across])
     return everyone, Hierarchy(node, across, tuple(number[rank] for rank in ranks))
 
 
@@ -92,15 +90,13 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 
 
 def _group_of(
-    ranks: Sequence[int], default: dist.ProcessGroup, timeout: timedelta
+    ranks: Sequence[int], default: dist.ProcessGroup, levels: Sequence[dist.ProcessGroup]
 ) -> dist.ProcessGroup:
     if len(ranks) == default.size():
         return default
     made = _groups.setdefault(default, {})
-    if tuple(ranks) not in made:  # ranks of other groups do not come
-        made[tuple(ranks)] = dist.new_group(  # type: ignore[assignment]
-            list(ranks), timeout=timeout, use_local_synchronization=True
-        )
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = new_group(levels, ranks, "the group of all nodes")
     return made[tuple(ranks)]
 
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.hierarchy import Hierarchy, hierarchy_of
+from fsdp_dynamo.comm.new_groups import new_group
 from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
@@ -254,8 +253,7 @@ def _hierarchical_groups(
     node, across = _two_groups(group, mesh, default, _HIERARCHICAL)
     if across.size() == 1:
         return Groups(node, node)
-    timeout = timedelta(seconds=group_timeout_s(node))
-    every, hierarchy = hierarchy_of(node, across, default, timeout)
+    every, hierarchy = hierarchy_of(node, across, default)
     return Groups(every, every, None, hierarchy)
 
 
@@ -278,23 +276,13 @@ def _groups_by_node(
                 where=f"{levels.strategy} without process_group and device_mesh",
                 fix=f"Pass a 2-D device_mesh: init_device_mesh(device, ({levels.mesh})).",
             )
-        every = range(world)
-        shards = [list(every[i : i + size]) for i in range(0, world, size)]
-        replicas = [list(every[i::size]) for i in range(size)]
-        _node_groups[default] = _new_group(shards), _new_group(replicas)
+        every, position = range(world), dist.get_rank() % size
+        first = dist.get_rank() - position
+        _node_groups[default] = (
+            new_group([default], every[first : first + size], "groups of nodes"),
+            new_group([default], every[position::size], "groups across nodes"),
+        )
     return _node_groups[default]
-
-
-def _new_group(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Create all of these groups, on every rank of the world; returns this rank's group."""
-    default = _default_group()
-    timeout = timedelta(seconds=group_timeout_s(default))
-    mine: Any = None
-    for members in ranks:
-        group = dist.new_group(list(members), timeout=timeout)
-        if dist.get_rank() in members:
-            mine = group
-    return mine  # type: ignore[no-any-return]
 
 
 def _ranks_per_node(levels: _Levels) -> int:
@@ -325,16 +313,8 @@ def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """
     parts = _parts.setdefault(group, {})
     if size not in parts:
-        ranks = _ranks(group)
-        each = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        if len(ranks) == dist.get_world_size():
-            parts[size] = _new_group(each)
-        else:  # ranks of other groups do not come
-            parts[size] = dist.new_group(  # type: ignore[assignment]
-                each[group.rank() // size],
-                timeout=timedelta(seconds=group_timeout_s(group)),
-                use_local_synchronization=True,
-            )
+        first = group.rank() // size * size
+        parts[size] = new_group([group], _ranks(group)[first : first + size], "parts of a group")
     return parts[size]
 
 
@@ -358,10 +338,3 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
-
-
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """The timeout that a group was created with, which no public API returns."""
-    backend = group._get_backend(group._device_types[0])
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds

@@ -25,7 +25,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_dynamo import FSDP, RankFailedError, checkpoint, fully_shard
+from fsdp_dynamo import FSDP, RankFailedError, ShardingStrategy, checkpoint, fully_shard
 from fsdp_dynamo.comm import watchdog
 from fsdp_dynamo.errors import CheckpointError
 from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
@@ -103,6 +103,12 @@ def _wrap_once_more(model: Any, fail: Fail, folder: str) -> None:
     FSDP(nn.Linear(3, 3), process_group=group, sync_module_states=True)
 
 
+def _make_groups(model: Any, fail: Fail, folder: str) -> None:
+    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+        fail()
+        FSDP(nn.Linear(3, 3), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
 def _initialise(model: Any, fail: Fail, folder: str) -> None:
     """A rank fails when a unit has its values already."""
     with torch.device("meta"):
@@ -140,6 +146,7 @@ CASES: dict[str, Callable[[Any, Fail, str], None]] = {
     "a ShardedTensor": _sharded_tensor,
     "a DTensor of torch's": _whole_dtensor,
     "wrapping": _wrap_once_more,
+    "making groups": _make_groups,
     "deferred init": _initialise,
     "the first save": _begin_to_save,
     "another save": _save_once_more,
