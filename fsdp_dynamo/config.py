@@ -160,6 +160,9 @@ class CollectivePrecision:
             makes all of its block NaN.
         stochastic_rounding: round ``int8`` gradients up or down at random, so that their mean is
             right.
+        only_where_exposed: in graph mode, let the planner give these formats to the collectives
+            that it cannot hide, where that makes the step shorter, and to no others. (Eager and
+            hooks mode have no planner and refuse it.)
 
     Source: ZeRO++ (arXiv:2306.10209), QSDP (arXiv:2302.02390).
     """
@@ -168,6 +171,7 @@ class CollectivePrecision:
     reduce_scatter: WireFormatName | None = None
     block_numel: int = 64
     stochastic_rounding: bool = True
+    only_where_exposed: bool = False
 
     def wire_of(
         self, kind: Literal["all_gather", "reduce_scatter"], dtype: torch.dtype
@@ -177,7 +181,7 @@ class CollectivePrecision:
         if name is None or (name == "bfloat16" and dtype.itemsize <= 2):
             return None
         is_stochastic = self.stochastic_rounding and kind == "reduce_scatter" and name == "int8"
-        return WireFormat(name, self.block_numel, is_stochastic)
+        return WireFormat(name, self.block_numel, is_stochastic, self.only_where_exposed)
 
 
 @dataclass
@@ -379,7 +383,14 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
             expected="blocks of a positive multiple of 8 elements",
             got=f"block_numel={block!r}",
             where=where,
-            fix="Leave it at 256, or take 64 for less error and 6 % more bytes.",
+            fix="Leave it at 64, or take 256 for 6 % fewer bytes and more error.",
+        )
+    if value.only_where_exposed and value.all_gather is None and value.reduce_scatter is None:
+        raise FSDPValueError(
+            expected="a format for all_gather or reduce_scatter with only_where_exposed=True",
+            got="neither",
+            where=where,
+            fix='Say which format exposed collectives get, such as all_gather="int8".',
         )
     return value
 
