@@ -162,6 +162,9 @@ class CollectivePrecision:
             infinity makes all of its block NaN.
         stochastic_rounding: round gradients in ``int8`` and ``int4`` up or down at random, so that
             their mean is right.
+        only_where_exposed: in graph mode, let the planner give these formats to the collectives
+            that it cannot hide, where that makes the step shorter, and to no others. (Eager and
+            hooks mode have no planner and refuse it.)
 
     Source: ZeRO++ (arXiv:2306.10209), QSDP (arXiv:2302.02390).
     """
@@ -171,6 +174,7 @@ class CollectivePrecision:
     block_numel: int = 64
     stochastic_rounding: bool = True
     all_reduce: WireFormatName | None = None
+    only_where_exposed: bool = False
 
     def wire_of(
         self, kind: Literal["all_gather", "reduce_scatter", "all_reduce"], dtype: torch.dtype
@@ -181,7 +185,7 @@ class CollectivePrecision:
             return None
         is_stochastic = self.stochastic_rounding and kind != "all_gather"
         is_stochastic &= name in ("int8", "int4")
-        return WireFormat(name, self.block_numel, is_stochastic)
+        return WireFormat(name, self.block_numel, is_stochastic, self.only_where_exposed)
 
 
 @dataclass
@@ -387,6 +391,13 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
             got=f"block_numel={block!r}",
             where=where,
             fix="Leave it at 64, or take 256 for more error and 5 % fewer bytes.",
+        )
+    if value.only_where_exposed and not any(getattr(value, kind) for kind in kinds):
+        raise FSDPValueError(
+            expected=f"a format for one of {', '.join(kinds)} with only_where_exposed=True",
+            got="none",
+            where=where,
+            fix='Say which format exposed collectives get, such as all_gather="int8".',
         )
     return value
 

@@ -58,6 +58,8 @@ class Event:
         waited_ns: when it was known to be complete; 0 while it is in flight.
         exposed_ns: how long the rank was blocked for it, computing nothing: the host, or, where it
             runs ahead of a device, the stream that computes.
+        message_bytes: what travels for it, all ranks' parts: ``num_bytes``, or less where shards
+            have a format; 0 for what is no collective.
         readings: what gives fields above once the device is there, by their names; until then the
             host's times stand.
     """
@@ -70,6 +72,7 @@ class Event:
     issued_ns: int
     waited_ns: int = 0
     exposed_ns: int = 0
+    message_bytes: int = 0
     readings: dict[str, Reading] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -105,6 +108,8 @@ class EventLog(list[Event]):
     ) -> Event:
         """Append an event that begins now, and return it; for the arguments see ``Event``."""
         event = Event(unit, kind, phase, num_bytes, source, time.perf_counter_ns())
+        if kind in COLLECTIVE_KINDS:
+            event.message_bytes = num_bytes
         if self.clock is not None:
             event.readings["issued_ns"] = self.clock.now()
         with self._lock:  # backward hooks of CUDA devices run on autograd's own threads

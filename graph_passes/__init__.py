@@ -20,6 +20,7 @@ Folders import downward only (import-linter's contracts in ``pyproject.toml``)::
 
     pipeline, report  ->  spec, scheduling  ->  gradients, memory, regions, text, views
                       ->  cost_model  ->  graph_utils  ->  markers, graph_pass
+                      ->  wire_format
 
 The names below are public, and so are the modules of this folder.
 """

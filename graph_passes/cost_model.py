@@ -26,8 +26,14 @@ from graph_passes.graph_utils import (
     payload_numel,
     world_size_of,
 )
-from graph_passes.markers import mark_of
-from graph_passes.wire_format import WireFormat
+from graph_passes.markers import mark_of, wire_of
+from graph_passes.wire_format import (
+    Coding,
+    WireFormat,
+    coding_of_all_reduce,
+    coding_of_gather,
+    coding_of_reduction,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,9 @@ class Device:
         flops_per_ms: floating-point operations of matrix products, more than 0.
         bytes_per_ms: bytes read and written from memory, more than 0.
         flops_by_dtype: ``flops_per_ms`` in other dtypes, by name, such as ``"bfloat16"``.
+        encode_bytes_per_ms: ``bytes_per_ms`` while elements are put into a format, by the format's
+            text (``WireFormat.encode``) or its name alone.
+        decode_bytes_per_ms: the same while they are read from it.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -70,10 +79,13 @@ class Device:
     flops_per_ms: float = 5e7
     bytes_per_ms: float = 5e6
     flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
+    encode_bytes_per_ms: Mapping[str, float] = field(default_factory=dict)
+    decode_bytes_per_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = {"flops_per_ms": self.flops_per_ms, "bytes_per_ms": self.bytes_per_ms}
-        given |= {f"flops_by_dtype[{name!r}]": one for name, one in self.flops_by_dtype.items()}
+        for table in ("flops_by_dtype", "encode_bytes_per_ms", "decode_bytes_per_ms"):
+            given |= {f"{table}[{name!r}]": one for name, one in getattr(self, table).items()}
         for name, value in given.items():
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
@@ -82,6 +94,14 @@ class Device:
         """``flops_per_ms`` of products in a dtype."""
         name = str(dtype).removeprefix("torch.")
         return self.flops_by_dtype.get(name, self.flops_per_ms)
+
+    def coding_ms(self, wire: WireFormat, coding: Coding) -> tuple[float, float]:
+        """Milliseconds of encoding and of decoding in a format."""
+        tables = (self.encode_bytes_per_ms, self.decode_bytes_per_ms)
+        rates = [
+            table.get(wire.encode(), table.get(wire.name, self.bytes_per_ms)) for table in tables
+        ]
+        return coding.encode_bytes / rates[0], coding.decode_bytes / rates[1]
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,24 @@ class CostModel:
         link = self.link_of(node)
         return link.latency_ms + wire_bytes(node) / link.bytes_per_ms
 
+    def coding_ms(self, node: fx.Node) -> tuple[float, float]:
+        """Milliseconds in which a rank encodes at the issue, and decodes at the wait.
+
+        In a compiled graph both are done by what computes, on a device too.
+        """
+        wire, size = wire_of(node), world_size_of(node)
+        if wire is None:
+            return 0.0, 0.0
+        if size is None:
+            payload, message = payload_bytes(node), _message_bytes(node, 1)
+            return self.device.coding_ms(wire, coding_of_all_reduce(payload, message))
+        mark = mark_of(node)
+        is_gather = mark is not None and mark.kind == "all_gather"
+        coding = coding_of_gather if is_gather else coding_of_reduction
+        return self.device.coding_ms(
+            wire, coding(payload_bytes(node), _message_bytes(node, size), size)
+        )
+
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
     """Of what it returns; of the first of several tensors."""
@@ -136,6 +174,14 @@ def wire_bytes(node: fx.Node) -> int:
     message = _message_bytes(node, size)
     if message:
         return message * (size - 1)
+    return tensor_bytes(node)
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """The same without a format."""
+    size = world_size_of(node)
+    if size is None:
+        return 2 * payload_bytes(node)
     return payload_bytes(node) * (size - 1) // max(size, 1)
 
 
@@ -151,8 +197,7 @@ def messages_bytes(node: fx.Node) -> int:
 
 def _message_bytes(node: fx.Node, size: int) -> int:
     """Bytes of one rank's part in the collective's format; 0 where it has none."""
-    mark = mark_of(node)
-    wire = None if mark is None else WireFormat.decode(mark.wire)
+    wire = wire_of(node)
     return 0 if wire is None else wire.num_bytes(payload_numel(node) // max(size, 1))
 
 
@@ -250,5 +295,6 @@ __all__ = [
     "messages_bytes",
     "num_flops",
     "operator_flops",
+    "tensor_bytes",
     "wire_bytes",
 ]

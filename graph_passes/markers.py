@@ -12,6 +12,8 @@ from urllib.parse import quote, unquote
 
 import torch.fx
 
+from graph_passes.wire_format import WireFormat
+
 COLLECTIVE = "fsdp_collective"
 """Key in ``node.meta["custom"]``: an encoded ``Mark``, on a collective and its wait."""
 UNIT = "fsdp_unit"
@@ -57,7 +59,8 @@ class Mark:
             backward keeps its mark; the graph it is in says the rest.)
         ordinal: which flat parameter of the unit, from 0.
         reshards: for an all-gather, whether the unit is resharded after its forward.
-        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
+        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are. (Of
+            an optional one, ``wire_of`` says whether it is used.)
     """
 
     unit: str
@@ -132,6 +135,30 @@ def launch_of(node: torch.fx.Node) -> int | None:
     return launch
 
 
+_CHOSEN = "fsdp_format_chosen"
+
+
+def choose_format(node: torch.fx.Node, chosen: bool) -> None:
+    """Say whether a collective with an optional format travels in it."""
+    node.meta[_CHOSEN] = chosen
+
+
+def wire_of(node: torch.fx.Node) -> WireFormat | None:
+    """The format in which a collective travels; an optional one only where it was chosen."""
+    mark = mark_of(node)
+    wire = None if mark is None else WireFormat.decode(mark.wire)
+    if wire is None or not wire.is_optional:
+        return wire
+    return wire.chosen() if node.meta.get(_CHOSEN) else None
+
+
+def has_optional_format(node: torch.fx.Node) -> bool:
+    """Whether the planner decides if a collective travels in its format."""
+    mark = mark_of(node)
+    wire = None if mark is None else WireFormat.decode(mark.wire)
+    return wire is not None and wire.is_optional
+
+
 __all__ = [
     "BODY",
     "COLLECTIVE",
@@ -139,12 +166,15 @@ __all__ = [
     "VIEWS",
     "CollectiveKind",
     "Mark",
+    "choose_format",
     "cuts_views",
     "decode_name",
     "encode_name",
+    "has_optional_format",
     "is_body",
     "launch_of",
     "mark_of",
     "set_launch",
     "unit_of",
+    "wire_of",
 ]

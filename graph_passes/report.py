@@ -5,7 +5,7 @@ All times are simulated milliseconds from the start of the graph (see ``simulate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class TransferReport:
         link: name of the link, which carries one collective at a time.
         launch: collectives with the same number are launched together.
         wire_bytes: bytes that this rank sends.
+        tensor_bytes: bytes that it would send without a format.
+        wire: the format in which it travels, as text; ``""``: as it is.
+        coding_ms: time of encoding and decoding, of what computes.
+        exposed_without_ms: where the planner chose whether it has a format, its exposed time in the
+            schedule without any; else ``None``.
         ms: duration when it has the link to itself.
         issued_ms, begin_ms, end_ms: times of issue, and of start and end on its link.
         wait_ms: time of the wait for its result.
@@ -65,6 +70,10 @@ class TransferReport:
     bytes_short: int = 0
     behind: str | None = None
     saves_ms: float = 0.0
+    tensor_bytes: int = 0
+    wire: str = ""
+    coding_ms: float = 0.0
+    exposed_without_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,9 @@ def report_of(planned: Planned) -> GraphReport:
     finder = ConstraintFinder(problem, schedule, launches, limits)
     timeline = finder.timeline
     ordered = sorted(schedule, key=lambda p: p.issue)
-    transfers = tuple(_transfer(finder, placement) for placement in ordered)
+    transfers = tuple(
+        _transfer(finder, placement, planned.exposed_without_ms) for placement in ordered
+    )
     has_profile = any(problem.base_bytes)
     return GraphReport(
         phase=planned.plan.phase,
@@ -190,11 +201,14 @@ def _resolved(planned: Planned) -> Limits:
         return planned.options.limits
 
 
-def _transfer(finder: ConstraintFinder, placement: Placement) -> TransferReport:
+def _transfer(
+    finder: ConstraintFinder, placement: Placement, exposed_without_ms: Sequence[float]
+) -> TransferReport:
     transfer = finder.problem.transfers[placement.transfer]
     timing = finder.timeline.timings[placement.transfer]
     constraint = finder.constraint_of(placement.transfer)
     steps = _moved(transfer, placement)
+    may_choose = bool(exposed_without_ms) and transfer.may_have_format
     return TransferReport(
         unit=transfer.mark.unit,
         kind=transfer.mark.kind,
@@ -215,6 +229,10 @@ def _transfer(finder: ConstraintFinder, placement: Placement) -> TransferReport:
         bytes_short=constraint.bytes_short,
         behind=constraint.behind,
         saves_ms=constraint.saves_ms,
+        tensor_bytes=transfer.tensor_bytes or transfer.wire_bytes,
+        wire=transfer.wire,
+        coding_ms=transfer.encode_ms + transfer.decode_ms,
+        exposed_without_ms=exposed_without_ms[placement.transfer] if may_choose else None,
     )
 
 

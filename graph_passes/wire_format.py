@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 WireFormatName = Literal["bfloat16", "float8", "int8", "int4"]
 """``float8`` is e4m3. All but ``bfloat16`` have an fp32 scale for each block of elements."""
@@ -24,11 +24,17 @@ class WireFormat:
         name: of its elements.
         block_numel: elements that share a scale.
         is_stochastic: whether they are rounded up or down at random, so that the mean is right.
+        is_optional: whether the planner decides for each collective if it is used.
     """
 
     name: WireFormatName
     block_numel: int = 64
     is_stochastic: bool = False
+    is_optional: bool = False
+
+    def chosen(self) -> WireFormat:
+        """The same, no longer optional."""
+        return replace(self, is_optional=False)
 
     @property
     def has_scales(self) -> bool:
@@ -60,7 +66,8 @@ class WireFormat:
 
     def encode(self) -> str:
         """The format as a string; ``decode`` reads it."""
-        return f"{self.name}/{self.block_numel}{'~' if self.is_stochastic else ''}"
+        marks = ("~" if self.is_stochastic else "") + ("?" if self.is_optional else "")
+        return f"{self.name}/{self.block_numel}{marks}"
 
     @staticmethod
     def decode(text: str) -> WireFormat | None:
@@ -68,7 +75,12 @@ class WireFormat:
         if not text:
             return None
         name, _, block = text.partition("/")
-        return WireFormat(name, int(block.rstrip("~")), block.endswith("~"))  # type: ignore[arg-type]
+        return WireFormat(
+            name,  # type: ignore[arg-type]
+            int(block.rstrip("~?")),
+            "~" in block,
+            "?" in block,
+        )
 
 
 def text_of(wire: WireFormat | None) -> str:
@@ -76,4 +88,56 @@ def text_of(wire: WireFormat | None) -> str:
     return "" if wire is None else wire.encode()
 
 
-__all__ = ["SCALE_BYTES", "WIRE_FORMATS", "WireFormat", "WireFormatName", "text_of"]
+class Coding(NamedTuple):
+    """Bytes that a rank reads and writes to encode what it sends, and to decode what arrives."""
+
+    encode_bytes: float
+    decode_bytes: float
+
+
+def coding_of_gather(tensor_bytes: float, message_bytes: float, num_ranks: int) -> Coding:
+    """A shard becomes a message; all messages become the unsharded tensor.
+
+    Args:
+        tensor_bytes: of the unsharded tensor.
+        message_bytes: of one rank's message.
+        num_ranks: ranks that hold a shard.
+    """
+    shard = tensor_bytes / num_ranks
+    return Coding(shard + message_bytes, num_ranks * message_bytes + tensor_bytes)
+
+
+def coding_of_reduction(tensor_bytes: float, message_bytes: float, num_ranks: int) -> Coding:
+    """All parts but one's own become messages; those of the others are added to one's own part.
+
+    For the arguments see ``coding_of_gather``.
+    """
+    others, shard = num_ranks - 1, tensor_bytes / num_ranks
+    messages = others * message_bytes
+    return Coding(others * shard + messages, messages + 2 * shard)
+
+
+def coding_of_all_reduce(tensor_bytes: float, message_bytes: float) -> Coding:
+    """The same, and the sum of a part becomes a message; those of all become the tensor.
+
+    With any number of ranks, as graphs do not know it: no more than this.
+
+    Args:
+        tensor_bytes: of the tensor.
+        message_bytes: of a message that has all of it.
+    """
+    once = tensor_bytes + message_bytes
+    return Coding(once, 3 * once)
+
+
+__all__ = [
+    "SCALE_BYTES",
+    "WIRE_FORMATS",
+    "Coding",
+    "WireFormat",
+    "WireFormatName",
+    "coding_of_all_reduce",
+    "coding_of_gather",
+    "coding_of_reduction",
+    "text_of",
+]

@@ -174,6 +174,8 @@ def issue_all_gather(
             return InFlight(works, (output, shard), event, group=group, entry=entry)
         sent = wire_codec.encode(shard, 1, wire)
         received = sent.new_empty(sent.numel() * group.size())
+        if event is not None:
+            event.message_bytes = received.nbytes
         works = _gather_works(received, sent, group, entry)
     finish = partial(wire_codec.decode, output, received, group.size(), wire)
     return InFlight(works, (output, sent, received), event, finish, group, entry)
@@ -256,6 +258,8 @@ def _issue_encoded_mean(
     """A message from each rank to each other; a rank adds what it has decoded to its own part."""
     rank, size = group.rank(), group.size()
     sent = wire_codec.encode_for_others(unsharded, size, rank, wire, may_lack)
+    if event is not None:
+        event.message_bytes = sent.nbytes
     output.data.view(-1).copy_(unsharded.data.view(size, -1)[rank])
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":

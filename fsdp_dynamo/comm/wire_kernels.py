@@ -47,6 +47,11 @@ def compile_kernels() -> None:
         _compiled[kernel] = torch.compile(kernel, fullgraph=True)
 
 
+def are_compiled() -> bool:
+    """Whether large tiles run compiled kernels."""
+    return bool(_compiled)
+
+
 def _run(kernel: Callable[..., Any], *arguments: Any) -> Any:
     """Run a kernel, the compiled one where that is worth its guards."""
     if arguments[0].numel() < _SMALLEST_COMPILED or kernel not in _compiled:

@@ -27,6 +27,7 @@ from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
+from fsdp_dynamo.eager.planner_only import refuse_without_planner
 from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
@@ -157,6 +158,7 @@ class Root:
         unit.machine.advance(UnitState.IDLE)
 
     def _begin_forward(self) -> None:
+        refuse_without_planner(self.units)
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
         accumulates = self.accumulation.has_sums or not self.accumulation.sync

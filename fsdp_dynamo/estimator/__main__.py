@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         dtype = DTYPES[options.dtype]
         inventory = take_inventory(build, options.wrap, dtype)
+        precision = precision_of(options)
     except FSDPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    precision = CollectivePrecision(options.all_gather, options.reduce_scatter)
     optimizer = OPTIMIZER_BYTES[options.optimizer]
     sizes = ElementSizes(dtype.itemsize, dtype.itemsize, 4, optimizer, precision)
     found = predictions_of(inventory, cluster, sizes)
@@ -116,9 +116,34 @@ def _parser() -> argparse.ArgumentParser:
             choices=WIRE_FORMATS,
             help=f"format in which {what} travel (default: dtype)",
         )
+    parser.add_argument(
+        "--only-where-exposed",
+        action="store_true",
+        help="these formats for collectives that cannot be hidden, and no others",
+    )
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw")
     parser.add_argument("--json", metavar="FILE", help="write the numbers too")
     return parser
+
+
+def precision_of(options: argparse.Namespace) -> CollectivePrecision:
+    """The formats that the options name.
+
+    Raises:
+        FSDPValueError: ``--only-where-exposed`` without a format.
+    """
+    if options.only_where_exposed and not (options.all_gather or options.reduce_scatter):
+        raise FSDPValueError(
+            expected="--all-gather or --reduce-scatter with --only-where-exposed",
+            got="neither",
+            where="fsdp_dynamo.estimator",
+            fix="Say which format exposed collectives get, such as --all-gather int8.",
+        )
+    return CollectivePrecision(
+        options.all_gather,
+        options.reduce_scatter,
+        only_where_exposed=options.only_where_exposed,
+    )
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,9 +16,16 @@ from fsdp_dynamo.estimator.inventory import Inventory
 from graph_passes.limits import Limits
 from graph_passes.markers import Mark
 from graph_passes.schedule import Options, decide
+from graph_passes.scheduling.format_choice import choose_formats, with_formats
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import lower_bound_ms, simulate
-from graph_passes.wire_format import WireFormat
+from graph_passes.wire_format import (
+    Coding,
+    WireFormat,
+    coding_of_gather,
+    coding_of_reduction,
+    text_of,
+)
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 
@@ -45,6 +53,10 @@ class ElementSizes:
         size = self.param_bytes if kind == "all_gather" else self.reduce_bytes
         return self.precision.wire_of(kind, torch.float32 if size == 4 else torch.bfloat16)
 
+    def without_formats(self) -> ElementSizes:
+        """The same with shards that travel as they are."""
+        return replace(self, precision=CollectivePrecision())
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -56,11 +68,13 @@ class Prediction:
         memory: peak bytes of a rank by category: shards, optimizer, unsharded, gradients,
             activations.
         wire_bytes: bytes that a rank sends per step.
-        compute_ms: compute of forward and backward.
+        compute_ms: compute of forward and backward, encoding of gradients included.
         bound_ms: lower bound of the step time over all orders of the collectives.
         step_ms: forward and backward as scheduled, and the update.
         exposed_ms: time of forward and backward in which nothing is computed.
         update_ms: time of the optimizer's update.
+        num_formatted: collectives that travel in a format.
+        num_collectives: gathers and reductions of a step.
     """
 
     strategy: ShardingStrategy
@@ -72,6 +86,8 @@ class Prediction:
     step_ms: float
     exposed_ms: float
     update_ms: float
+    num_formatted: int = 0
+    num_collectives: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -129,9 +145,15 @@ def predict(
         UnsupportedError: HIERARCHICAL_SHARD.
     """
     sharding = _sharding(strategy, cluster)
-    forward = _forward(inventory, cluster, sharding, sizes)
-    backward = _backward(inventory, cluster, sharding, sizes, checkpointing)
-    times = [_scheduled(problem) for problem in (forward, backward)]
+    pose = partial(_posed, inventory, cluster, sharding, checkpointing)
+    forward, backward = problems = pose(sizes)
+    if sizes.precision.only_where_exposed:
+        each = zip(pose(sizes.without_formats()), problems, strict=True)
+        forward, backward = problems = [_with_chosen(*pair) for pair in each]
+    transfers = [transfer for problem in problems for transfer in problem.transfers]
+    compute_ms = sum(forward.compute_ms) + sum(backward.compute_ms)
+    compute_ms += sum(transfer.encode_ms + transfer.decode_ms for transfer in transfers)
+    times = [_scheduled(problem) for problem in problems]
     an_element = 4 * sizes.master_bytes + 2 * sizes.optimizer_bytes  # read, and written
     touched = inventory.trained / sharding.ranks * an_element
     update_ms = touched / cluster.memory_bytes_per_ms
@@ -139,21 +161,46 @@ def predict(
         strategy=strategy,
         checkpointing=checkpointing,
         memory=_memory(inventory, sharding, sizes, checkpointing),
-        wire_bytes=sum(t.wire_bytes for p in (forward, backward) for t in p.transfers),
-        compute_ms=sum(forward.compute_ms) + sum(backward.compute_ms),
+        wire_bytes=sum(transfer.wire_bytes for transfer in transfers),
+        compute_ms=compute_ms,
         bound_ms=lower_bound_ms(forward) + lower_bound_ms(backward) + update_ms,
         step_ms=sum(times) + update_ms,
-        exposed_ms=sum(times) - sum(forward.compute_ms) - sum(backward.compute_ms),
+        exposed_ms=sum(times) - compute_ms,
         update_ms=update_ms,
+        num_formatted=sum(bool(transfer.wire) for transfer in transfers),
+        num_collectives=len(transfers),
     )
 
 
 def _scheduled(problem: Problem) -> float:
     """Time of the planner's schedule, without a limit on memory."""
-    held = sum(transfer.held_bytes for transfer in problem.transfers)
-    limits = Limits(memory_budget_bytes=max(held, 1))
-    schedule, _ = decide(problem, Options(limits=limits))
+    schedule, _ = decide(problem, _options(problem))
     return simulate(problem, schedule).total_ms
+
+
+def _options(problem: Problem) -> Options:
+    held = sum(transfer.held_bytes for transfer in problem.transfers)
+    return Options(limits=Limits(memory_budget_bytes=max(held, 1)))
+
+
+def _with_chosen(without: Problem, formatted: Problem) -> Problem:
+    """The problem with formats where they make its time shorter."""
+    chosen = choose_formats(without, formatted, _options(without)).chosen
+    return with_formats(without, formatted, chosen)
+
+
+def _posed(
+    inventory: Inventory,
+    cluster: Cluster,
+    sharding: _Sharding,
+    checkpointing: bool,
+    sizes: ElementSizes,
+) -> list[Problem]:
+    """Forward and backward."""
+    return [
+        _forward(inventory, cluster, sharding, sizes),
+        _backward(inventory, cluster, sharding, sizes, checkpointing),
+    ]
 
 
 def _segments_ms(inventory: Inventory, cluster: Cluster) -> list[float]:
@@ -191,7 +238,6 @@ def _backward(
     ratio = inventory.backward.ms(*rates) / max(sum(forward_ms), 1e-12)
     again = [ms if checkpointing and unit else 0.0 for ms, unit in zip(forward_ms, units)]  # noqa: B905
     ms = [own * ratio + more for own, more in zip(forward_ms, again, strict=True)]
-    wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
     transfers: list[Transfer] = []
     for unit in dict.fromkeys(units):
         last = len(units) - units[::-1].index(unit)
@@ -202,10 +248,6 @@ def _backward(
             transfers.append(
                 _reduction(inventory, cluster, sharding, sizes, unit, last, len(units))
             )
-            if wire is not None:  # the stream that computes encodes, and sums what it decodes
-                numel = inventory.units[unit].trained
-                touched = _touched_by_reduction(wire, numel, sharding.ranks, sizes.reduce_bytes)
-                ms[last - 1] += touched / cluster.memory_bytes_per_ms
     transfers.sort(key=lambda t: t.need if t.is_gather else t.ready)
     return _problem(ms, units, transfers)
 
@@ -225,10 +267,10 @@ def _gather(
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
     ms = cluster.gather_ms(travels, sharding.ranks)
     if wire is not None:  # on the stream of gathers
-        touched = _touched_by_gather(wire, numel, sharding.ranks, sizes.param_bytes)
-        ms += touched / cluster.memory_bytes_per_ms
+        coding = coding_of_gather(num_bytes, travels / sharding.ranks, sharding.ranks)
+        ms += sum(_coding_ms(coding, cluster))
     sent = travels * (sharding.ranks - 1) // sharding.ranks
-    return Transfer(mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes)
+    return Transfer(mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire))
 
 
 def _reduction(
@@ -244,14 +286,22 @@ def _reduction(
     numel = inventory.units[unit].trained
     num_bytes = numel * sizes.reduce_bytes
     shard = num_bytes / sharding.ranks
-    wire = sizes.wire("reduce_scatter")
+    wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
     travels = _travels(wire, numel, sharding.ranks, sizes.reduce_bytes)
     ms = cluster.gather_ms(travels, sharding.ranks)
     ms += cluster.reduce_replicas_ms(shard, sharding.replicas)
     sent = travels * (sharding.ranks - 1) / sharding.ranks
     sent += 2 * shard * (sharding.replicas - 1) / sharding.replicas
     mark = Mark(unit, "reduce_scatter", "backward", 0)
-    return Transfer(mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes)
+    transfer = Transfer(
+        mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes, wire=text_of(wire)
+    )
+    if wire is None:
+        return transfer
+    # The stream that computes encodes, and sums what it decodes.
+    coding = coding_of_reduction(num_bytes, travels / sharding.ranks, sharding.ranks)
+    encode_ms, decode_ms = _coding_ms(coding, cluster)
+    return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
 
 
 def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
@@ -261,16 +311,11 @@ def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int
     return ranks * wire.num_bytes(-(-numel // ranks))
 
 
-def _touched_by_gather(wire: WireFormat, numel: int, ranks: int, element_bytes: int) -> float:
-    """Bytes read and written: a shard, its message, all messages, all elements."""
-    messages = _travels(wire, numel, ranks, element_bytes)
-    return (numel * element_bytes + messages) * (1 + 1 / ranks)
-
-
-def _touched_by_reduction(wire: WireFormat, numel: int, ranks: int, element_bytes: int) -> float:
-    """Bytes read and written: all elements, a message for each rank, one of each, a shard."""
-    messages = _travels(wire, numel, ranks, element_bytes)
-    return numel * element_bytes * (1 + 1 / ranks) + 2 * messages
+def _coding_ms(coding: Coding, cluster: Cluster) -> tuple[float, float]:
+    return (
+        coding.encode_bytes / cluster.memory_bytes_per_ms,
+        coding.decode_bytes / cluster.memory_bytes_per_ms,
+    )
 
 
 def _memory(

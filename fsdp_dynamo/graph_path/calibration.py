@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_dynamo.agreement.comparison import share_from_first
-from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm import collectives, wire_codec, wire_kernels
 from fsdp_dynamo.graph_path.compile_cache import own_folder
+from graph_passes.wire_format import WireFormat
 
 _SMALL_NUMEL = 256
 _LARGE_BYTES = 1 << 24
@@ -48,20 +49,61 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
     Raises:
         DivergenceError: a rank has not come.
     """
-    path = _path_of(group, device)
+
+    def measure() -> _Rates:
+        return {"link": _measure_link(group, device), "device": _measure_device(group, device)}
+
+    names = {"link", "device"}
+    return _known_or(measure, names, group, _path_of(group, device), "measured link and device")
+
+
+def measured_formats(
+    group: dist.ProcessGroup, device: torch.device, formats: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """``{"encode_bytes_per_ms": {...}, "decode_bytes_per_ms": {...}}`` by format, as ``measured``.
+
+    They are measured with the kernels that the step will run, compiled or not.
+
+    Args:
+        group: the ranks, all of which must call it.
+        device: of the tensors.
+        formats: ``WireFormat.encode`` of each.
+
+    Raises:
+        DivergenceError: a rank has not come.
+    """
+
+    def measure() -> _Rates:
+        pairs = {text: _measure_coding(text, group, device) for text in formats}
+        rates = zip(*pairs.values(), strict=True)
+        return {
+            name: dict(zip(pairs, each, strict=True))
+            for name, each in zip(names, rates, strict=True)
+        }
+
+    names = ("encode_bytes_per_ms", "decode_bytes_per_ms")
+    path = _path_of(group, device, *formats, str(wire_kernels.are_compiled()))
+    return _known_or(measure, set(names), group, path, "measured rates of formats")
+
+
+_Rates = dict[str, dict[str, Any]]
+
+
+def _known_or(
+    measure: Callable[[], _Rates], names: set[str], group: dist.ProcessGroup, path: Path, what: str
+) -> _Rates:
+    """What the first rank's file holds, or what all ranks measure, and the first one writes."""
 
     def known() -> str:
         with suppress(OSError, ValueError, TypeError):
             text = path.read_text()
-            if set(json.loads(text)) == {"link", "device"}:
+            if set(json.loads(text)) == names:
                 return text
         return _MEASURE
 
-    text = share_from_first(group, "measured link and device", known)
+    text = share_from_first(group, what, known)
     if text == _MEASURE:
-        found = json.dumps(
-            {"link": _measure_link(group, device), "device": _measure_device(group, device)}
-        )
+        found = json.dumps(measure())
 
         def write() -> str:
             with suppress(OSError):
@@ -71,12 +113,12 @@ def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[s
                 draft.replace(path)  # another job reads all of it, or what was there before
             return found
 
-        text = share_from_first(group, "measured link and device", write)
-    numbers: dict[str, dict[str, Any]] = json.loads(text)
+        text = share_from_first(group, what, write)
+    numbers: _Rates = json.loads(text)
     return numbers
 
 
-def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
+def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path:
     what = [
         platform.node(),
         torch.__version__,
@@ -85,6 +127,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device) -> Path:
         str(torch.get_num_threads()),
         str(_DTYPES),
         *(os.environ.get(name, "") for name in _PLACES),
+        *more,
     ]
     if device.type != "cpu":
         what.append(torch.get_device_module(device).get_device_name())
@@ -148,6 +191,22 @@ def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str,
         "bytes_per_ms": _rounded(2 * large.nbytes / added_ms),
         "flops_by_dtype": {str(one).removeprefix("torch."): flops_per_ms(one) for one in _DTYPES},
     }
+
+
+def _measure_coding(
+    text: str, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float]:
+    """Bytes read and written in a millisecond of encoding, and of decoding."""
+    wire = WireFormat.decode(text)
+    assert wire is not None  # an empty text is no format
+    values = torch.ones(_LARGE_BYTES // 4, device=device)  # random ones are the user's
+    output = torch.empty_like(values)
+    sent = wire_codec.encode(values, 1, wire)  # and once more below, where nothing is compiled
+    wire_codec.decode(output, sent, 1, wire)
+    encode_ms = _loaded_ms(lambda: wire_codec.encode(values, 1, wire), group, device)
+    decode_ms = _loaded_ms(lambda: wire_codec.decode(output, sent, 1, wire), group, device)
+    num_bytes = values.nbytes + sent.nbytes
+    return _rounded(num_bytes / encode_ms), _rounded(num_bytes / decode_ms)
 
 
 def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:

@@ -25,6 +25,7 @@ from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.graph_utils import collectives, group_of
+from graph_passes.markers import mark_of
 from graph_passes.memory.inductor_liveness import as_generated
 from graph_passes.memory.liveness import (
     live_bytes,
@@ -129,32 +130,40 @@ def planner_for(
     names = _group_names(gm)
     if names:
         group = _resolve(names[0])
-        text = options.text()
+        formats = _formats_of(gm)
+        text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
         agreed = _agreed.setdefault(group, set())
         if text not in agreed:
             require_same(group, "options of torch.compile", text)
             agreed.add(text)
-        cost = _cost_model(names, options, _device_of(gm))
+        cost = _cost_model(names, options, _device_of(gm), formats)
     observe = _observe if is_recording() else None
     in_flight = receive_buffer_bytes if cost.receives_apart else no_bytes
     live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
     return Planner(options.scheduling(cost=cost), live, options.plan, observe)
 
 
-def _cost_model(names: Sequence[str], options: GraphOptions, device: torch.device) -> CostModel:
+def _cost_model(
+    names: Sequence[str], options: GraphOptions, device: torch.device, formats: Sequence[str]
+) -> CostModel:
     """Rates as given, or as measured for each group; groups of the same ranks share a link."""
     distinct: dict[tuple[int, ...], str] = {}
     for name in names:
         distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
     firsts = list(distinct.values())
     given = options.link is not None and options.device is not None
-    rates = None if given else _measured_for([_resolve(name) for name in firsts], device)
+    groups = [_resolve(name) for name in firsts]
+    rates = None if given else _measured_for(groups, device)
     links: dict[str, Link] = {}
     for name in names:
         first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
         link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
         links[name] = replace(link, name=first)
-    computes = options.device or Device(**rates[0]["device"])  # type: ignore[index]
+    computes = options.device
+    if computes is None:
+        assert rates is not None  # measured
+        of_formats: dict[str, Any] = _measured_formats_for(groups, rates, device, formats)
+        computes = Device(**rates[0]["device"], **of_formats)
     apart = any(transport_of(_resolve(name), device) != "library" for name in names)
     return CostModel(computes, links[names[0]], links, apart)
 
@@ -174,6 +183,28 @@ def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> 
             text = share_from_first(group, "measured rates", partial(str, text))
         known[key] = json.loads(text)
     return known[key]
+
+
+_FORMATS = "formats"
+
+
+def _measured_formats_for(
+    groups: Sequence[dist.ProcessGroup],
+    rates: list[_Rates],
+    device: torch.device,
+    formats: Sequence[str],
+) -> _Rates:
+    """Rates of encoding and decoding by format, the same on all ranks; kept with the others."""
+    wanted = sorted({text.rstrip("?") for text in formats})
+    known = rates[0].setdefault(_FORMATS, {})
+    key = " ".join(wanted)
+    if wanted and key not in known:
+        text = json.dumps(calibration.measured_formats(groups[0], device, wanted))
+        for group in reversed(groups if len(groups) > 1 else ()):
+            text = share_from_first(group, "measured rates of formats", partial(str, text))
+        known[key] = json.loads(text)
+    found: _Rates = known.get(key, {})
+    return found
 
 
 def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...]:
@@ -198,6 +229,13 @@ def _group_names(gm: fx.GraphModule) -> list[str]:
         if isinstance(module, fx.GraphModule):
             names.update((group_of(node), None) for node in collectives(module.graph))
     return list(names)
+
+
+def _formats_of(gm: fx.GraphModule) -> list[str]:
+    """Formats that collectives of a graph have or may have, as text."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    marks = [mark_of(node) for graph in graphs for node in collectives(graph)]
+    return sorted({mark.wire for mark in marks if mark is not None and mark.wire})
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device:

@@ -12,7 +12,7 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 4
+VERSION = 5
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -50,6 +50,7 @@ class MeasuredEvent:
         issued_ms: time of its issue, or of its start.
         done_ms: time when it was known to be complete.
         exposed_ms: time that the rank was blocked on it.
+        message_bytes: what travelled for it; ``num_bytes``, or less where shards have a format.
     """
 
     unit: str
@@ -59,6 +60,7 @@ class MeasuredEvent:
     issued_ms: float
     done_ms: float
     exposed_ms: float
+    message_bytes: int = 0
 
     @property
     def is_collective(self) -> bool:
@@ -188,6 +190,7 @@ def _measured_event(event: Event, start: int) -> MeasuredEvent:
         issued_ms=(event.issued_ns - start) / 1e6,
         done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
         exposed_ms=event.exposed_ns / 1e6,
+        message_bytes=event.message_bytes,
     )
 
 

@@ -9,6 +9,8 @@ from fsdp_dynamo.observe.text_format import format_bytes, format_table
 from graph_passes.report import GraphReport, TransferReport
 
 _MAX_ROWS = 24
+_HIDDEN_MS = 5e-4
+"""Less is shown as 0."""
 
 
 def format_report(report: StepReport, details: bool = False) -> str:
@@ -62,6 +64,17 @@ def _at_the_edge(graph: GraphReport, transfer: TransferReport) -> str:
     return " (end of the graph)" if transfer.wait_ms >= end else ""
 
 
+def format_of(transfer: TransferReport) -> str:
+    """The format of a collective, and why it has it or not where the planner chose."""
+    name = transfer.wire.partition("/")[0]
+    without = transfer.exposed_without_ms
+    if without is None:
+        return name or "-"
+    if name:
+        return f"{name}: {without:.3f} ms exposed without"
+    return "none: hidden" if without <= _HIDDEN_MS else f"none: no gain, {without:.3f} ms exposed"
+
+
 def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
     """A change that would reduce the exposed time of a collective."""
     if transfer.reason == "memory":
@@ -74,7 +87,8 @@ def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
         return "units of similar size, so that none waits behind a large one"
     if transfer.reason == "bandwidth":
         return (
-            "fewer bytes (mixed precision, SHARD_GRAD_OP) or more compute per step (larger batch)"
+            "fewer bytes (collective_precision, mixed precision, SHARD_GRAD_OP) or more compute "
+            "per step (larger batch)"
         )
     if transfer.reason == "not planned":
         return "prefetch=True and sink_waits=True, or a new plan if one was given"
@@ -177,6 +191,9 @@ def _units_of_plan(report: StepReport) -> str:
 def _collectives(report: StepReport, details: bool) -> str:
     """A row for each collective, in order of issue."""
     rows = [["collective", "moved", "ms", "exposed", "measured", "sent", "reason"]]
+    formats = any(format_of(one) != "-" for graph in report.graphs for one in graph.transfers)
+    if formats:
+        rows[0][6:] = ["of", "coding", "reason", "format"]
     exposed = []
     for graph, transfer, event in report.pairs():
         rows.append(
@@ -190,13 +207,16 @@ def _collectives(report: StepReport, details: bool) -> str:
                 transfer.reason,
             ]
         )
+        if formats:
+            as_tensor, coding_ms = format_bytes(transfer.tensor_bytes), f"{transfer.coding_ms:.3f}"
+            rows[-1][6:] = [as_tensor, coding_ms, transfer.reason, format_of(transfer)]
         exposed.append(transfer.exposed_ms)
     num_omitted = 0 if details else len(exposed) - _MAX_ROWS
     if num_omitted > 0:
         keep = sorted(sorted(range(len(exposed)), key=lambda i: -exposed[i])[:_MAX_ROWS])
         rows = [rows[0], *(rows[i + 1] for i in keep)]
     more = f"\n... and {num_omitted} that are less exposed" if num_omitted > 0 else ""
-    return format_table(rows, left=(0, 1, 6)) + more
+    return format_table(rows, left=(0, 1, 8, 9) if formats else (0, 1, 6)) + more
 
 
 def _moved(transfer: TransferReport) -> str:
@@ -234,7 +254,7 @@ def _why_no_plan(report: StepReport) -> str:
 
 
 def _units_measured(report: StepReport) -> str:
-    rows = [["unit", "phase", "compute", "exposed", "collectives", "unsharded"]]
+    rows = [["unit", "phase", "compute", "exposed", "collectives", "unsharded", "messages"]]
     keys = dict.fromkeys((event.phase, event.unit) for event in report.measured)
     for phase, unit in keys:
         events = [e for e in report.measured if (e.phase, e.unit) == (phase, unit)]
@@ -248,6 +268,7 @@ def _units_measured(report: StepReport) -> str:
                 f"{_exposed(own):.3f}",
                 str(len(own)),
                 format_bytes(sum(e.num_bytes for e in own)),
+                format_bytes(sum(e.message_bytes for e in own)),
             ]
         )
     note = "compute of a unit includes the units inside it"

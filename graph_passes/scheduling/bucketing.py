@@ -39,7 +39,7 @@ class Bucketed:
 
 
 def bucket(problem: Problem) -> Bucketed:
-    """Merge neighbours of one kind, group and dtype while they are too small for their link."""
+    """Merge neighbours that are alike while they are too small for their link."""
     clock = list(accumulate(problem.compute_ms, initial=0.0))
     merged: list[tuple[Transfer, tuple[int, ...]]] = []
     for index, transfer in enumerate(problem.transfers):
@@ -65,7 +65,7 @@ def is_saturating(transfer: Transfer) -> bool:
 def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> bool:
     """Whether one launch is better: the first is small, and waiting for the second costs less
     than the latency that is saved."""
-    same = (one.mark.kind, one.group, one.dtype) == (other.mark.kind, other.group, other.dtype)
+    same = _kind_of(one) == _kind_of(other)
     if not same or other.is_dependent or is_saturating(one):
         return False
     ready = max(one.ready, other.ready)
@@ -74,12 +74,19 @@ def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> 
     return ready <= min(one.need, other.need)
 
 
+def _kind_of(transfer: Transfer) -> tuple[str, ...]:
+    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
+
+
 def _merge(one: Transfer, other: Transfer) -> Transfer:
     return replace(
         one,
         ms=one.ms + other.ms - min(one.latency_ms, other.latency_ms),
         latency_ms=max(one.latency_ms, other.latency_ms),
         wire_bytes=one.wire_bytes + other.wire_bytes,
+        tensor_bytes=one.tensor_bytes + other.tensor_bytes,
+        encode_ms=one.encode_ms + other.encode_ms,
+        decode_ms=one.decode_ms + other.decode_ms,
         ready=max(one.ready, other.ready),
         need=min(one.need, other.need),
         held_bytes=one.held_bytes + other.held_bytes,

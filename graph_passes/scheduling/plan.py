@@ -1,14 +1,15 @@
 """The plan: what was decided, as data that can be saved, compared, edited and given back.
 
-    {"version": 1,
+    {"version": 2,
      "inputs": {...},                  what the decisions follow from, the same on all ranks
      "kept": ["layers.7"],             units that stay unsharded between forward and backward
      "graphs": [{"phase": "backward", "digest": "...", "num_steps": 210, "transfers": [
          {"unit": "layers.6", "kind": "all_gather", "ordinal": 0, "issue": 0, "wait": 14,
-          "launch": 3}, ...]}]}
+          "launch": 3, "wire": ""}, ...]}]}
 
 ``issue`` and ``wait`` are gaps between steps of compute (see ``problem``). Transfers stand in order
-of issue; those with the same ``launch`` are launched together. No rank number is in a plan.
+of issue; those with the same ``launch`` are launched together. ``wire`` is the format in which the
+collective travels (``WireFormat.encode``), ``""`` for none. No rank number is in a plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from graph_passes.markers import mark_of
 from graph_passes.scheduling.problem import Dissection, Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
 
-VERSION = 1
+VERSION = 2
 """Of the format that ``Plan.to_json`` writes, the only one that ``Plan.from_json`` reads."""
 
 
@@ -44,6 +45,7 @@ class PlannedTransfer:
         issue: gap between steps of compute in which it is issued, from 0.
         wait: gap in which it is waited for.
         launch: collectives of a graph with the same number are launched together.
+        wire: the format in which it travels, as text; ``""``: as it is.
     """
 
     unit: str
@@ -52,6 +54,7 @@ class PlannedTransfer:
     issue: int
     wait: int
     launch: int
+    wire: str = ""
 
     @property
     def name(self) -> str:
@@ -160,6 +163,8 @@ def _graph_from(data: Mapping[str, Any]) -> GraphPlan:
         for number in ("ordinal", "issue", "wait", "launch"):
             if not isinstance(item[number], int):
                 raise TypeError(f"{number} of {item['unit']!r} must be an integer")
+        if not isinstance(item["wire"], str):
+            raise TypeError(f"wire of {item['unit']!r} must be a text")
         transfers.append(PlannedTransfer(**item))
     return GraphPlan(data["phase"], data["digest"], data["num_steps"], tuple(transfers))
 
@@ -175,9 +180,13 @@ def _graph_diff(one: GraphPlan, other: GraphPlan) -> list[str]:
             lines.append(
                 f"{one.phase}: {transfer.name}: order {position} -> {there}, issue "
                 f"{transfer.issue} -> {match.issue}, wait {transfer.wait} -> {match.wait}, launch "
-                f"{transfer.launch} -> {match.launch}"
+                f"{transfer.launch} -> {match.launch}" + _wire_diff(transfer.wire, match.wire)
             )
     return lines
+
+
+def _wire_diff(one: str, other: str) -> str:
+    return "" if one == other else f", format {one or 'none'} -> {other or 'none'}"
 
 
 def digest_of(parts: Dissection) -> str:
@@ -203,12 +212,11 @@ def plan_of(
     """A schedule as data. ``launches``: by index of the transfer, which launch it is part of."""
     transfers = []
     for placement in schedule:
-        mark = problem.transfers[placement.transfer].mark
-        launch = launches[placement.transfer]
+        transfer = problem.transfers[placement.transfer]
+        mark, launch = transfer.mark, launches[placement.transfer]
+        places = (placement.issue, placement.wait)
         transfers.append(
-            PlannedTransfer(
-                mark.unit, mark.kind, mark.ordinal, placement.issue, placement.wait, launch
-            )
+            PlannedTransfer(mark.unit, mark.kind, mark.ordinal, *places, launch, transfer.wire)
         )
     return GraphPlan(phase_of(parts), digest_of(parts), problem.num_steps, tuple(transfers))
 
@@ -217,8 +225,9 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
     """A plan's places for a problem, checked; and the launch of each transfer.
 
     Raises:
-        PlanError: a collective is missing, unknown or twice, or is placed before what it needs or
-            behind what needs it; or collectives are launched together that cannot be.
+        PlanError: a collective is missing, unknown or twice, has another format, or is placed
+            before what it needs or behind what needs it; or collectives are launched together that
+            cannot be.
     """
     left: dict[tuple[str, str, int], list[int]] = {}
     for index, transfer in enumerate(problem.transfers):
@@ -232,6 +241,7 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
             raise PlanError(f"plan: {planned.name}: expected a collective of the graph, got none")
         index = indices.pop(0)
         _check_gaps(planned, problem, index)
+        _check_wire(planned, problem.transfers[index])
         schedule.append(Placement(index, planned.issue, planned.wait))
         launches[index] = planned.launch
     for (unit, kind, ordinal), indices in left.items():
@@ -259,13 +269,22 @@ def _check_launches(plan: GraphPlan, problem: Problem, schedule: Sequence[Placem
         if apart:
             raise PlanError(
                 f"plan: {planned.name}: expected transfers of launch {planned.launch} to be of one "
-                "kind, group and dtype, to follow one another with the same issue, and not to "
-                f"need each other, got it after {before.name}. Give it a launch of its own."
+                "kind, group, dtype and format, to follow one another with the same issue, and not "
+                f"to need each other, got it after {before.name}. Give it a launch of its own."
             )
 
 
-def _alike(transfer: Transfer) -> tuple[str, str, str]:
-    return transfer.mark.kind, transfer.group, transfer.dtype
+def _alike(transfer: Transfer) -> tuple[str, ...]:
+    return transfer.mark.kind, transfer.group, transfer.dtype, transfer.wire
+
+
+def _check_wire(planned: PlannedTransfer, transfer: Transfer) -> None:
+    if planned.wire != transfer.wire:
+        raise PlanError(
+            f"plan: {planned.name}: expected format '{transfer.wire or 'none'}' as the unit's "
+            f"collective_precision says, got '{planned.wire or 'none'}'. Correct the plan; only "
+            "where collective_precision is only_where_exposed does a plan decide."
+        )
 
 
 def _check_gaps(planned: PlannedTransfer, problem: Problem, index: int) -> None:

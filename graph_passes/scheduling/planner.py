@@ -9,18 +9,23 @@ After:
 
     ag(0) ag(1) wait(0) compute(0) ag(2) wait(1) compute(1) ...
     rs(1) compute(0) wait(1) rs(0) wait(0)
+
+Where formats may be left away (``only_where_exposed``), it also decides which collectives travel in
+theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives
-from graph_passes.markers import set_launch
+from graph_passes.markers import choose_format, has_optional_format, mark_of, set_launch
+from graph_passes.scheduling.format_choice import FASTER, FormatChoice, choose_formats
 from graph_passes.scheduling.limits import BudgetError, too_small
 from graph_passes.scheduling.plan import (
     GraphPlan,
@@ -31,9 +36,10 @@ from graph_passes.scheduling.plan import (
     plan_of,
     schedule_from,
 )
-from graph_passes.scheduling.problem import Dissection, Problem
+from graph_passes.scheduling.problem import Dissection, Problem, dissect, problem_of
 from graph_passes.scheduling.schedule import Options, apply, decide, pose
-from graph_passes.scheduling.simulation import Schedule
+from graph_passes.scheduling.simulation import Schedule, total_ms
+from graph_passes.wire_format import WireFormat
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Planned:
         options: from which it follows.
         peak_bytes: most bytes alive in the graph as it is now, on top of what outlives it;
             ``None`` where nothing predicts them.
+        exposed_without_ms: by index of the transfer, its exposed time without any format that need
+            not be; empty where there are none, or a plan has decided.
     """
 
     problem: Problem
@@ -54,6 +62,18 @@ class Planned:
     plan: GraphPlan
     options: Options
     peak_bytes: int | None = None
+    exposed_without_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A graph's parts and problem, where its collectives are, and what formats were chosen by."""
+
+    parts: Dissection
+    problem: Problem
+    schedule: Schedule
+    launches: dict[int, int]
+    exposed_ms: Mapping[fx.Node, float] = field(default_factory=dict)
 
 
 class Planner(GraphPass):
@@ -67,7 +87,7 @@ class Planner(GraphPass):
     """
 
     name = "planner"
-    is_bitwise = True
+    is_bitwise = True  # but for formats that it may choose, where the user asked for them
     required = (
         "it alone keeps the memory budget and applies a plan; disable prefetch, sink_waits and "
         "bucket for the order without any of its decisions"
@@ -98,17 +118,60 @@ class Planner(GraphPass):
         """
         if next(collectives(graph), None) is None:
             return
-        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
-        if self.plan is None:
-            schedule, launches = self._place(graph, parts, problem)
-        else:
-            schedule, launches = _from_plan(self.plan, parts, problem)
-            apply(graph, schedule, parts)
-        self._mark_launches(parts, launches)
+        placed = self._decided(graph) if self.plan is None else self._given(graph, self.plan)
+        self._mark_launches(placed.parts, placed.launches)
         if self.observe is not None:
-            plan = plan_of(parts, problem, schedule, launches)
-            peak = self._peak(graph)
-            self.observe(Planned(problem, schedule, plan, self.options, peak))
+            plan = plan_of(placed.parts, placed.problem, placed.schedule, placed.launches)
+            exposed = tuple(
+                placed.exposed_ms[chain.collective]
+                for chain in placed.parts.chains
+                if placed.exposed_ms
+            )
+            found = (placed.problem, placed.schedule, plan, self.options, self._peak(graph))
+            self.observe(Planned(*found, exposed))
+
+    def _given(self, graph: fx.Graph, plan: Plan) -> _Placed:
+        """Places and formats of a plan."""
+        graph_plan = _plan_for(plan, dissect(graph))
+        _choose(graph, _formats_of(graph_plan, graph))
+        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
+        schedule, launches = schedule_from(graph_plan, problem)
+        apply(graph, schedule, parts)
+        return _Placed(parts, problem, schedule, launches)
+
+    def _decided(self, graph: fx.Graph) -> _Placed:
+        """Places as decided, with the formats that make the graph faster than without them."""
+        choice, nodes = self._formats(graph)
+        exposed = {} if choice is None else dict(zip(nodes, choice.exposed_ms, strict=True))
+        if choice is not None and choice.chosen:
+            _choose(graph, {nodes[i] for i in choice.chosen})
+            try:
+                placed = self._scheduled(graph)
+            except BudgetError:  # messages take memory
+                placed = None
+            if placed is not None:
+                ms = total_ms(placed.problem, placed.schedule)
+                if ms < FASTER * choice.without_ms:
+                    return replace(placed, exposed_ms=exposed)
+            _choose(graph, ())
+        return replace(self._scheduled(graph), exposed_ms=exposed)
+
+    def _scheduled(self, graph: fx.Graph) -> _Placed:
+        """The best places with the formats that the collectives have now."""
+        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
+        return _Placed(parts, problem, *self._place(graph, parts, problem))
+
+    def _formats(self, graph: fx.Graph) -> tuple[FormatChoice | None, list[fx.Node]]:
+        """The choice of formats that need not be, by index of a collective, and the collectives."""
+        optional = {node for node in collectives(graph) if has_optional_format(node)}
+        if not optional:
+            return None, []
+        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
+        _choose(graph, optional)
+        formatted = problem_of(graph, self.options.cost, parts)
+        _choose(graph, ())
+        choice = choose_formats(problem, formatted, self.options)
+        return choice, [chain.collective for chain in parts.chains]
 
     def _peak(self, graph: fx.Graph) -> int | None:
         """Most bytes alive in a graph as it is now."""
@@ -148,11 +211,33 @@ class Planner(GraphPass):
             set_launch(parts.chains[index].collective, launch if sizes[launch] > 1 else None)
 
 
-def _from_plan(plan: Plan, parts: Dissection, problem: Problem) -> tuple[Schedule, dict[int, int]]:
+def _choose(graph: fx.Graph, chosen: Collection[fx.Node]) -> None:
+    """Let these collectives travel in their format, and no others that need not."""
+    for node in collectives(graph):
+        if has_optional_format(node):
+            choose_format(node, node in chosen)
+
+
+def _formats_of(plan: GraphPlan, graph: fx.Graph) -> set[fx.Node]:
+    """Collectives whose optional format a plan wants."""
+    wanted = Counter((t.unit, t.kind, t.ordinal, t.wire) for t in plan.transfers if t.wire)
+    found = set()
+    for node in collectives(graph):
+        mark = mark_of(node)
+        wire = None if mark is None else WireFormat.decode(mark.wire)
+        if mark is not None and wire is not None:
+            key = (mark.unit, mark.kind, mark.ordinal, wire.chosen().encode())
+            if wanted[key] > 0:
+                wanted[key] -= 1
+                found.add(node)
+    return found
+
+
+def _plan_for(plan: Plan, parts: Dissection) -> GraphPlan:
     digest = digest_of(parts)
     for graph_plan in plan.graphs:
         if graph_plan.digest == digest:
-            return schedule_from(graph_plan, problem)
+            return graph_plan
     raise PlanError(_unknown_graph(plan, parts, digest))
 
 

@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from graph_passes.cost_model import CostModel, messages_bytes, wire_bytes
+from graph_passes.cost_model import CostModel, messages_bytes, tensor_bytes, wire_bytes
 from graph_passes.graph_utils import (
     collectives,
     group_of,
@@ -35,7 +35,8 @@ from graph_passes.graph_utils import (
     payload_bytes,
     wait_of,
 )
-from graph_passes.markers import Mark, mark_of, unit_of
+from graph_passes.markers import Mark, mark_of, unit_of, wire_of
+from graph_passes.wire_format import WireFormat, text_of
 
 _MARGIN = 1.5
 """How much longer than modelled a reduction is taken to last where another one waits for it."""
@@ -65,6 +66,10 @@ class Transfer:
         is_dependent: whether it sends what another transfer brings.
         link_name: of the link that it shares with other groups; "": its group has one of its own.
         payload_bytes: of the unsharded tensor.
+        wire: the format in which it travels, as text; ``""``: as it is.
+        tensor_bytes: what this rank would send without a format.
+        encode_ms: of what computes, at the issue.
+        decode_ms: of what computes, when it has arrived.
     """
 
     mark: Mark
@@ -79,6 +84,16 @@ class Transfer:
     is_dependent: bool = False
     link_name: str = ""
     payload_bytes: int = 0
+    wire: str = ""
+    tensor_bytes: int = 0
+    encode_ms: float = 0.0
+    decode_ms: float = 0.0
+
+    @property
+    def may_have_format(self) -> bool:
+        """Whether the planner decides if it travels in a format."""
+        wire = WireFormat.decode(self.mark.wire)
+        return wire is not None and wire.is_optional
 
     @property
     def link(self) -> str:
@@ -316,6 +331,9 @@ def _transfer(
         node in pinned,
         cost.link_of(node).name,
         payload_bytes(node),
+        text_of(wire_of(node)),
+        tensor_bytes(node),
+        *cost.coding_ms(node),
     )
 
 

@@ -2,7 +2,8 @@
 
 A link carries one transfer after the other, in order of issue (which is how NCCL's
 streams and a pair of sockets behave, and what sharing the bandwidth comes to for the last of them).
-Issues cost nothing, a wait blocks until its transfer has arrived.
+Issues cost nothing, a wait blocks until its transfer has arrived. Where a transfer has a format,
+what computes encodes it before the issue, and decodes it after the wait.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     for gap in range(problem.num_steps + 1):
         for placement in issues[gap]:
             transfer = problem.transfers[placement.transfer]
+            now += transfer.encode_ms
             begin = max(now, free.get(transfer.link, 0.0))
             free[transfer.link] = begin + transfer.ms
             spans[placement.transfer] = (now, begin, begin + transfer.ms)
@@ -91,7 +93,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
             issued, begin, end = spans[placement.transfer]
             exposed = max(0.0, end - now)
             timings[placement.transfer] = Timing(issued, begin, end, now, exposed)
-            now += exposed
+            now += exposed + problem.transfers[placement.transfer].decode_ms
         if gap < problem.num_steps:
             begins.append(now)
             now += problem.compute_ms[gap]
@@ -109,12 +111,13 @@ def total_ms(problem: Problem, schedule: Schedule) -> float:
     free: dict[str, float] = {}
     ends: dict[int, float] = {}
     for gap, is_wait, _, index in events:
+        transfer = problem.transfers[index]
         now = starts[gap] + stalled
         if is_wait:
-            stalled += max(0.0, ends[index] - now)
+            stalled += max(0.0, ends[index] - now) + transfer.decode_ms
         else:
-            transfer = problem.transfers[index]
-            ends[index] = max(now, free.get(transfer.link, 0.0)) + transfer.ms
+            stalled += transfer.encode_ms
+            ends[index] = max(now + transfer.encode_ms, free.get(transfer.link, 0.0)) + transfer.ms
             free[transfer.link] = ends[index]
     return starts[-1] + stalled
 
@@ -149,8 +152,12 @@ def unscheduled(problem: Problem) -> Schedule:
 
 
 def lower_bound_ms(problem: Problem) -> float:
-    """Time that no schedule beats: compute and what surrounds it, or the busiest link."""
+    """Time that no schedule beats: compute and what surrounds it, or the busiest link.
+
+    (Encoding and decoding may run beside the first or the last transfer.)
+    """
     compute = sum(problem.compute_ms)
+    coding = sum(transfer.encode_ms + transfer.decode_ms for transfer in problem.transfers)
     first = min((t.ms for t in problem.transfers if t.is_gather and t.need == 0), default=0.0)
     last = min(
         (t.ms for t in problem.transfers if not t.is_gather and t.ready == problem.num_steps),
@@ -159,4 +166,4 @@ def lower_bound_ms(problem: Problem) -> float:
     busy: dict[str, float] = {}
     for transfer in problem.transfers:
         busy[transfer.link] = busy.get(transfer.link, 0.0) + transfer.ms
-    return max(compute + first + last, max(busy.values(), default=0.0))
+    return max(compute + max(first + last, coding), max(busy.values(), default=0.0))

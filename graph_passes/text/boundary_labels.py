@@ -18,7 +18,15 @@ from graph_passes.graph_utils import (
     is_wait,
     op_name,
 )
-from graph_passes.markers import CollectiveKind, decode_name, encode_name, mark_of, unit_of
+from graph_passes.markers import (
+    CollectiveKind,
+    decode_name,
+    encode_name,
+    mark_of,
+    unit_of,
+    wire_of,
+)
+from graph_passes.wire_format import text_of
 
 Phase = Literal["forward", "backward"]
 
@@ -116,7 +124,7 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
             _units(after),
             *place,
             ordinal=mark.ordinal,
-            wire=mark.wire,
+            wire=text_of(wire_of(node if is_collective(node) else node.all_input_nodes[0])),
         )
     return labels
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from torch import fx
 
 from graph_passes.graph_utils import collectives, op_name
-from graph_passes.markers import decode_name, encode_name, launch_of, mark_of
+from graph_passes.markers import (
+    decode_name,
+    encode_name,
+    has_optional_format,
+    launch_of,
+    mark_of,
+    wire_of,
+)
 
 SEPARATOR = ";"
 _FIELDS = " "
@@ -15,10 +22,10 @@ def fingerprint(graph: fx.Graph) -> str:
     """One entry a collective, in order of issue, joined by ``SEPARATOR``.
 
     An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
-    parameter, dtype (and format, where it travels in another one) and elements of the input, the
-    reduction (``-`` for none), whether it is launched together with the one before it (``+``, else
-    ``-``) and the registered name of the process group, which whoever compares replaces by its
-    global ranks.
+    parameter, dtype (and the format that it may travel in; of an optional one, ``yes`` or ``no``)
+    and elements of the input, the reduction (``-`` for none), whether it is launched together with
+    the one before it (``+``, else ``-``) and the registered name of the process group, which
+    whoever compares replaces by its global ranks.
 
     Args:
         graph: a scheduled graph whose collectives carry marks.
@@ -40,7 +47,8 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     name = op_name(node).rpartition("::")[2]
     dtype = str(value.dtype).removeprefix("torch.")
     if mark is not None and mark.wire:
-        dtype = f"{dtype}~{mark.wire}"
+        decided = "" if not has_optional_format(node) else "yes" if wire_of(node) else "no"
+        dtype = f"{dtype}~{mark.wire}{decided}"
     together = "+" if with_the_one_before else "-"
     fields = (name, unit, dtype, str(value.numel()), reduction, together, str(node.args[-1]))
     return _FIELDS.join(fields)

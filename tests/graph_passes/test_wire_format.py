@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from graph_passes.cost_model import CostModel, Link, messages_bytes, wire_bytes
+from graph_passes.cost_model import CostModel, Device, Link, messages_bytes, wire_bytes
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.text.fingerprint import describe_entry, fingerprint
 from graph_passes.wire_format import WireFormat
@@ -23,6 +23,9 @@ def _collective(kind: CollectiveKind, wire: str) -> fx.Node:
     if kind == "all_gather":
         node = graph.call_function(ops.all_gather_into_tensor.default, (sent, RANKS, "g"))
         sizes = (NUMEL // RANKS, NUMEL)
+    elif kind == "all_reduce":
+        node = graph.call_function(ops.all_reduce.default, (sent, "avg", "g"))
+        sizes = (NUMEL, NUMEL)
     else:
         arguments = (sent, "avg", RANKS, "g")
         node = graph.call_function(ops.reduce_scatter_tensor.default, arguments)
@@ -47,6 +50,17 @@ def test_bytes_and_milliseconds(kind: CollectiveKind) -> None:
     assert messages_bytes(exact) == 0
     cost = CostModel(link=Link(latency_ms=1.0, bytes_per_ms=100.0))
     assert cost.collective_ms(half) == 1 + wire_bytes(half) / 100
+
+
+def test_an_all_reduce_travels_twice() -> None:
+    exact, quarter = (_collective("all_reduce", wire) for wire in ("", "int8/64"))
+    message = WireFormat("int8").num_bytes(NUMEL)
+    assert (wire_bytes(exact), wire_bytes(quarter)) == (2 * 4 * NUMEL, 2 * message)
+    assert (messages_bytes(exact), messages_bytes(quarter)) == (0, 2 * message)
+    cost = CostModel(device=Device(bytes_per_ms=100.0))
+    assert cost.coding_ms(exact) == (0, 0)
+    once = (4 * NUMEL + message) / 100
+    assert cost.coding_ms(quarter) == pytest.approx((once, 3 * once))
 
 
 def test_fingerprint() -> None:

@@ -79,6 +79,9 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
 
     torch.set_num_threads(1)
     calibration.measured = functools.wraps(calibration.measured)(lambda group, device: RATES)
+    calibration.measured_formats = functools.wraps(calibration.measured_formats)(
+        lambda group, device, formats: {}
+    )
     durability.check_checkpoints()
     unhandled = _collect_unhandled()
     while True:
