@@ -50,6 +50,8 @@ class MeasuredEvent:
         issued_ms: time of its issue, or of its start.
         done_ms: time when it was known to be complete.
         exposed_ms: time that the rank was blocked on it.
+        is_planned: whether it is a graph's: what comes before one (gathers of secondary shards) is
+            in no plan.
     """
 
     unit: str
@@ -59,6 +61,7 @@ class MeasuredEvent:
     issued_ms: float
     done_ms: float
     exposed_ms: float
+    is_planned: bool = True
 
     @property
     def is_collective(self) -> bool:
@@ -159,7 +162,8 @@ class StepReport:
         """
         remaining: dict[tuple[str, str, str], list[MeasuredEvent]] = {}
         for event in self.measured:
-            remaining.setdefault((event.phase, event.kind, event.unit), []).append(event)
+            if event.is_planned:
+                remaining.setdefault((event.phase, event.kind, event.unit), []).append(event)
         for graph in self.graphs:
             for transfer in graph.transfers:
                 events = remaining.get((graph.phase, transfer.kind, transfer.unit))
@@ -188,6 +192,7 @@ def _measured_event(event: Event, start: int) -> MeasuredEvent:
         issued_ms=(event.issued_ns - start) / 1e6,
         done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
         exposed_ms=event.exposed_ns / 1e6,
+        is_planned=event.source == "graph",
     )
 
 
