@@ -79,17 +79,20 @@ def _as_others(rank: int, world_size: int, mode: str, how: str) -> tuple[Any, ..
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         named = {"device_mesh": None}
     try:
-        expected = ddp_losses(rank, clip=0.5, num_blocks=BLOCKS)
-        model = make_transformer(num_blocks=BLOCKS)
+        num_blocks = 1 if "inductor" in mode else BLOCKS  # which compiles for long
+        expected = ddp_losses(rank, clip=0.5, num_blocks=num_blocks)
+        model = make_transformer(num_blocks=num_blocks)
         if rank:
             nn.init.zeros_(model.embed.weight)  # rank 0's reach all
         model = _sharded(model=model, sync_module_states=True, **named)
         got = train(in_mode(model, mode), rank, clip=0.5)
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
-    full = _sharded(FULL)
+    full, hybrid = (
+        _sharded(strategy, make_transformer(num_blocks=num_blocks), **_mesh_for(strategy))
+        for strategy in (FULL, ShardingStrategy.HYBRID_SHARD)
+    )
     train(full, rank, clip=0.5)
-    hybrid = _sharded(ShardingStrategy.HYBRID_SHARD, device_mesh=init_device_mesh("cpu", (2, 2)))
     return expected, got, train(hybrid, rank, clip=0.5)[0], _differ(model, full)
 
 
@@ -130,17 +133,16 @@ def test_degenerate_meshes(ranks: RankPool, shape: tuple[int, int]) -> None:
         assert is_flat is (shape == (1, 3))
 
 
-def _in_low_precision(rank: int, world_size: int, mode: str) -> tuple[Any, ...]:
+def _in_low_precision(rank: int, world_size: int) -> tuple[Any, ...]:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for strategy in (HIERARCHICAL, FULL):
         model = _sharded(strategy, mixed_precision=low, cpu_offload=CPUOffload(True))
         for block in model.blocks:
             block.norm1.requires_grad_(False)
-        run = in_mode(model, mode if strategy is HIERARCHICAL else "eager")
         with model.no_sync():
-            loss_of(run, batch(rank, 0)).backward()
-        loss = loss_of(run, batch(rank, 1))
+            loss_of(model, batch(rank, 0)).backward()
+        loss = loss_of(model, batch(rank, 1))
         pieces = [flat.piece for unit in model._fsdp_root.units for flat in unit.flats]
         dtypes = {piece.tensor.dtype for piece in pieces if piece is not None}
         loss.backward()
@@ -148,15 +150,14 @@ def _in_low_precision(rank: int, world_size: int, mode: str) -> tuple[Any, ...]:
     return tuple(results)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_low_precision_accumulation_and_frozen_parts(ranks: RankPool, mode: str) -> None:
-    for (loss, norm, dtypes), (full_loss, full_norm, none) in ranks.run(_in_low_precision, 4, mode):
+def test_low_precision_accumulation_and_frozen_parts(ranks: RankPool) -> None:
+    for (loss, norm, dtypes), (full_loss, full_norm, none) in ranks.run(_in_low_precision, 4):
         assert loss == full_loss
         assert norm == pytest.approx(full_norm, rel=1e-5)
         assert (dtypes, none) == ({torch.bfloat16}, set())
 
 
-def _skipped(rank: int, world_size: int, mode: str) -> tuple[float, list[bool]]:
+def _skipped(rank: int, world_size: int, mode: str) -> tuple[float, list[bool], set[str], set[str]]:
     """A block that one rank leaves out, and one that all do, whose gradients stay None.
 
     In a graph, reductions between nodes have a format, which must keep what is not there.
@@ -181,25 +182,30 @@ def _skipped(rank: int, world_size: int, mode: str) -> tuple[float, list[bool]]:
         models.append(model)
     with FSDP.summon_full_params(models[0], with_grads=True):
         has = [p.grad is not None for p in models[0].blocks.parameters()]
-    return _differ(*models), has
+    hierarchy = _groups(models[0]).hierarchy
+    assert hierarchy is not None
+    across, node = ({use for _, use in _uses(g)} for g in (hierarchy.across, hierarchy.node))
+    return _differ(*models), has, across, node
 
 
 def _mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy is HIERARCHICAL else {}
+    return {} if strategy is FULL else {"device_mesh": init_device_mesh("cpu", (2, 2))}
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_parameters_without_gradients(ranks: RankPool, mode: str) -> None:
-    for difference, has in ranks.run(_skipped, 4, mode):
+    for difference, has, across, node in ranks.run(_skipped, 4, mode):
         assert difference < (1e-2 if mode == "graph" else 1e-6)
+        assert across == {"forward", "backward, int8" if mode == "graph" else "backward"}
+        assert node == {"forward", "backward"}
         each = len(has) // BLOCKS
         assert has == [True] * 2 * each + [False] * each
 
 
-def _with_formats(rank: int, world_size: int, mode: str) -> tuple[Any, Counter[Any], Counter[Any]]:
+def _with_formats(rank: int, world_size: int) -> tuple[Any, Counter[Any], Counter[Any]]:
     formats = CollectivePrecision(all_gather="int8", reduce_scatter="bfloat16")
     model = _sharded(collective_precision=formats)
-    losses, _ = train(in_mode(model, mode), rank)
+    losses, _ = train(model, rank)
     hierarchy = _groups(model).hierarchy
     assert hierarchy is not None
     gathered = torch.cat([param.flatten() for param in _whole(model)])
@@ -215,9 +221,8 @@ def _uses(group: dist.ProcessGroup) -> Counter[Any]:
     return Counter((one.kind, one.use) for one in entries if one.use != collective_log.FULL_PARAMS)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_formats_are_those_between_nodes(ranks: RankPool, mode: str) -> None:
-    for (losses, expected), across, node in ranks.run(_with_formats, 4, mode):
+def test_formats_are_those_between_nodes(ranks: RankPool) -> None:
+    for (losses, expected), across, node in ranks.run(_with_formats, 4):
         assert losses == pytest.approx(expected, rel=2e-2)
         assert set(across) == {
             ("all_gather", "forward, int8"),
