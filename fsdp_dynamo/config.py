@@ -51,7 +51,7 @@ class ShardingStrategy(Enum):
     - ``HIERARCHICAL_SHARD``: ``FULL_SHARD`` over all ranks, which are those of several nodes.
       Between nodes, parameters are gathered once an optimizer step, into secondary shards over the
       ranks of each node; unsharding gathers these inside the node. Gradients are reduced inside
-      the node first. (Not in upstream; eager and hooks mode.)
+      the node first. (Not in upstream.)
 
     Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
     ``SHARD_GRAD_OP`` is close to stage 2, with parameters that are sharded between steps.

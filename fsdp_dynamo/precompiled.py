@@ -34,6 +34,7 @@ from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.compile_cache import require_usable_folder
 from fsdp_dynamo.graph_path.planning import adopt_rates, known_rates
+from fsdp_dynamo.graph_path.traced_unit import groups_in_graph
 from fsdp_dynamo.version import __version__
 from fsdp_dynamo.warmup import Step, warmup
 
@@ -162,7 +163,10 @@ def _lines_of(units: list[Unit]) -> Iterator[str]:
     for unit in units:
         for flat in unit.flats:
             dtypes = f"{flat.param_dtype}, reduced as {flat.reduce_dtype}"
-            over = f"over {flat.group.size()} ranks, {len(flat.groups.reductions)} reductions"
+            gathers, reductions = groups_in_graph(flat)
+            over = f"over {flat.group.size()} ranks, {len(reductions)} reductions"
+            if flat.hierarchy is not None:
+                over += f", {gathers.size()} ranks in a node"
             for original, slot in zip(flat.originals, flat.layout.slots, strict=True):
                 shape = "x".join(map(str, slot.shape))
                 yield f"unit '{unit.fqn}': {original.fqn} {shape} {dtypes}, {over}"
@@ -170,9 +174,9 @@ def _lines_of(units: list[Unit]) -> Iterator[str]:
 
 def _groups_of(units: list[Unit]) -> list[dist.ProcessGroup]:
     """The groups of a model's graphs, in order."""
-    flats = [flat for unit in units for flat in unit.flats]
-    gathers = [flat.group for flat in flats]
-    return list(dict.fromkeys([*gathers, *(g for flat in flats for g in flat.groups.reductions)]))
+    pairs = [groups_in_graph(flat) for unit in units for flat in unit.flats]
+    gathers = [group for group, _ in pairs]
+    return list(dict.fromkeys([*gathers, *(group for _, groups in pairs for group in groups)]))
 
 
 # -- the file ----------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class ModuleParameters:
         frozen: indices of originals that are not trained, as of the last forward.
         is_summoned: whether the originals are whole on the user's request, on some rank at least.
         is_whole: whether they are on this rank.
+        times_noted: how often it has been noted what the originals are: after each change.
         paths: of its unit, for messages.
     """
 
@@ -40,6 +41,7 @@ class ModuleParameters:
         self.frozen: frozenset[int] = frozenset()
         self._has_views = False
         self.is_summoned = self.is_whole = False
+        self.times_noted = 0
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
@@ -123,6 +125,7 @@ class ModuleParameters:
 
     def _remember(self) -> None:
         """Note how the originals are left, and which of them are frozen."""
+        self.times_noted += 1
         self._as_left = []
         for original in self._originals:
             param = original.param

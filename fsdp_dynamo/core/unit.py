@@ -367,7 +367,8 @@ class Unit:
             self.reshard("forward")
 
     def _versions(self) -> list[int]:
-        return [original.param._version for original in self.originals()]
+        versions = [original.param._version for original in self.originals()]
+        return versions + [flat.module_parameters.times_noted for flat in self.flats]
 
     def wait_unshard(self) -> None:
         """Wait for the all-gathers of ``issue_unshard``, before the unit computes."""

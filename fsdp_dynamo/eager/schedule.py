@@ -41,6 +41,7 @@ class Root:
             the outermost.
 
     Attributes:
+        secondary: the secondary shards of its units.
         is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
@@ -65,7 +66,7 @@ class Root:
         flats = [flat for unit in self.units for flat in unit.flats]
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
         self.accumulation.refresh()
-        self._secondary = SecondaryShards(self.units)
+        self.secondary = SecondaryShards(self.units, self.accumulation)
 
     @property
     def is_outside(self) -> bool:
@@ -161,20 +162,19 @@ class Root:
         refuse_without_planner(self.units)
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
-        accumulates = self.accumulation.has_sums or not self.accumulation.sync
-        self._secondary.begin_forward(accumulates=accumulates)
+        self.secondary.begin_forward()
         for unit in self.units:
             reduce_frozen(unit.flats)
             unit.drop_pieces()  # left over from a forward that no backward followed
             if not unit.is_ahead and not self._stays_unsharded:
                 unit.reshard("forward")
         self._settle()  # shards are as the optimizer left them
-        self._secondary.gather()
+        self.secondary.gather()
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
         root = self.units[0]
-        self._secondary.end_forward()
+        self.secondary.end_forward()
         if not torch.is_grad_enabled():  # no backward begins with the last unit
             self._settle()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
@@ -312,7 +312,7 @@ class Root:
             unit.pending_calls = 0
             unit.drop_pieces()
             unit.machine.advance(UnitState.IDLE)
-        self._secondary.end_backward()
+        self.secondary.end_backward()
         self._settle()
         if not self._stays_unsharded:
             self.execution_order.forget_calls()
@@ -392,7 +392,7 @@ class Root:
                 for flat in unit.flats:
                     self._reduces.issue_sum(flat)
         self._reduces.finish()
-        self._secondary.drop()  # summon_full_params() and clipping begin with this
+        self.secondary.drop()  # summon_full_params() and clipping begin with this
         self.accumulation.refresh()
 
     @torch.no_grad()
@@ -407,7 +407,7 @@ class Root:
     def wait_ended(self) -> None:
         """Finish the reductions of ``finalize_backward``."""
         self._reduces.finish()
-        self._secondary.drop()
+        self.secondary.drop()
         self.accumulation.refresh()
 
     def set_sync_gradients(self, wanted: bool, units: Iterable[Unit]) -> None:

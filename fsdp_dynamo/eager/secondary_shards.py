@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.unit import Unit
 
 
@@ -24,17 +25,16 @@ class SecondaryShards:
 
     Args:
         units: of the root; those without a hierarchy of ranks are left alone.
+        accumulation: of the root.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
         self._units = [unit for unit in units if unit.config.groups.hierarchy is not None]
 
-    def begin_forward(self, *, accumulates: bool) -> None:
-        """Free those that may be out of date.
-
-        Args:
-            accumulates: whether gradients wait, or will wait, for a reduction.
-        """
+    def begin_forward(self) -> None:
+        """Free those that may be out of date."""
+        accumulates = self._accumulation.has_sums or not self._accumulation.sync
         keeps = accumulates and torch.is_grad_enabled()
         if not (keeps and all(unit.is_secondary_current for unit in self._units)):
             self.drop()
@@ -54,6 +54,11 @@ class SecondaryShards:
         for unit in self._units:
             if unit.settings.reduces:
                 unit.drop_secondary()
+
+    def abandon(self) -> None:
+        """Free all after an error, with gathers in any state."""
+        for unit in self._units:
+            unit.abandon()
 
     def drop(self) -> None:
         """Free all."""

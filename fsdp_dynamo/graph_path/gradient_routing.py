@@ -13,6 +13,7 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import offloading, operators, recording
+from fsdp_dynamo.graph_path.secondary_inputs import SecondaryInputs
 from graph_passes.gradients.absent import Ranges
 from graph_passes.markers import NO_VALUE
 
@@ -94,10 +95,14 @@ class _RouteGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, handlers: Collection[GradHandler], *inputs: torch.Tensor
+        ctx: Any,
+        handlers: Collection[GradHandler],
+        secondaries: SecondaryInputs,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.handlers = handlers
+        ctx.secondaries = secondaries
         return tuple([tensor.view_as(tensor) for tensor in inputs])
 
     @staticmethod
@@ -109,15 +114,21 @@ class _RouteGradients(torch.autograd.Function):
             for handle, grad in zip(ctx.handlers, grads, strict=True):
                 if grad is not None:
                     handle(grad, absent)
-        return (None,) * (len(grads) + 1)
+        ctx.secondaries.end_backward()
+        return (None,) * (len(grads) + 2)
 
 
-def _run(compiled: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _run(
+    compiled: Callable[..., Any], arguments: Sequence[Any], secondaries: SecondaryInputs
+) -> Any:
     try:
-        return compiled(*arguments)
+        outputs = compiled(*arguments)
     except BaseException:
         operators.abandon()
+        secondaries.abandon()
         raise
+    secondaries.end_forward()
+    return outputs
 
 
 def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,13 +137,16 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         operators.abandon()  # a backward that failed may have left some
         handlers = _grad_handlers(inputs)
-        if not handlers or not torch.is_grad_enabled():
-            return _run(compiled, inputs)
         arguments = list(inputs)
-        tracked = _RouteGradients.apply(list(handlers.values()), *[inputs[i] for i in handlers])  # type: ignore[no-untyped-call]
+        secondaries = SecondaryInputs(inputs)
+        secondaries.gather(arguments)
+        if not handlers or not torch.is_grad_enabled():
+            return _run(compiled, arguments, secondaries)
+        routed = [inputs[position] for position in handlers]
+        tracked = _RouteGradients.apply(list(handlers.values()), secondaries, *routed)  # type: ignore[no-untyped-call]
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
-        outputs = _run(compiled, arguments)
+        outputs = _run(compiled, arguments, secondaries)
         _drop_dropped_before_backward(inputs, outputs)
         recording.current().end_of_graph()
         return outputs

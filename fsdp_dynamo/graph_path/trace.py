@@ -10,77 +10,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.fx import traceback
 
-from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
-from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.core.unit_modules import registered
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, with_side_effects
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
-from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.graph_path.offloading import TO_DEVICE, TO_HOST
-from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, CollectiveKind, Mark
-from graph_passes.wire_format import text_of
-
-
-class TracedFlat(NamedTuple):
-    """Constants of one flat parameter in the graph; they make no guards.
-
-    Attributes:
-        group_name: the shard group's registered name (no rank number is baked in).
-        world_size: its size.
-        reductions: names of the groups over which gradients are averaged, in order.
-        is_sharded: whether there is anything to gather.
-        requires_grad: whether there is a gradient to reduce.
-        param_dtype: name of the unsharded flat parameter's dtype.
-        reduce_dtype: name of the reduction's dtype.
-        sum_dtype: name of the dtype of gradients that wait for a reduction.
-        grad_dtype: name of the dtype of the gradient that leaves the graph.
-        grad_scale: factor of reduced gradients.
-        gather_mark: mark of the all-gather.
-        reduce_marks: a mark for each of ``reductions``.
-        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
-            are in one place.
-        split_sizes: how the unsharded flat parameter is cut.
-        views: for each original parameter its piece, its shape, and where it is put: the names
-            that lead from the unit's module to the holder, and the parameter's name.
-    """
-
-    group_name: str
-    world_size: int
-    reductions: tuple[str, ...]
-    is_sharded: bool
-    requires_grad: bool
-    param_dtype: str
-    reduce_dtype: str
-    sum_dtype: str
-    grad_dtype: str
-    grad_scale: float
-    gather_mark: str
-    reduce_marks: tuple[str, ...]
-    offloaded_from: str
-    split_sizes: tuple[int, ...]
-    views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
-
-
-class TracedUnit(NamedTuple):
-    """Constants of one unit in the graph.
-
-    Attributes:
-        fqn: the unit's FQN.
-        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
-        output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
-        device: where inputs are moved to; ``""``: they stay.
-        flats: its flat parameters.
-    """
-
-    fqn: str
-    input_dtype: str
-    output_dtype: str
-    device: str
-    flats: tuple[TracedFlat, ...]
+from fsdp_dynamo.graph_path.traced_unit import TracedFlat, constants_of
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS
 
 
 class TracedTensors(NamedTuple):
@@ -91,95 +30,14 @@ class TracedTensors(NamedTuple):
         parallels: for each one's originals, how tensor parallelism has split them.
         sums: unsharded gradients of earlier steps, to be reduced with this step's.
         carriers: in a step that reduces nothing, what takes the unsharded gradients.
+        secondaries: what is gathered in place of the shards, on nodes of ranks.
     """
 
     shards: tuple[torch.Tensor, ...]
     parallels: tuple[tuple[TensorParallel | None, ...], ...]
     sums: tuple[torch.Tensor | None, ...]
     carriers: tuple[torch.Tensor | None, ...]
-
-
-def _describe(module: UnitModuleProtocol) -> TracedUnit:
-    """A unit's constants as they are now."""
-    unit = module._fsdp_unit
-    reshards = unit.settings.reshards_after_forward
-    if reshards is None:
-        reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
-    paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
-    flats = tuple(
-        _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
-    )
-    device = "" if unit.device is None else str(unit.device)
-    input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
-    return TracedUnit(unit.fqn, input_dtype, output_dtype, device, flats)
-
-
-def _describe_flat(
-    flat: FlatParameter,
-    unit: Unit,
-    ordinal: int,
-    reshards: bool,
-    paths: dict[nn.Module, tuple[str, ...]],
-) -> TracedFlat:
-    kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_reduce")
-    if flat.is_sharded:
-        kinds = ("reduce_scatter", "all_reduce")
-    reductions = tuple(group.group_name for group in flat.groups.reductions)
-    # Marks are unique: of two all-reduces, the one over replicas counts on behind all flats.
-    second = ordinal if flat.is_sharded else ordinal + len(unit.flats)
-    dtypes = flat.dtypes(unit.wants_full_precision)
-    wires = flat.wires(unit.wants_full_precision)
-    layout = flat.layout
-    views = []
-    for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
-        sites = [(paths.get(module), name) for module, name, _ in original.sites]
-        places = {(path, name) for path, name in sites if path is not None}
-        views.append((piece, slot.shape, tuple(sorted(places))))
-    return TracedFlat(
-        group_name=flat.group.group_name,
-        world_size=flat.group.size(),
-        reductions=reductions,
-        is_sharded=flat.is_sharded,
-        requires_grad=flat.requires_grad,
-        param_dtype=_name(dtypes.param),
-        reduce_dtype=_name(dtypes.reduce),
-        sum_dtype=_name(dtypes.sum),
-        grad_dtype=_name(flat.dtype),
-        grad_scale=unit.settings.grad_scale,
-        gather_mark=Mark(
-            unit.fqn, "all_gather", "forward", ordinal, reshards, text_of(wires.gather)
-        ).encode(),
-        reduce_marks=tuple(
-            Mark(
-                unit.fqn,
-                kind,
-                "backward",
-                ordinal if i == 0 else second,
-                wire=text_of(wires.reduce if kind == "reduce_scatter" else wires.replicas),
-            ).encode()
-            for i, (kind, _) in enumerate(zip(kinds, reductions, strict=False))
-        ),
-        offloaded_from=str(flat.device) if flat.is_offloaded else "",
-        split_sizes=layout.split_sizes,
-        views=tuple(views),
-    )
-
-
-def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """For every module below, the names that lead to it, wrappers' names included."""
-    paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
-    pending = [module]
-    while pending:
-        parent = pending.pop()
-        for name, child in parent._modules.items():
-            if child is not None and child not in paths:
-                paths[child] = (*paths[parent], name)
-                pending.append(child)
-    return paths
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
+    secondaries: tuple[torch.Tensor | None, ...]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -195,49 +53,15 @@ def check_originals(name: str) -> None:
         raise CompileRefusedError(*error.args) from None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def constants_of(name: str) -> tuple[Any, ...]:
-    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
-
-    Raises:
-        CompileRefusedError: a setting or the strategy is for eager and hooks mode only, or buffers
-            would have to be cast between training and evaluation.
-    """
-    module = registered(name)
-    refused = module._fsdp_unit.settings.eager_only()
-    if refused is not None:
-        setter, reason = refused
-        raise CompileRefusedError(
-            expected="settings that a whole graph can follow",
-            got=f"{setter}: {reason}",
-            where=unit_name(module._fsdp_unit.fqn),
-            fix="Leave it out, or compile without fullgraph (hooks mode).",
-        )
-    if module._fsdp_unit.config.groups.hierarchy is not None:
-        raise CompileRefusedError(
-            expected="a strategy whose gathers a graph places one by one",
-            got="HIERARCHICAL_SHARD: its secondary shards outlive the graph that gathers them",
-            where=unit_name(module._fsdp_unit.fqn),
-            fix="Compile without fullgraph (hooks mode), or take FULL_SHARD or HYBRID_SHARD.",
-        )
-    if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
-        raise CompileRefusedError(
-            expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",
-            got=f"a cast buffer, '{next(iter(module._fsdp_buffer_dtypes))}'",
-            where=unit_name(module._fsdp_unit.fqn),
-            fix="Leave one of them out, or compile without fullgraph (hooks mode).",
-        )
-    *constants, flats = _describe(module)
-    return (*constants, tuple([tuple(flat) for flat in flats]))
-
-
 def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     wanted = getattr(torch, dtype)
     return tensor if tensor.dtype == wanted else tensor.to(wanted)
 
 
-def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
-    if spec.offloaded_from:
+def _unshard(shard: torch.Tensor, secondary: torch.Tensor | None, spec: TracedFlat) -> torch.Tensor:
+    if secondary is not None:
+        shard = secondary
+    elif spec.offloaded_from:
         dtype = getattr(torch, spec.param_dtype)
         shard = TO_DEVICE(shard, spec.offloaded_from, dtype)
     else:
@@ -254,17 +78,13 @@ def _unshard(shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
 
 def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
     grad = _cast(grad, spec.reduce_dtype)
-    scatters = spec.is_sharded
-    for group, mark in zip(spec.reductions, spec.reduce_marks):  # noqa: B905  # traced by Dynamo
+    for group, size, mark in zip(spec.reductions, spec.scatters, spec.reduce_marks):  # noqa: B905  # traced by Dynamo
         with traceback.annotate({COLLECTIVE: mark}):
-            if scatters:
-                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
-                    grad, "avg", spec.world_size, group
-                )
+            if size:
+                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(grad, "avg", size, group)
             else:
                 reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)
-        scatters = False
     if spec.grad_scale != 1:
         grad = grad * spec.grad_scale
     grad = _cast(grad, spec.grad_dtype)
@@ -272,16 +92,22 @@ def _reduce(grad: torch.Tensor, spec: TracedFlat) -> torch.Tensor:
 
 
 class TracedUnshard(torch.autograd.Function):
-    """Shard ``(padded_numel / N,)`` to unsharded ``(padded_numel,)`` and back."""
+    """Shard ``(padded_numel / N,)`` to unsharded ``(padded_numel,)`` and back.
+
+    With a secondary shard, ``(padded_numel / ranks in a node,)``, that one is gathered. The
+    gradient is the shard's all the same.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, spec: TracedFlat) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, shard: torch.Tensor, secondary: torch.Tensor | None, spec: TracedFlat
+    ) -> torch.Tensor:
         ctx.spec = spec
-        return _unshard(shard, spec)
+        return _unshard(shard, secondary, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _reduce(grad, ctx.spec), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _reduce(grad, ctx.spec), None, None
 
 
 class TracedUnshardWithSum(torch.autograd.Function):
@@ -289,16 +115,20 @@ class TracedUnshardWithSum(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, shard: torch.Tensor, total: torch.Tensor, spec: TracedFlat
+        ctx: Any,
+        shard: torch.Tensor,
+        secondary: torch.Tensor | None,
+        total: torch.Tensor,
+        spec: TracedFlat,
     ) -> torch.Tensor:
         ctx.spec = spec
         ctx.save_for_backward(total)
-        return _unshard(shard, spec)
+        return _unshard(shard, secondary, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         (total,) = ctx.saved_tensors
-        return _reduce(_cast(grad, ctx.spec.sum_dtype) + total, ctx.spec), None, None
+        return _reduce(_cast(grad, ctx.spec.sum_dtype) + total, ctx.spec), None, None, None
 
 
 class TracedUnshardNoReduce(torch.autograd.Function):
@@ -306,14 +136,18 @@ class TracedUnshardNoReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, shard: torch.Tensor, carrier: torch.Tensor, spec: TracedFlat
+        ctx: Any,
+        shard: torch.Tensor,
+        secondary: torch.Tensor | None,
+        carrier: torch.Tensor,
+        spec: TracedFlat,
     ) -> torch.Tensor:
         ctx.spec = spec
-        return _unshard(shard, spec)
+        return _unshard(shard, secondary, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
-        return None, _cast(grad, ctx.spec.sum_dtype), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor, None]:  # type: ignore[override]
+        return None, None, _cast(grad, ctx.spec.sum_dtype), None
 
 
 def _gather(
@@ -321,18 +155,18 @@ def _gather(
 ) -> list[torch.Tensor]:
     unsharded = []
     with traceback.annotate({UNIT: fqn, BODY: "0"}):
-        for shard, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
-            tensors.shards, tensors.sums, tensors.carriers, flats
+        for shard, secondary, total, carrier, fields in zip(  # noqa: B905  # traced by Dynamo
+            tensors.shards, tensors.secondaries, tensors.sums, tensors.carriers, flats
         ):
             spec = TracedFlat(*fields)
             if not spec.requires_grad:
-                unsharded.append(_unshard(shard, spec))
+                unsharded.append(_unshard(shard, secondary, spec))
             elif carrier is not None:
-                unsharded.append(TracedUnshardNoReduce.apply(shard, carrier, spec))  # type: ignore[no-untyped-call]
+                unsharded.append(TracedUnshardNoReduce.apply(shard, secondary, carrier, spec))  # type: ignore[no-untyped-call]
             elif total is not None:
-                unsharded.append(TracedUnshardWithSum.apply(shard, total, spec))  # type: ignore[no-untyped-call]
+                unsharded.append(TracedUnshardWithSum.apply(shard, secondary, total, spec))  # type: ignore[no-untyped-call]
             else:
-                unsharded.append(TracedUnshard.apply(shard, spec))  # type: ignore[no-untyped-call]
+                unsharded.append(TracedUnshard.apply(shard, secondary, spec))  # type: ignore[no-untyped-call]
     return unsharded
 
 

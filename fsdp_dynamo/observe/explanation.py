@@ -51,6 +51,8 @@ class MeasuredEvent:
         done_ms: time when it was known to be complete.
         exposed_ms: time that the rank was blocked on it.
         message_bytes: what travelled for it; ``num_bytes``, or less where shards have a format.
+        is_planned: whether it is a graph's: what comes before one (gathers of secondary shards) is
+            in no plan.
     """
 
     unit: str
@@ -61,6 +63,7 @@ class MeasuredEvent:
     done_ms: float
     exposed_ms: float
     message_bytes: int = 0
+    is_planned: bool = True
 
     @property
     def is_collective(self) -> bool:
@@ -161,7 +164,8 @@ class StepReport:
         """
         remaining: dict[tuple[str, str, str], list[MeasuredEvent]] = {}
         for event in self.measured:
-            remaining.setdefault((event.phase, event.kind, event.unit), []).append(event)
+            if event.is_planned:
+                remaining.setdefault((event.phase, event.kind, event.unit), []).append(event)
         for graph in self.graphs:
             for transfer in graph.transfers:
                 events = remaining.get((graph.phase, transfer.kind, transfer.unit))
@@ -191,6 +195,7 @@ def _measured_event(event: Event, start: int) -> MeasuredEvent:
         done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
         exposed_ms=event.exposed_ns / 1e6,
         message_bytes=event.message_bytes,
+        is_planned=event.source == "graph",
     )
 
 

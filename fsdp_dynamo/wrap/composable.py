@@ -83,6 +83,7 @@ def fully_shard(
     rows_together: RowsTogether | None = None,
     use_dtensor: bool | None = None,
     collective_precision: CollectivePrecision | None = None,
+    unsharded_budget_bytes: int | None = None,
 ) -> Any:
     """Make a module a unit in place; with a policy, submodules of it too.
 
@@ -123,6 +124,7 @@ def fully_shard(
         reduction_group: its argument of this name.
         rows_together: its argument of this name.
         collective_precision: its argument of this name.
+        unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
         use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
 
     Returns:
@@ -155,6 +157,7 @@ def fully_shard(
         rows_together=rows_together,
         use_dtensor=gives_dtensors,
         collective_precision=collective_precision,
+        unsharded_budget_bytes=unsharded_budget_bytes,
         may_lack_values=gives_dtensors,
         shard_placement_fn=shard_placement_fn,
     )

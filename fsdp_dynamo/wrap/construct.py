@@ -32,6 +32,7 @@ from fsdp_dynamo.wrap.arguments import (
 )
 from fsdp_dynamo.wrap.fsdp2_arguments import PlacementFn, check_placements
 from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
+from fsdp_dynamo.wrap.kept_units import check_budget, keep_within
 from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -62,6 +63,7 @@ class Arguments:
     use_dtensor: bool = False
     may_lack_values: bool = False
     collective_precision: object | None = None
+    unsharded_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     """
     arguments.check_whole_units(module)
     strategy = strategy_of(given.sharding_strategy)
+    check_budget(given.unsharded_budget_bytes, strategy)
     is_given = dist.is_initialized()  # otherwise, making a group warns
     groups = groups_of(
         given.process_group,
@@ -131,6 +134,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         plan = _plan(module, given, config, sources, device)
     units = build.build_units(plan.planned, plan.config_of, plan.values)
     keep_full_precision(module, plan.chosen, config)
+    keep_within(module, units, given.unsharded_budget_bytes)
     flats = [flat for unit in units.values() for flat in unit.flats]
     watch_optimizers(flats)
     note_parts(flats)

@@ -33,6 +33,7 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
+from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
 from fsdp_dynamo.graph_path.trace import TracedTensors, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
@@ -148,6 +149,10 @@ class UnitModule(UserMethods):
         flats = self._fsdp_own_unit.flats
         self._fsdp_shards = tuple(flat.sharded for flat in flats)
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
+        self._fsdp_secondaries, self._fsdp_full_secondaries = (
+            tuple([stand_in_for(self, flat, is_full_precision=full) for flat in flats])
+            for full in (False, True)
+        )
         self._fsdp_unit_key = str(id(self._fsdp_own_unit))
         self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
         for flat in flats:
@@ -188,7 +193,10 @@ class UnitModule(UserMethods):
             carriers = self._fsdp_carriers
         elif accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once
             sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])
-        return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers)
+        secondaries = self._fsdp_secondaries
+        if self._fsdp_full_precision_in_eval and not self.training:
+            secondaries = self._fsdp_full_secondaries
+        return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers, secondaries)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly, between compiled regions"

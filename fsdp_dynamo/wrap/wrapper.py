@@ -74,6 +74,10 @@ class FullyShardedDataParallel(WrapperAttributes):
             place of the parameters: make the optimizer afterwards.
         collective_precision: formats with fewer bits in which shards of parameters and gradients
             travel; a policy's dict of arguments may have one for a unit.
+        unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
+            unsharded flat parameters that may stay between forward and backward, on top of the
+            root's: the last units of the forward that fit. The others reshard, as with
+            ``FULL_SHARD``. By default all stay.
 
     Raises:
         FSDPError: one of its subclasses, before anything is changed. The message says what was
@@ -105,6 +109,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         rows_together: RowsTogether | None = None,
         use_dtensor: bool = False,
         collective_precision: CollectivePrecision | None = None,
+        unsharded_budget_bytes: int | None = None,
     ) -> None:
         check_module(module)
         compiled = None
@@ -131,6 +136,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 rows_together=rows_together,
                 use_dtensor=use_dtensor,
                 collective_precision=collective_precision,
+                unsharded_budget_bytes=unsharded_budget_bytes,
                 limit_all_gathers=limit_all_gathers,
             ),
         )

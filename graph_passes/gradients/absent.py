@@ -26,7 +26,7 @@ from torch import fx
 from graph_passes.gradients.flat_gradient import CASTS, chain_of_writes
 from graph_passes.gradients.producers import is_zero
 from graph_passes.graph_pass import graph_pass
-from graph_passes.graph_utils import body_of, op_name
+from graph_passes.graph_utils import body_of, is_collective, is_wait, op_name
 from graph_passes.markers import NO_VALUE, cuts_views
 
 _CONSTANTS = frozenset({"aten::zeros", "aten::full"})
@@ -65,12 +65,12 @@ def absent_in(flat_gradient: object) -> Ranges:
 
     Args:
         flat_gradient: what a reduction reads; looked through are casts, sums with another flat
-            gradient, and regions.
+            gradient, regions, and the reduction before it: what this rank lacks.
     """
     if not isinstance(flat_gradient, fx.Node):
         return ()
     node, name = flat_gradient, op_name(flat_gradient)
-    if name in CASTS or name == "aten::add":
+    if name in CASTS or name == "aten::add" or is_wait(node) or is_collective(node):
         return absent_in(node.args[0])
     if name == "aten::cat":
         return _absent_pieces(node)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
+from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -110,9 +111,11 @@ def sharded(plain: nn.Module, how: str) -> nn.Module:
     if how == "replicas":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         return wrap(plain, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    if how == "hierarchy":
+    if how.startswith("hierarchy"):
+        strategy = ShardingStrategy.HIERARCHICAL_SHARD
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        return wrap(plain, sharding_strategy=ShardingStrategy.HIERARCHICAL_SHARD, device_mesh=mesh)
+        model = wrap(plain, sharding_strategy=strategy, device_mesh=mesh)
+        return in_mode(model, "graph") if how == "hierarchy in a graph" else model
     if how == "in int8":
         return wrap(plain, collective_precision=CollectivePrecision("int8", "int4"))
     if how == "around a compiled one":
@@ -186,7 +189,13 @@ def _pass_on(
 
 def test_passed_on_from_one_sharding_to_another(ranks: RankPool, tmp_path: Path) -> None:
     """4, 3, 1, 2, 4, 1, 2, 4, 2 ranks, other units, strategies, modes, formats: bitwise equal."""
-    hands = [("in int8", 4), ("one unit", 3), ("composable", 1), ("compiled", 2), ("replicas", 4)]
+    hands = [
+        ("hierarchy in a graph", 4),
+        ("one unit", 3),
+        ("composable", 1),
+        ("compiled", 2),
+        ("replicas", 4),
+    ]
     hands += [("plain", 1), ("around a compiled one", 2), ("hierarchy", 4), ("in int8", 2)]
     first: dict[str, torch.Tensor] = {}
     for step, (how, world_size) in enumerate(hands):

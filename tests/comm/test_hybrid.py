@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, batch, ddp_losses, loss_of, make_transformer, train, wrap
+from models import Block, Branching, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +33,23 @@ def _named_by(how: str) -> dict[str, Any]:
     if how == "mesh":
         return {"device_mesh": init_device_mesh("cpu", (2, 2))}
     return {"process_group": _replicas_of_shards()} if how == "pair" else {}
+
+
+def _skipped(rank: int, world_size: int, mode: str) -> list[bool]:
+    """Whether parameters have gradients, in two blocks of which all ranks leave out the second."""
+    plain = Branching(num_blocks=2)
+    plain.skipped = frozenset({1})
+    model = FSDP(plain, sharding_strategy=HYBRID, **_named_by("mesh"))
+    loss_of(in_mode(model, mode), batch(rank, 0)).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        return [param.grad is not None for param in model.blocks.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_parameters_without_gradients(ranks: RankPool, mode: str) -> None:
+    for has in ranks.run(_skipped, 4, mode):
+        each = len(has) // 2
+        assert has == [True] * each + [False] * each
 
 
 def _as_ddp(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import batch, loss_of, make_transformer, wrap
+from modes import in_mode
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -149,6 +150,36 @@ def _with_changes(rank: int, world_size: int) -> list[str]:
 def test_values_are_never_old(ranks: RankPool) -> None:
     for wrong in ranks.run(_with_changes, 4):
         assert wrong == []
+
+
+def _changed_in_graphs(strategy: ShardingStrategy, rank: int, mode: str) -> list[float]:
+    """Losses of one model that goes through all changes, each within an accumulation and after."""
+    model = _sharded(strategy)
+    run = in_mode(model, mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for change in CHANGES.values():
+        with model.no_sync():
+            for _ in range(2):
+                losses.append(loss_of(run, batch(rank, 0)))
+                losses[-1].backward()
+                change(model)
+        for _ in range(2):
+            losses.append(loss_of(run, batch(rank, 1)))
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+    return [loss.item() for loss in losses]
+
+
+def _with_changes_in_graphs(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return _changed_in_graphs(HIERARCHICAL, rank, "graph"), _changed_in_graphs(FULL, rank, "eager")
+
+
+def test_values_are_never_old_in_graphs(ranks: RankPool) -> None:
+    for got, expected in ranks.run(_with_changes_in_graphs, 4):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 def _unsharded_by_hand(rank: int, world_size: int) -> tuple[float, float]:

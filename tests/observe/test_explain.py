@@ -94,6 +94,15 @@ def _explanation() -> Explanation:
     )
 
 
+def test_events_that_no_plan_has() -> None:
+    """A gather of a secondary shard, before the graph is called, is not the graph's."""
+    found = _explanation()
+    before = MeasuredEvent("u0", "all_gather", "forward", 100, 0.0, 1.0, 0.0, is_planned=False)
+    with_it = replace(found, measured=(before, *found.measured))
+    matched = [[event for _, _, event in one.pairs()] for one in (found, with_it)]
+    assert matched[0] == matched[1]
+
+
 def test_text() -> None:
     assert_expected_inline(
         str(_explanation()),

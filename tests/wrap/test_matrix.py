@@ -60,11 +60,9 @@ class Case(NamedTuple):
         return " ".join([self.strategy.name, *flags])
 
 
-def cases(grid: bool, mode: str = "eager") -> Iterator[Case]:
+def cases(grid: bool) -> Iterator[Case]:
     """Those of strategies whose ranks form a grid, or of the others."""
     for strategy, *flags in itertools.product(ShardingStrategy, *[(False, True)] * 3):
-        if strategy.is_hierarchical and mode == "graph":
-            continue  # refused by name
         if needs_grid(strategy) is grid:
             yield Case(strategy, *flags)
 
@@ -152,7 +150,7 @@ def run_case(case: Case, rank: int, world_size: int, mode: str) -> str:
 
 def _all_cases(rank: int, world_size: int, mode: str, grid: bool) -> list[str]:
     wrong = []
-    for case in cases(grid, mode):
+    for case in cases(grid):
         wrong.append(run_case(case, rank, world_size, mode))
         torch._dynamo.reset()
         dist.barrier()
@@ -178,4 +176,3 @@ def test_on_four_ranks(ranks: RankPool, mode: str, grid: bool) -> None:
 def test_how_many_combinations() -> None:
     assert len(list(cases(grid=False))) == 24
     assert len(list(cases(grid=True))) == 24
-    assert len(list(cases(grid=True, mode="graph"))) == 16

@@ -1,0 +1,214 @@
+"""Constants of a unit in a graph, as they are when Dynamo traces it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Wires
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.dynamo.private_api import CompileRefusedError
+from fsdp_dynamo.errors import unit_name
+from graph_passes.markers import CollectiveKind, Mark
+from graph_passes.wire_format import text_of
+
+
+class TracedFlat(NamedTuple):
+    """Constants of one flat parameter in the graph; they make no guards.
+
+    Attributes:
+        group_name: registered name of the group that gathers: the shard group, or this rank's
+            node (no rank number is baked in).
+        world_size: its size.
+        reductions: names of the groups over which gradients are averaged, in order.
+        scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
+            0: all of them have it.
+        is_sharded: whether there is anything to gather.
+        requires_grad: whether there is a gradient to reduce.
+        param_dtype: name of the unsharded flat parameter's dtype.
+        reduce_dtype: name of the reduction's dtype.
+        sum_dtype: name of the dtype of gradients that wait for a reduction.
+        grad_dtype: name of the dtype of the gradient that leaves the graph.
+        grad_scale: factor of reduced gradients.
+        gather_mark: mark of the all-gather.
+        reduce_marks: a mark for each of ``reductions``.
+        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
+            are in one place.
+        split_sizes: how the unsharded flat parameter is cut.
+        views: for each original parameter its piece, its shape, and where it is put: the names
+            that lead from the unit's module to the holder, and the parameter's name.
+    """
+
+    group_name: str
+    world_size: int
+    reductions: tuple[str, ...]
+    scatters: tuple[int, ...]
+    is_sharded: bool
+    requires_grad: bool
+    param_dtype: str
+    reduce_dtype: str
+    sum_dtype: str
+    grad_dtype: str
+    grad_scale: float
+    gather_mark: str
+    reduce_marks: tuple[str, ...]
+    offloaded_from: str
+    split_sizes: tuple[int, ...]
+    views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
+
+
+class TracedUnit(NamedTuple):
+    """Constants of one unit in the graph.
+
+    Attributes:
+        fqn: the unit's FQN.
+        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
+        output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
+        device: where inputs are moved to; ``""``: they stay.
+        flats: its flat parameters.
+    """
+
+    fqn: str
+    input_dtype: str
+    output_dtype: str
+    device: str
+    flats: tuple[TracedFlat, ...]
+
+
+def _describe(module: UnitModuleProtocol) -> TracedUnit:
+    """A unit's constants as they are now."""
+    unit = module._fsdp_unit
+    reshards = unit.settings.reshards_after_forward
+    if reshards is None:
+        reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
+    paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
+    flats = tuple(
+        _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
+    )
+    device = "" if unit.device is None else str(unit.device)
+    input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
+    return TracedUnit(unit.fqn, input_dtype, output_dtype, device, flats)
+
+
+def _describe_flat(
+    flat: FlatParameter,
+    unit: Unit,
+    ordinal: int,
+    reshards: bool,
+    paths: dict[nn.Module, tuple[str, ...]],
+) -> TracedFlat:
+    gathers, reductions = groups_in_graph(flat)
+    num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
+    dtypes = flat.dtypes(unit.wants_full_precision)
+    wires = flat.wires(unit.wants_full_precision)
+    layout = flat.layout
+    views = []
+    for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
+        sites = [(paths.get(module), name) for module, name, _ in original.sites]
+        places = {(path, name) for path, name in sites if path is not None}
+        views.append((piece, slot.shape, tuple(sorted(places))))
+    return TracedFlat(
+        group_name=gathers.group_name,
+        world_size=gathers.size(),
+        reductions=tuple([group.group_name for group in reductions]),
+        scatters=tuple(
+            [group.size() if i < num_scatters else 0 for i, group in enumerate(reductions)]
+        ),
+        is_sharded=flat.is_sharded,
+        requires_grad=flat.requires_grad,
+        param_dtype=_name(dtypes.param),
+        reduce_dtype=_name(dtypes.reduce),
+        sum_dtype=_name(dtypes.sum),
+        grad_dtype=_name(flat.dtype),
+        grad_scale=unit.settings.grad_scale,
+        gather_mark=Mark(
+            unit.fqn,
+            "all_gather",
+            "forward",
+            ordinal,
+            reshards,
+            text_of(wires.gather if flat.hierarchy is None else None),  # that between nodes is over
+        ).encode(),
+        reduce_marks=_reduce_marks(unit, ordinal, len(reductions), num_scatters, wires),
+        offloaded_from=str(flat.device) if flat.is_offloaded else "",
+        split_sizes=layout.split_sizes,
+        views=tuple(views),
+    )
+
+
+def groups_in_graph(
+    flat: FlatParameter,
+) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """The group in which a graph gathers a flat parameter, and those in which it reduces."""
+    if flat.hierarchy is None:
+        return flat.group, flat.groups.reductions
+    return flat.hierarchy.node, (flat.hierarchy.node, flat.hierarchy.across)
+
+
+def _reduce_marks(
+    unit: Unit, ordinal: int, num_reductions: int, num_scatters: int, wires: Wires
+) -> tuple[str, ...]:
+    """Marks of a flat parameter's reductions, in order; of reduce-scatters, the last has a format.
+
+    They are unique: of two of one kind, the second counts on behind all flat parameters.
+    """
+    marks = []
+    kinds: list[CollectiveKind] = []
+    for i in range(num_reductions):
+        kind: CollectiveKind = "reduce_scatter" if i < num_scatters else "all_reduce"
+        wire = wires.reduce if i == num_scatters - 1 else None
+        text = text_of(wires.replicas if kind == "all_reduce" else wire)
+        number = ordinal + len(unit.flats) if kind in kinds else ordinal
+        marks.append(Mark(unit.fqn, kind, "backward", number, wire=text).encode())
+        kinds.append(kind)
+    return tuple(marks)
+
+
+def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """For every module below, the names that lead to it, wrappers' names included."""
+    paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
+    pending = [module]
+    while pending:
+        parent = pending.pop()
+        for name, child in parent._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = (*paths[parent], name)
+                pending.append(child)
+    return paths
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constants_of(name: str) -> tuple[Any, ...]:
+    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
+
+    Raises:
+        CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be
+            cast between training and evaluation.
+    """
+    module = registered(name)
+    refused = module._fsdp_unit.settings.eager_only()
+    if refused is not None:
+        setter, reason = refused
+        raise CompileRefusedError(
+            expected="settings that a whole graph can follow",
+            got=f"{setter}: {reason}",
+            where=unit_name(module._fsdp_unit.fqn),
+            fix="Leave it out, or compile without fullgraph (hooks mode).",
+        )
+    if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
+        raise CompileRefusedError(
+            expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",
+            got=f"a cast buffer, '{next(iter(module._fsdp_buffer_dtypes))}'",
+            where=unit_name(module._fsdp_unit.fqn),
+            fix="Leave one of them out, or compile without fullgraph (hooks mode).",
+        )
+    *constants, flats = _describe(module)
+    return (*constants, tuple([tuple(flat) for flat in flats]))
