@@ -13,7 +13,6 @@ from torch import nn
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import (
     BackwardPrefetch,
-    CollectivePrecision,
     CPUOffload,
     ShardingStrategy,
     coerce_collective_precision,
@@ -51,9 +50,20 @@ def rows_together_of(choose: RowsTogether | None, fqn: str, param: nn.Parameter)
     return rows
 
 
-def check_travels(precision: CollectivePrecision | None, fqn: str, param: nn.Parameter) -> None:
-    """Raise for a parameter whose dtype has no values for formats with fewer bits."""
-    if precision is not None and param.dtype not in _TRAVEL:
+def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
+    """Raise for a parameter that cannot travel in the formats of its unit."""
+    precision = config.collective_precision
+    if precision is None:
+        return
+    if precision.only_where_exposed and config.groups.hierarchy is not None:
+        raise UnsupportedError(
+            expected="formats that are always used, with HIERARCHICAL_SHARD",
+            got="only_where_exposed=True",
+            where=f"argument 'collective_precision', parameter '{fqn}'",
+            fix="Leave only_where_exposed out: formats are those between nodes there, and gathers "
+            "between nodes are in no plan.",
+        )
+    if param.dtype not in _TRAVEL:
         raise UnsupportedError(
             expected="float32, bfloat16 or float16 parameters",
             got=str(param.dtype),

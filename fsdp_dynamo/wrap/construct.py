@@ -185,8 +185,7 @@ def _plan(
     check_placements(given.shard_placement_fn, [(fqn, o.param) for fqn, o in named])
     for owner, original in every:
         fqn = join_fqn(planned.paths[owner], original.fqn)
-        precision = configs.get(owner, config).collective_precision
-        arguments.check_travels(precision, fqn, original.param)
+        arguments.check_travels(configs.get(owner, config), fqn, original.param)
     for fqn, original in named:
         original.rows_together = arguments.rows_together_of(
             given.rows_together, fqn, original.param

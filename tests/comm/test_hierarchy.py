@@ -424,6 +424,10 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
             make_transformer(num_blocks=1),
             auto_wrap_policy=CustomPolicy(lambda m: {"sharding_strategy": HIERARCHICAL}),
         ),
+        "exposed": lambda: _sharded(
+            device_mesh=mesh,
+            collective_precision=CollectivePrecision("int8", only_where_exposed=True),
+        ),
         "hook": lambda: model.register_comm_hook(None, lambda state, grad, out: None),
     }
     found = {name: error_of(case) for name, case in cases.items()}
@@ -451,6 +455,7 @@ ERRORS = {
     "no nodes": "HIERARCHICAL_SHARD without process_group and device_mesh",
     "a unit": "expected a strategy that goes with the root's HIERARCHICAL_SHARD",
     "below": "expected a strategy that goes with the root's FULL_SHARD",
+    "exposed": "expected formats that are always used, with HIERARCHICAL_SHARD",
     "hook": "expected a strategy without replicas or a hierarchy",
 }
 
