@@ -35,7 +35,8 @@ class GraphOptions:
         link: ``"measured"`` (the default), a ``Link``, or a dict of its fields
             ``{"latency_ms": ..., "bytes_per_ms": ...}``.
         device: ``"measured"`` (the default), a ``Device``, or a dict of its fields
-            ``{"flops_per_ms": ..., "bytes_per_ms": ...}``.
+            ``{"flops_per_ms": ..., "bytes_per_ms": ...}``; ``encode_bytes_per_ms`` and
+            ``decode_bytes_per_ms`` say by format what ``bytes_per_ms`` is while it is coded.
         prefetch, sink_waits, bucket: whether to take these decisions.
         grad_buffer: whether gradients are written into the flat gradient, not concatenated.
         selective_unshard: whether a memory budget may be used to keep units unsharded between

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the predictions; returns 2 for bad input."""
     options = _parser().parse_args(argv)
     try:
-        cluster = cluster_of(options)
+        cluster, precision = cluster_of(options), precision_of(options)
         if options.model is not None:
             build = models.build_of(options.model, options.batch, options.length)
         else:
@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         dtype = DTYPES[options.dtype]
         inventory = take_inventory(build, options.wrap, dtype)
-        precision = precision_of(options)
     except FSDPError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -68,7 +68,7 @@ class Prediction:
         memory: peak bytes of a rank by category: shards, optimizer, unsharded, gradients,
             activations.
         wire_bytes: bytes that a rank sends per step.
-        compute_ms: compute of forward and backward, encoding of gradients included.
+        compute_ms: compute of forward and backward, with what it encodes and decodes.
         bound_ms: lower bound of the step time over all orders of the collectives.
         step_ms: forward and backward as scheduled, and the update.
         exposed_ms: time of forward and backward in which nothing is computed.
@@ -266,11 +266,17 @@ def _gather(
     travels = _travels(wire, numel, sharding.ranks, sizes.param_bytes)
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
     ms = cluster.gather_ms(travels, sharding.ranks)
-    if wire is not None:  # on the stream of gathers
-        coding = coding_of_gather(num_bytes, travels / sharding.ranks, sharding.ranks)
-        ms += sum(_coding_ms(coding, cluster))
     sent = travels * (sharding.ranks - 1) // sharding.ranks
-    return Transfer(mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire))
+    transfer = Transfer(
+        mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire)
+    )
+    if wire is None:
+        return transfer
+    coding = coding_of_gather(num_bytes, travels / sharding.ranks, sharding.ranks)
+    encode_ms, decode_ms = _coding_ms(coding, cluster)
+    if wire.is_optional:  # in a compiled graph, what computes does it
+        return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
+    return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the stream of gathers
 
 
 def _reduction(

@@ -75,6 +75,8 @@ def _rate(bytes_per_ms: float) -> str:
 
 def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> str:
     rows = [["strategy", "step", "exposed", "bound", "sent", *CATEGORIES, "memory", "fits"]]
+    has_formats = any(one.num_formatted for one in predictions)
+    rows[0] += ["in a format"] if has_formats else []
     rows[0] += ["tokens/s"] if tokens else []
     for one in predictions:
         fits = one.total_bytes <= cluster.memory_bytes
@@ -84,6 +86,7 @@ def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> 
             *(format_bytes(one.memory[name]) for name in CATEGORIES),
         ]
         row += [format_bytes(one.total_bytes), "yes" if fits else "no"]
+        row += [f"{one.num_formatted}/{one.num_collectives}"] if has_formats else []
         row += [f"{tokens * cluster.world_size / one.step_ms * 1e3:,.0f}"] if tokens else []
         rows.append(row)
     return format_table(rows)

@@ -32,9 +32,10 @@ from fsdp_dynamo.estimator import (
     recommend,
     take_inventory,
 )
-from fsdp_dynamo.estimator.__main__ import main
+from fsdp_dynamo.estimator.__main__ import _parser, cluster_of, main
 from fsdp_dynamo.estimator.hardware import parse_bytes, parse_rate
 from fsdp_dynamo.estimator.inventory import UnitInventory, Work
+from fsdp_dynamo.estimator.models import build_of
 
 # -- inventory ------------------------------------------------------------------------------------
 
@@ -231,6 +232,44 @@ def test_formats_pay_on_a_slow_link_only() -> None:
         assert (encoded.step_ms > plain.step_ms) is not pays
 
 
+@pytest.mark.parametrize(("rate", "least", "most"), [(1.0, 10, 11), (100.0, 1, 9), (1e4, 0, 0)])
+def test_formats_only_where_exposed(rate: float, least: int, most: int) -> None:
+    """All of 4 + 3 + 4 collectives on a slow link, some on a faster one, none on a fast one."""
+    cluster = replace(_cluster(2, rate=rate), memory_bytes_per_ms=1e3)
+    precision = CollectivePrecision("int8", "int8", only_where_exposed=True)
+    plain, chosen = (
+        predict(_blocks(3, numel=6400), cluster, ShardingStrategy.FULL_SHARD, sizes)
+        for sizes in (SIZES, replace(SIZES, precision=precision))
+    )
+    assert chosen.step_ms <= plain.step_ms
+    assert plain.num_formatted == 0
+    assert chosen.num_collectives == plain.num_collectives == 4 + 3 + 4
+    assert least <= chosen.num_formatted <= most
+    if not most:
+        assert chosen == plain
+
+
+@pytest.mark.slow
+def test_formats_of_a_large_model_never_cost_time() -> None:
+    """The table of docs/fewer-bytes.md."""
+    inventory = take_inventory(build_of("llama3-8b", 1, 4096), [], torch.bfloat16)
+    precision = CollectivePrecision("int8", "int8", only_where_exposed=True)
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        for link in ("25Gb/s", "400Gb/s"):
+            for size in ("8", "64", "512"):
+                options = ["--model", "llama3-8b", "--world-size", size, "--link", link]
+                cluster = cluster_of(_parser().parse_args(options))
+                plain, chosen = (
+                    predict(inventory, cluster, strategy, sizes)
+                    for sizes in (ElementSizes(), ElementSizes(precision=precision))
+                )
+                pays = link == "25Gb/s" and size != "8"
+                assert chosen.step_ms <= plain.step_ms
+                assert (chosen.step_ms < 0.6 * plain.step_ms) is pays
+                assert (chosen.num_formatted > 0.9 * chosen.num_collectives) is pays
+                assert pays or chosen.num_formatted <= 2
+
+
 def test_hidden_but_for_the_ends() -> None:
     """A block computes for 100 ms and takes 10 to gather, the root 5. Nothing hides the root's and
     the first block's gather, the last block's in the backward, and the last two reductions."""
@@ -383,6 +422,7 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt2", "--memory", "80"], "80GB"),
         (["--model", "gpt2", "--per-node", "3"], "multiple of --per-node"),
         (["--model", "gpt2", "--efficiency", "2"], "--efficiency"),
+        (["--model", "gpt2", "--only-where-exposed"], "--all-gather or --reduce-scatter"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from graph_passes.markers import Mark
 from graph_passes.report import GraphReport, report_of
 from graph_passes.schedule import Options, decide
 from graph_passes.scheduling import planner
+from graph_passes.scheduling.bucketing import bucket
 from graph_passes.scheduling.format_choice import FormatChoice, choose_formats, with_formats
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import lower_bound_ms, simulate, total_ms, unscheduled
@@ -96,6 +97,14 @@ def test_a_gain_too_small_for_the_graph() -> None:
     """Of 1000 ms, 3 are less than what a model is wrong by."""
     problem = replace(_two_units(), compute_ms=(500.0, 500.0))
     assert choose_formats(problem, _formatted(problem, 0.5), OPTIONS).chosen == set()
+
+
+def test_buckets_are_of_one_format() -> None:
+    """A launch of several travels as it is, so none with a format joins it."""
+    small = [replace(_gather(i, 0.1, 1), latency_ms=1.0) for i in range(3)]
+    transfers = (*small[:2], replace(small[2], wire="int8/64"))
+    problem = Problem((20.0, 20.0), ("u0", "u1"), (0, 0), transfers)
+    assert bucket(problem).members == ((0, 1), (2,))
 
 
 def test_coding_on_the_clock() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graph_passes.cost_model import CostModel, Device, Link, messages_bytes, wire_bytes
-from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
+from graph_passes.markers import (
+    COLLECTIVE,
+    CollectiveKind,
+    Mark,
+    choose_format,
+    has_optional_format,
+    wire_of,
+)
 from graph_passes.text.fingerprint import describe_entry, fingerprint
 from graph_passes.wire_format import WireFormat
 
@@ -67,3 +76,31 @@ def test_fingerprint() -> None:
     exact, other = (fingerprint(_collective("all_gather", w).graph) for w in ("", "int8/256"))
     assert exact != other
     assert "1024 float32~int8/256" in describe_entry(other)
+
+
+def test_an_optional_format_counts_where_it_was_chosen() -> None:
+    wire = WireFormat("int8", 64, is_stochastic=True, is_optional=True)
+    assert WireFormat.decode(wire.encode()) == wire
+    assert WireFormat.decode(wire.chosen().encode()) == replace(wire, is_optional=False)
+    exact, fixed, node = (
+        _collective("reduce_scatter", text) for text in ("", wire.chosen().encode(), wire.encode())
+    )
+    assert has_optional_format(node)
+    assert not has_optional_format(fixed)
+    assert (wire_of(node), wire_bytes(node)) == (None, wire_bytes(exact))
+    prints = {fingerprint(one.graph) for one in (exact, fixed, node)}
+    choose_format(node, True)
+    assert (wire_of(node), wire_bytes(node)) == (wire_of(fixed), wire_bytes(fixed))
+    assert len(prints | {fingerprint(node.graph)}) == 4
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_time_of_coding(kind: CollectiveKind) -> None:
+    """An unsharded tensor of 16384 bytes, messages of 1096."""
+    cost = CostModel(Device(bytes_per_ms=10.0))
+    assert cost.coding_ms(_collective(kind, "")) == (0.0, 0.0)
+    of_gather = (4096 + 1096, 4 * 1096 + 16384)
+    of_reduction = (3 * 4096 + 3 * 1096, 3 * 1096 + 2 * 4096)
+    expected = of_gather if kind == "all_gather" else of_reduction
+    found = cost.coding_ms(_collective(kind, "int8/64"))
+    assert found == tuple(num_bytes / 10 for num_bytes in expected)
