@@ -74,13 +74,15 @@ def _rate(bytes_per_ms: float) -> str:
 
 
 def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> str:
-    rows = [["strategy", "step", "exposed", "bound", "sent", *CATEGORIES, "memory", "fits"]]
+    sent = ["sent", "between"]
+    rows = [["strategy", "step", "exposed", "bound", *sent, *CATEGORIES, "memory", "fits"]]
     rows[0] += ["tokens/s"] if tokens else []
     for one in predictions:
         fits = one.total_bytes <= cluster.memory_bytes
         row = [_title(one), _ms(one.step_ms), _ms(one.exposed_ms), _ms(one.bound_ms)]
         row += [
             format_bytes(one.wire_bytes),
+            format_bytes(one.between_bytes),
             *(format_bytes(one.memory[name]) for name in CATEGORIES),
         ]
         row += [format_bytes(one.total_bytes), "yes" if fits else "no"]
