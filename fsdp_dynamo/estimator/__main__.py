@@ -25,8 +25,10 @@ STRATEGIES = (
     ShardingStrategy.FULL_SHARD,
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HIERARCHICAL_SHARD,
     ShardingStrategy.NO_SHARD,
 )
+NODES_ONLY = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HIERARCHICAL_SHARD)
 OPTIMIZER_BYTES = {"adamw": 8, "momentum": 4, "sgd": 0}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def predictions_of(inventory: Inventory, cluster: Cluster, sizes: ElementSizes) -> list[Prediction]:
     """Predictions of all strategies, each with and without checkpointing."""
     has_nodes = cluster.world_size > cluster.per_node
-    strategies = [s for s in STRATEGIES if has_nodes or s is not ShardingStrategy.HYBRID_SHARD]
+    strategies = [one for one in STRATEGIES if has_nodes or one not in NODES_ONLY]
     return [
         predict(inventory, cluster, strategy, sizes, checkpointing)
         for checkpointing in (False, True)

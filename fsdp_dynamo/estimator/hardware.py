@@ -134,6 +134,18 @@ class Cluster:
         over_node = (ranks - nodes) * shard / self.node_bytes_per_ms
         return self.latency_ms * math.ceil(math.log2(ranks)) + max(over_link, over_node)
 
+    def between_nodes_ms(self, num_bytes: float, nodes: int) -> float:
+        """Milliseconds of an all-gather or a reduce-scatter among ranks of different nodes.
+
+        Args:
+            num_bytes: size of the gathered tensor.
+            nodes: number of ranks, each in a node of its own.
+        """
+        if nodes == 1:
+            return 0.0
+        over_link = (nodes - 1) / nodes * num_bytes / self.link_bytes_per_ms
+        return self.latency_ms * math.ceil(math.log2(nodes)) + over_link
+
     def reduce_replicas_ms(self, num_bytes: float, replicas: int) -> float:
         """Milliseconds of an all-reduce among ranks of different nodes.
 

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
-from fsdp_dynamo.errors import UnsupportedError
 from fsdp_dynamo.estimator.hardware import Cluster
 from fsdp_dynamo.estimator.inventory import Inventory
 from graph_passes.limits import Limits
@@ -68,6 +67,8 @@ class Prediction:
         memory: peak bytes of a rank by category: shards, optimizer, unsharded, gradients,
             activations.
         wire_bytes: bytes that a rank sends per step.
+        between_bytes: those of them that go over its link between nodes, where what has come over
+            it is passed on inside a node, as times assume.
         compute_ms: compute of forward and backward, with what it encodes and decodes.
         bound_ms: lower bound of the step time over all orders of the collectives.
         step_ms: forward and backward as scheduled, and the update.
@@ -81,6 +82,7 @@ class Prediction:
     checkpointing: bool
     memory: dict[str, int]
     wire_bytes: int
+    between_bytes: int
     compute_ms: float
     bound_ms: float
     step_ms: float
@@ -97,23 +99,27 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Number of ranks that share a flat parameter, and of replicas."""
+    """Number of ranks that share a flat parameter, and of replicas.
+
+    ``nodes``: of these ranks, where they gather on two levels; else 1.
+    """
 
     ranks: int
     replicas: int
     reshards: bool
     gathers: bool
+    nodes: int = 1
+
+    @property
+    def gathering(self) -> int:
+        """Number of ranks that gather a flat parameter in forward and backward."""
+        return self.ranks // self.nodes
 
 
 def _sharding(strategy: ShardingStrategy, cluster: Cluster) -> _Sharding:
     world, node = cluster.world_size, min(cluster.per_node, cluster.world_size)
     if strategy.is_hierarchical:
-        raise UnsupportedError(
-            expected="a strategy with one level of shards, and perhaps replicas",
-            got=strategy.name,
-            where="predict()",
-            fix="Predict FULL_SHARD and HYBRID_SHARD: it sends between nodes as the latter does.",
-        )
+        return _Sharding(world, 1, True, True, world // node)
     if strategy is ShardingStrategy.NO_SHARD:
         return _Sharding(1, world, False, False)
     if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
@@ -139,12 +145,12 @@ def predict(
         checkpointing: whether every unit but the root recomputes its forward.
 
     Returns:
-        Memory, bytes sent and times of one rank.
-
-    Raises:
-        UnsupportedError: HIERARCHICAL_SHARD.
+        Memory, bytes sent and times of one rank. Secondary shards of HIERARCHICAL_SHARD count as
+        unsharded, and are gathered before the forward, as in graph mode.
     """
     sharding = _sharding(strategy, cluster)
+    if sizes.precision.only_where_exposed and sharding.nodes > 1:
+        sizes = sizes.without_formats()  # which is refused
     pose = partial(_posed, inventory, cluster, sharding, checkpointing)
     forward, backward = problems = pose(sizes)
     if sizes.precision.only_where_exposed:
@@ -153,7 +159,9 @@ def predict(
     transfers = [transfer for problem in problems for transfer in problem.transfers]
     compute_ms = sum(forward.compute_ms) + sum(backward.compute_ms)
     compute_ms += sum(transfer.encode_ms + transfer.decode_ms for transfer in transfers)
-    times = [_scheduled(problem) for problem in problems]
+    between_bytes, between_ms = _secondary_gathers(inventory, cluster, sharding, sizes)
+    times = [between_ms, *(_scheduled(problem) for problem in problems)]
+    sent = between_bytes + sum(transfer.wire_bytes for transfer in transfers)
     an_element = 4 * sizes.master_bytes + 2 * sizes.optimizer_bytes  # read, and written
     touched = inventory.trained / sharding.ranks * an_element
     update_ms = touched / cluster.memory_bytes_per_ms
@@ -161,9 +169,10 @@ def predict(
         strategy=strategy,
         checkpointing=checkpointing,
         memory=_memory(inventory, sharding, sizes, checkpointing),
-        wire_bytes=sum(transfer.wire_bytes for transfer in transfers),
+        wire_bytes=sent,
+        between_bytes=_between_nodes(inventory, cluster, sharding, sizes, sent),
         compute_ms=compute_ms,
-        bound_ms=lower_bound_ms(forward) + lower_bound_ms(backward) + update_ms,
+        bound_ms=between_ms + lower_bound_ms(forward) + lower_bound_ms(backward) + update_ms,
         step_ms=sum(times) + update_ms,
         exposed_ms=sum(times) - compute_ms,
         update_ms=update_ms,
@@ -221,7 +230,7 @@ def _forward(
         _gather(inventory, cluster, sharding, sizes, unit, "forward", units.index(unit))
         for unit in dict.fromkeys(units)
     ]
-    transfers = gathers if sharding.gathers and sharding.ranks > 1 else []
+    transfers = gathers if sharding.gathers and sharding.gathering > 1 else []
     return _problem(_segments_ms(inventory, cluster), units, transfers)
 
 
@@ -241,7 +250,7 @@ def _backward(
     transfers: list[Transfer] = []
     for unit in dict.fromkeys(units):
         last = len(units) - units[::-1].index(unit)
-        if unit and sharding.reshards and sharding.ranks > 1:
+        if unit and sharding.reshards and sharding.gathering > 1:
             first = units.index(unit)
             transfers.append(_gather(inventory, cluster, sharding, sizes, unit, "backward", first))
         if sharding.ranks * sharding.replicas > 1 and inventory.units[unit].trained:
@@ -261,19 +270,19 @@ def _gather(
     direction: str,
     need: int,
 ) -> Transfer:
-    numel, wire = inventory.units[unit].numel, sizes.wire("all_gather")
+    numel, ranks = inventory.units[unit].numel, sharding.gathering
+    wire = sizes.wire("all_gather") if sharding.nodes == 1 else None  # formats are between nodes
     num_bytes = numel * sizes.param_bytes
-    travels = _travels(wire, numel, sharding.ranks, sizes.param_bytes)
+    travels = _travels(wire, numel, ranks, sizes.param_bytes)
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
-    ms = cluster.gather_ms(travels, sharding.ranks)
-    sent = travels * (sharding.ranks - 1) // sharding.ranks
+    ms = cluster.gather_ms(travels, ranks)
+    sent = travels * (ranks - 1) // ranks
     transfer = Transfer(
         mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire)
     )
     if wire is None:
         return transfer
-    coding = coding_of_gather(num_bytes, travels / sharding.ranks, sharding.ranks)
-    encode_ms, decode_ms = _coding_ms(coding, cluster)
+    encode_ms, decode_ms = _coding_ms(coding_of_gather(num_bytes, travels / ranks, ranks), cluster)
     if wire.is_optional:  # in a compiled graph, what computes does it
         return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
     return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the stream of gathers
@@ -288,16 +297,17 @@ def _reduction(
     ready: int,
     end: int,
 ) -> Transfer:
-    """A reduce-scatter among the ranks of a shard, then an all-reduce over its replicas."""
-    numel = inventory.units[unit].trained
+    """A reduce-scatter among ranks of a shard, then another between nodes, or an all-reduce."""
+    numel, ranks, nodes = inventory.units[unit].trained, sharding.gathering, sharding.nodes
     num_bytes = numel * sizes.reduce_bytes
     shard = num_bytes / sharding.ranks
     wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
-    travels = _travels(wire, numel, sharding.ranks, sizes.reduce_bytes)
-    ms = cluster.gather_ms(travels, sharding.ranks)
+    travels = _travels(wire if nodes == 1 else None, numel, ranks, sizes.reduce_bytes)
+    ms = cluster.gather_ms(travels, ranks)
     ms += cluster.reduce_replicas_ms(shard, sharding.replicas)
-    sent = travels * (sharding.ranks - 1) / sharding.ranks
-    sent += 2 * shard * (sharding.replicas - 1) / sharding.replicas
+    between = _travels(wire, -(-numel // ranks), nodes, sizes.reduce_bytes)
+    ms += cluster.between_nodes_ms(between, nodes)
+    sent = travels * (ranks - 1) / ranks + _reduced_between(numel, sharding, sizes)
     mark = Mark(unit, "reduce_scatter", "backward", 0)
     transfer = Transfer(
         mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes, wire=text_of(wire)
@@ -305,9 +315,60 @@ def _reduction(
     if wire is None:
         return transfer
     # The stream that computes encodes, and sums what it decodes.
-    coding = coding_of_reduction(num_bytes, travels / sharding.ranks, sharding.ranks)
+    encoded, parts = _encoded(numel, sharding)
+    message = _travels(wire, encoded, parts, sizes.reduce_bytes) / parts
+    coding = coding_of_reduction(encoded * sizes.reduce_bytes, message, parts)
     encode_ms, decode_ms = _coding_ms(coding, cluster)
     return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
+
+
+def _secondary_gathers(
+    inventory: Inventory, cluster: Cluster, sharding: _Sharding, sizes: ElementSizes
+) -> tuple[int, float]:
+    """Bytes that a rank sends for the secondary shards of all units, and milliseconds."""
+    nodes, wire = sharding.nodes, sizes.wire("all_gather")
+    if nodes == 1:
+        return 0, 0.0
+    sent, total_ms = 0, 0.0
+    for unit in inventory.units.values():
+        numel = -(-unit.numel // sharding.gathering)
+        travels = _travels(wire, numel, nodes, sizes.param_bytes)
+        sent += travels * (nodes - 1) // nodes
+        total_ms += cluster.between_nodes_ms(travels, nodes)
+        if wire is not None:
+            coding = coding_of_gather(numel * sizes.param_bytes, travels / nodes, nodes)
+            total_ms += sum(_coding_ms(coding, cluster))
+    return sent, total_ms
+
+
+def _between_nodes(
+    inventory: Inventory, cluster: Cluster, sharding: _Sharding, sizes: ElementSizes, sent: int
+) -> int:
+    """Of the bytes that a rank sends, those over the link between nodes."""
+    world = cluster.world_size
+    nodes = world // min(cluster.per_node, world)
+    if nodes == 1 or sharding.ranks == 1:
+        return 0 if nodes == 1 else sent
+    if sharding.gathering == world:
+        return sent * (nodes - 1) // (world - 1)
+    reduced = sum(_reduced_between(u.trained, sharding, sizes) for u in inventory.units.values())
+    return _secondary_gathers(inventory, cluster, sharding, sizes)[0] + round(reduced)
+
+
+def _reduced_between(numel: int, sharding: _Sharding, sizes: ElementSizes) -> float:
+    """Bytes that a rank sends for a unit's second reduction: over replicas, or between nodes."""
+    nodes, wire = sharding.nodes, sizes.wire("reduce_scatter")
+    shard = numel * sizes.reduce_bytes / sharding.ranks
+    over_replicas = 2 * shard * (sharding.replicas - 1) / sharding.replicas
+    travels = _travels(wire, -(-numel // sharding.gathering), nodes, sizes.reduce_bytes)
+    return over_replicas + travels * (nodes - 1) / nodes
+
+
+def _encoded(numel: int, sharding: _Sharding) -> tuple[int, int]:
+    """Elements of a gradient that is encoded, and the ranks that it is for."""
+    if sharding.nodes == 1:
+        return numel, sharding.ranks
+    return -(-numel // sharding.gathering), sharding.nodes
 
 
 def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
@@ -332,6 +393,7 @@ def _memory(
     root, blocks = units[0], units[1:]
     largest = sorted((unit.numel for unit in blocks), reverse=True)[:2]
     live = root.numel + sum(largest) if sharding.reshards else inventory.numel
+    live += inventory.numel // sharding.gathering if sharding.nodes > 1 else 0  # secondary shards
     casts = sizes.param_bytes != sizes.master_bytes
     fixed = {
         "shards": inventory.numel * sizes.master_bytes // sharding.ranks,

@@ -74,7 +74,8 @@ def _rate(bytes_per_ms: float) -> str:
 
 
 def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> str:
-    rows = [["strategy", "step", "exposed", "bound", "sent", *CATEGORIES, "memory", "fits"]]
+    sent = ["sent", "between"]
+    rows = [["strategy", "step", "exposed", "bound", *sent, *CATEGORIES, "memory", "fits"]]
     has_formats = any(one.num_formatted for one in predictions)
     rows[0] += ["in a format"] if has_formats else []
     rows[0] += ["tokens/s"] if tokens else []
@@ -83,6 +84,7 @@ def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> 
         row = [_title(one), _ms(one.step_ms), _ms(one.exposed_ms), _ms(one.bound_ms)]
         row += [
             format_bytes(one.wire_bytes),
+            format_bytes(one.between_bytes),
             *(format_bytes(one.memory[name]) for name in CATEGORIES),
         ]
         row += [format_bytes(one.total_bytes), "yes" if fits else "no"]
