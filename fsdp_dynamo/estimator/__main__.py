@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
+from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy, coerce_collective_precision
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.estimator import models
 from fsdp_dynamo.estimator.hardware import ACCELERATORS, Cluster, parse_bytes, parse_rate
@@ -111,7 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="data type of compute"
     )
-    for kind, what in (("all-gather", "parameters"), ("reduce-scatter", "gradients")):
+    kinds = {
+        "all-gather": "parameters",
+        "reduce-scatter": "gradients",
+        "all-reduce": "gradients that replicas average",
+    }
+    for kind, what in kinds.items():
         parser.add_argument(
             f"--{kind}",
             choices=WIRE_FORMATS,
@@ -131,20 +136,16 @@ def precision_of(options: argparse.Namespace) -> CollectivePrecision:
     """The formats that the options name.
 
     Raises:
-        FSDPValueError: ``--only-where-exposed`` without a format.
+        FSDPValueError: one that cannot be, or ``--only-where-exposed`` without one.
     """
-    if options.only_where_exposed and not (options.all_gather or options.reduce_scatter):
-        raise FSDPValueError(
-            expected="--all-gather or --reduce-scatter with --only-where-exposed",
-            got="neither",
-            where="fsdp_dynamo.estimator",
-            fix="Say which format exposed collectives get, such as --all-gather int8.",
-        )
-    return CollectivePrecision(
+    precision = CollectivePrecision(
         options.all_gather,
         options.reduce_scatter,
+        all_reduce=options.all_reduce,
         only_where_exposed=options.only_where_exposed,
     )
+    coerce_collective_precision(precision)
+    return precision
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

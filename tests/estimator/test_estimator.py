@@ -35,6 +35,7 @@ from fsdp_dynamo.estimator.__main__ import _parser, cluster_of, main
 from fsdp_dynamo.estimator.hardware import parse_bytes, parse_rate
 from fsdp_dynamo.estimator.inventory import UnitInventory, Work
 from fsdp_dynamo.estimator.models import build_of
+from graph_passes.wire_format import WireFormat
 
 # -- inventory ------------------------------------------------------------------------------------
 
@@ -248,6 +249,21 @@ def test_formats_only_where_exposed(rate: float, least: int, most: int) -> None:
         assert chosen == plain
 
 
+def test_formats_of_replicas() -> None:
+    """Of two replicas, each sends half a shard's message to the other, twice."""
+    cluster = replace(_cluster(4, rate=1.0), per_node=2, memory_bytes_per_ms=1e6)
+    fewer = replace(SIZES, precision=CollectivePrecision(all_reduce="int8"))
+    plain, encoded = (
+        predict(_blocks(3, numel=6400), cluster, ShardingStrategy.HYBRID_SHARD, sizes)
+        for sizes in (SIZES, fewer)
+    )
+    shards = [numel // 2 for numel in (500, 6400, 6400, 6400)]
+    saved = sum(SIZES.reduce_bytes * n - WireFormat("int8").num_bytes(n) for n in shards)
+    assert plain.wire_bytes - encoded.wire_bytes == pytest.approx(saved, abs=4)
+    assert encoded.step_ms < plain.step_ms
+    assert encoded.compute_ms > plain.compute_ms
+
+
 @pytest.mark.slow
 def test_formats_of_a_large_model_never_cost_time() -> None:
     """The table of docs/fewer-bytes.md."""
@@ -416,7 +432,7 @@ def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt2", "--memory", "80"], "80GB"),
         (["--model", "gpt2", "--per-node", "3"], "multiple of --per-node"),
         (["--model", "gpt2", "--efficiency", "2"], "--efficiency"),
-        (["--model", "gpt2", "--only-where-exposed"], "--all-gather or --reduce-scatter"),
+        (["--model", "gpt2", "--only-where-exposed"], "all_gather, reduce_scatter, all_reduce"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
