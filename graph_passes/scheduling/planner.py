@@ -141,7 +141,9 @@ class Planner(GraphPass):
 
     def _decided(self, graph: fx.Graph) -> _Placed:
         """Places as decided, with the formats that make the graph faster than without them."""
+        order = list(graph.nodes)
         choice, nodes = self._formats(graph)
+        _put_back(graph, order)
         exposed = {} if choice is None else dict(zip(nodes, choice.exposed_ms, strict=True))
         if choice is not None and choice.chosen:
             _choose(graph, {nodes[i] for i in choice.chosen})
@@ -154,6 +156,7 @@ class Planner(GraphPass):
                 if ms < FASTER * choice.without_ms:
                     return replace(placed, exposed_ms=exposed)
             _choose(graph, ())
+            _put_back(graph, order)
         return replace(self._scheduled(graph), exposed_ms=exposed)
 
     def _scheduled(self, graph: fx.Graph) -> _Placed:
@@ -209,6 +212,13 @@ class Planner(GraphPass):
             sizes[launch] = sizes.get(launch, 0) + 1
         for index, launch in launches.items():
             set_launch(parts.chains[index].collective, launch if sizes[launch] > 1 else None)
+
+
+def _put_back(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put a graph into the order that it had: some collectives stay where they are in it."""
+    *nodes, output = order
+    for node in nodes:
+        output.prepend(node)
 
 
 def _choose(graph: fx.Graph, chosen: Collection[fx.Node]) -> None:
