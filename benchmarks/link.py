@@ -137,26 +137,28 @@ def sent_bytes(host: Host) -> int:
     return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
-def rank_environment(rank: int, hosts: tuple[Host, Host], shape: Shape) -> dict[str, str]:
+def rank_environment(
+    rank: int, hosts: tuple[Host, Host], shape: Shape, per_host: int = 1
+) -> dict[str, str]:
     """Environment of a rank: torchrun's variables, and gloo's interface."""
     return dict(
         ranks.QUIET | os.environ,
         RANK=str(rank),
-        WORLD_SIZE="2",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
+        WORLD_SIZE=str(2 * per_host),
+        LOCAL_RANK=str(rank % per_host),
+        LOCAL_WORLD_SIZE=str(per_host),
         MASTER_ADDR=hosts[0].address,
         MASTER_PORT=str(PORT),
-        **{wire.INTERFACE_VARIABLE: hosts[rank].interface},
+        **{wire.INTERFACE_VARIABLE: hosts[rank // per_host].interface},
         FSDP_DYNAMO_PLACE=f"link of {shape}",  # rates of other links do not apply
         **{wire.RATE_VARIABLE: repr(shape.bytes_per_s)},
     )
 
 
-def _command_of(rank: int, host: Host, command: list[str]) -> list[str]:
+def _command_of(number: int, host: Host, command: list[str]) -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= 2 and shutil.which("taskset"):
-        command = ["taskset", "-c", str(cores[rank]), *command]
+        command = ["taskset", "-c", str(cores[number]), *command]
     return ["ip", "netns", "exec", host.namespace, *command]
 
 
@@ -173,8 +175,8 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
             time.sleep(0.05)
 
 
-def run_on_link(command: list[str], shape: Shape) -> tuple[int, list[int]]:
-    """Run a command as one rank on each host.
+def run_on_link(command: list[str], shape: Shape, per_host: int = 1) -> tuple[int, list[int]]:
+    """Run a command as so many ranks on each host, which share its core.
 
     Returns:
         The first exit code that is not 0 (else 0), and the bytes that each host sent.
@@ -189,11 +191,12 @@ def run_on_link(command: list[str], shape: Shape) -> tuple[int, list[int]]:
     with two_hosts(shape) as hosts:
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, host in enumerate(hosts):
+            for rank in range(2 * per_host):
+                number = rank // per_host
                 processes.append(
                     subprocess.Popen(
-                        _command_of(rank, host, command),
-                        env=rank_environment(rank, hosts, shape),
+                        _command_of(number, hosts[number], command),
+                        env=rank_environment(rank, hosts, shape, per_host),
                         start_new_session=True,
                     )
                 )

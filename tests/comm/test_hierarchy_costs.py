@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import batch, loss_of, make_transformer, wrap
 from namespaces import join_host, needs_link
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import link
+from benchmarks import hierarchy_bytes, link
+from benchmarks.workloads.catalogue import decoder
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, record_events
 
 FULL, HIERARCHICAL = ShardingStrategy.FULL_SHARD, ShardingStrategy.HIERARCHICAL_SHARD
@@ -86,44 +84,18 @@ def test_memory(ranks: RankPool, low: bool) -> None:
 # -- bytes between two hosts -----------------------------------------------------------------------
 
 
-def _left_host(host: link.Host) -> int:
-    """Bytes that this rank's host has sent to the other; each of its ranks counts all."""
-    dist.barrier()
-    shown = subprocess.run(
-        ["ip", "-s", "-j", "link", "show", host.interface], capture_output=True, check=True
-    )
-    dist.barrier()
-    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
-
-
 def _bytes_between_hosts(
     rank: int, world_size: int, hosts: Sequence[link.Host], store: Path
-) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
-    """Of a step with one backward and of one with four, by strategy; and their losses."""
-    host = hosts[rank // 2]
-    join_host(rank, world_size, host, store, 30.0)
-    sent: dict[str, list[int]] = {}
-    losses: dict[str, list[float]] = {}
-    for strategy in (FULL, HIERARCHICAL):
-        model = _sharded(strategy, make_transformer(dim=192))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sent[strategy.name], losses[strategy.name] = [], []
-        for num_backwards in (1, 1, 4):
-            before = _left_host(host)
-            optimizer.zero_grad()
-            for micro in range(num_backwards):
-                with model.no_sync() if micro + 1 < num_backwards else nullcontext():
-                    loss = loss_of(model, batch(rank, micro))
-                    loss.backward()
-            optimizer.step()
-            sent[strategy.name].append(_left_host(host) - before)
-            losses[strategy.name].append(loss.item())
-    return sent, losses
+) -> list[dict[str, Any]]:
+    """The benchmark's rows of a small model."""
+    join_host(rank, world_size, hosts[rank // PER_NODE], store, 30.0)
+    return hierarchy_bytes.measure(decoder("small"), ["eager"])
 
 
 @needs_link
 def test_bytes_between_hosts(ranks: RankPool, tmp_path: Path) -> None:
-    """Two hosts of two ranks, counted by their interfaces; the first step makes connections."""
+    """Two hosts of two ranks, counted by their interfaces. (Graph mode has the same collectives by
+    group, as test_hierarchy counts; compiling takes a minute.)"""
     with link.two_hosts(link.Shape()) as hosts:
         found = ranks.run_and_kill(
             _bytes_between_hosts,
@@ -133,11 +105,20 @@ def test_bytes_between_hosts(ranks: RankPool, tmp_path: Path) -> None:
             victims=[],
             when=lambda: None,
         )
-    for is_answer, answer in found.values():
-        assert is_answer, answer
-        sent, losses = answer
-        _, full, full_accumulated = sent["FULL_SHARD"]
-        _, one, accumulated = sent["HIERARCHICAL_SHARD"]
-        assert one <= 0.40 * full, sent
-        assert accumulated <= 0.15 * full_accumulated, sent
-        assert losses["HIERARCHICAL_SHARD"] == pytest.approx(losses["FULL_SHARD"], rel=1e-6)
+    for is_answer, rows in found.values():
+        assert is_answer, rows
+        full, row = rows
+        assert (full["strategy"], row["strategy"]) == ("FULL_SHARD", "HIERARCHICAL_SHARD")
+        assert row["sent"]["1"] <= 0.40 * full["sent"]["1"], rows
+        assert row["sent"]["4"] <= 0.15 * full["sent"]["4"], rows
+        assert row["losses"] == pytest.approx(full["losses"], rel=1e-5)
+        assert "0.1" in hierarchy_bytes.report(rows)
+
+
+def test_modes_that_there_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hierarchy_bytes.py", "--modes", "eager,fast"])
+    with pytest.raises(SystemExit, match="2"):
+        hierarchy_bytes.main()
+    assert "expected some of eager, graph, got 'fast'" in capsys.readouterr().err
