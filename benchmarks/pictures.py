@@ -129,9 +129,27 @@ def draw_scaling(data: Record, path: Path) -> None:
     plt.close(fig)
 
 
+def draw_final_loss(data: Record, path: Path) -> None:
+    """Final loss by format: a point for each seed; the spread of no format as a band."""
+    losses = data["losses"]
+    fig, ax = plt.subplots(figsize=(9, 0.42 * len(losses) + 1.4), layout="constrained")
+    for index, (name, found) in enumerate(losses.items()):
+        colour = THEIRS if name == "none" else OURS
+        ax.plot(found, [index] * len(found), "o", color=colour, alpha=0.8)
+    if "none" in losses:
+        spread = min(losses["none"]), max(losses["none"])
+        ax.axvspan(*spread, color=FLOOR, zorder=0, label="spread without a format")
+        ax.legend(frameon=False)
+    _horizontal(ax, [name.replace("_", " ") for name in losses])
+    ax.set_xlabel(f"final loss after {data['steps']} steps, nats a byte; one point a seed")
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
 DRAWERS: dict[str, tuple[tuple[str, Callable[[Record, Path], None]], ...]] = {
     "comparison": (("", draw_comparison), ("_memory", draw_memory)),
     "compile_time": (("", draw_compile_time),),
+    "final_loss": (("", draw_final_loss),),
     "scaling": (("", draw_scaling),),
 }
 """By a record's kind: endings of the pictures' names and what draws them."""

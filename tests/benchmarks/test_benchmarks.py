@@ -277,11 +277,13 @@ def test_pictures(tmp_path: Path) -> None:
         "comparison": {"rows": [row, row | {"reason": "x"}], "workload": "w", "world_size": 2},
         "compile_time": {"rows": {"ours": depth}, "titles": titles, "depths": [4, 8]},
         "scaling": {"rows": [scaling_row], "sizes": [2, 4], "cluster": "c", "workload": "w"},
+        "final_loss": {"losses": {"none": [1.0, 1.1], "int8": [1.2]}, "steps": 10},
     }
     for kind, data in records.items():
         (tmp_path / f"{kind}.json").write_text(json.dumps({"kind": kind, **data}))
     drawn = {path.name for path in pictures.draw_all(tmp_path)}
-    assert drawn == {"comparison.png", "comparison_memory.png", "compile_time.png", "scaling.png"}
+    names = ("comparison", "comparison_memory", "compile_time", "final_loss", "scaling")
+    assert drawn == {f"{name}.png" for name in names}
     assert all((tmp_path / name).stat().st_size > 5000 for name in drawn)
 
 
