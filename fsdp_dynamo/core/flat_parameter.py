@@ -48,6 +48,7 @@ from fsdp_dynamo.core.module_parameters import ModuleParameters
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import Placing
 from fsdp_dynamo.core.rows import rows_in
+from fsdp_dynamo.core.wires import Wires, wires_of
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
@@ -68,23 +69,6 @@ class Dtypes(NamedTuple):
     def sum(self) -> torch.dtype:
         """Of gradients that wait for a reduction: as precise as each of them and the reduction."""
         return torch.promote_types(self.param, self.reduce)
-
-
-class Wires(NamedTuple):
-    """Formats in which shards travel; ``None``: as they are.
-
-    Attributes:
-        gather: of the shards of a flat parameter.
-        reduce: of those of its gradient.
-        replicas: of gradients that replicas average.
-    """
-
-    gather: WireFormat | None = None
-    reduce: WireFormat | None = None
-    replicas: WireFormat | None = None
-
-
-_AS_THEY_ARE = Wires()
 
 
 class Piece(NamedTuple):
@@ -267,17 +251,8 @@ class FlatParameter:
 
     def wires(self, is_full_precision: bool) -> Wires:
         """Formats of its collectives in low precision, or in full precision."""
-        precision, dtypes = self.collective_precision, self.dtypes(is_full_precision)
-        if precision is None:
-            return _AS_THEY_ARE
-        of_replicas = precision.wire_of("all_reduce", dtypes.reduce)
-        if not self.is_sharded:
-            return Wires(replicas=of_replicas)
-        return Wires(
-            precision.wire_of("all_gather", dtypes.param),
-            precision.wire_of("reduce_scatter", dtypes.reduce),
-            of_replicas,
-        )
+        dtypes = self.dtypes(is_full_precision)
+        return wires_of(self.collective_precision, dtypes.param, dtypes.reduce, self.is_sharded)
 
     # -- sizes -------------------------------------------------------------------------
 

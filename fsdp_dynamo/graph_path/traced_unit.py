@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_dynamo.core.flat_parameter import FlatParameter, Wires
+from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.errors import unit_name
 from graph_passes.markers import CollectiveKind, Mark
