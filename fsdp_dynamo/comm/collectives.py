@@ -172,11 +172,24 @@ def issue_all_gather(
         if wire is None:
             works = _gather_works(output, shard, group, entry)
             return InFlight(works, (output, shard), event, group=group, entry=entry)
-        sent = wire_codec.encode(shard, 1, wire)
-        received = sent.new_empty(sent.numel() * group.size())
-        if event is not None:
-            event.message_bytes = received.nbytes
-        works = _gather_works(received, sent, group, entry)
+        return _issue_encoded_gather(output, shard, group, event, entry, wire)
+
+
+def _issue_encoded_gather(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    event: events.Event | None,
+    entry: collective_log.Entry,
+    wire: WireFormat,
+    may_lack: bool = False,
+) -> InFlight:
+    """Every rank decodes the same messages, its own among them."""
+    sent = wire_codec.encode(shard, 1, wire, may_lack)
+    received = sent.new_empty(sent.numel() * group.size())
+    if event is not None:
+        event.message_bytes = received.nbytes
+    works = _gather_works(received, sent, group, entry)
     finish = partial(wire_codec.decode, output, received, group.size(), wire)
     return InFlight(works, (output, sent, received), event, finish, group, entry)
 
@@ -289,15 +302,13 @@ def _issue_encoded_all_reduce(
         whole = torch.nn.functional.pad(whole, (0, missing))
     part = whole.new_empty(whole.numel() // size)
     summed = _issue_encoded_mean(part, whole, group, None, entry, wire, may_lack)
+    if event is not None:
+        event.message_bytes = size * wire.num_bytes(part.numel())
 
     def send_to_all() -> None:
         summed.wait()
         then = collective_log.record(group, "all_gather", entry.label, whole.numel(), entry.use)
-        sent = wire_codec.encode(part, 1, wire, may_lack)
-        received = sent.new_empty(sent.numel() * size)
-        works = _gather_works(received, sent, group, then)
-        InFlight(works, (received, sent), None, group=group, entry=then).wait()
-        wire_codec.decode(whole, received, size, wire)
+        _issue_encoded_gather(whole, part, group, None, then, wire, may_lack).wait()
         if missing:
             output.data.view(-1).copy_(whole[:-missing])
 

@@ -17,7 +17,14 @@ from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, CollectivePrecision, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_dynamo import (
+    FSDP,
+    CollectivePrecision,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    record_events,
+)
 from fsdp_dynamo.comm import point_to_point
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
@@ -107,8 +114,9 @@ def test_gradients_are_means_of_what_arrived(ranks: RankPool, name: str, mode: s
 
 def _between_replicas(
     rank: int, world_size: int, strategy: ShardingStrategy, name: Any, mode: str
-) -> tuple[bool, float, float, int]:
-    """Whether replicas hold bitwise equal means, their error, what it may be, and bytes sent."""
+) -> tuple[bool, float, float, int, list[float]]:
+    """Whether replicas hold bitwise equal means, their error, what it may be, and bytes sent; what
+    events say of these, as parts of the gradients'."""
     tokens = batch(rank, 0)
     reference = make_transformer(num_blocks=2)
     loss_of(reference, tokens).backward()
@@ -118,8 +126,9 @@ def _between_replicas(
     if strategy is ShardingStrategy.HYBRID_SHARD:
         kwargs["device_mesh"] = init_device_mesh("cpu", (world_size // 2, 2))
     call = in_mode(model := wrap(make_transformer(num_blocks=2), **kwargs), mode)
-    with _counted() as sent:
+    with _counted() as sent, record_events() as log:
         loss_of(call, tokens).backward()
+    parts = [event.message_bytes / event.num_bytes for event in log if event.kind == "all_reduce"]
     error = largest = 0.0
     is_equal = True
     with FSDP.summon_full_params(model, with_grads=True):
@@ -133,7 +142,7 @@ def _between_replicas(
             of_rank_0 = grad.clone()
             dist.broadcast(of_rank_0, 0)
             is_equal &= torch.equal(of_rank_0, grad)
-    return is_equal, error, largest, sum(sent)
+    return is_equal, error, largest, sum(sent), parts
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,7 +156,7 @@ def test_means_of_replicas(
     ranks: RankPool, mode: str, name: str, world_size: int, strategy: ShardingStrategy
 ) -> None:
     """Replicas that are no divisor of a flat parameter's elements, too."""
-    for is_equal, error, largest, sent in ranks.run(
+    for is_equal, error, largest, sent, parts in ranks.run(
         _between_replicas, world_size, strategy, name, mode
     ):
         assert is_equal
@@ -155,6 +164,8 @@ def test_means_of_replicas(
         # are up to so many times the mean.
         assert 0 < error <= (world_size + 1) * ERROR[name] * largest
         assert sent > 0
+        assert parts
+        assert all(0 < part < 0.6 for part in parts)
 
 
 def _losses(rank: int, world_size: int, mode: str, kwargs: dict[str, Any]) -> list[float]:
