@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,19 @@ def at_least(least: int) -> Callable[[str], int]:
 def numbers(text: str) -> list[int]:
     """Argument type: whole numbers above 0, such as ``4,8,16``."""
     return [at_least(1)(part) for part in text.split(",")]
+
+
+def some_of(option: str, text: str, known: Collection[str]) -> list[str]:
+    """The names of an option, joined by commas.
+
+    Raises:
+        BadInputError: one that is not known.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise BadInputError(f"{option}: expected some of {', '.join(known)}, got {name!r}")
+    return names
 
 
 class BadInputError(Exception):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input, some_of
 from benchmarks.measure import ranks
 from benchmarks.measure.report import record, table, write
 from examples.demo.data import TextBatches
@@ -77,11 +77,8 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(10), default=2000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    names = options.formats.split(",")
     with one_line_on_bad_input():
-        for name in names:
-            if name not in FORMATS:
-                raise BadInputError(f"--formats: expected {', '.join(FORMATS)}, got {name}")
+        names = some_of("--formats", options.formats, FORMATS)
         ranks.become_ranks(2)
     losses: dict[str, list[float]] = {name: [] for name in names}
     with ranks.process_group("cpu"):

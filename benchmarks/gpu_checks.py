@@ -38,7 +38,7 @@ from torch.nn import functional as F
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import one_line_on_bad_input, some_of
 from benchmarks.measure import ranks
 from benchmarks.measure.report import record, write
 from benchmarks.streams.order import unordered
@@ -295,13 +295,6 @@ def run_rank(options: argparse.Namespace) -> int:
     return 0 if all(row["is_right"] for row in rows) else 1
 
 
-def _some_of(known: dict[str, Any], text: str) -> list[str]:
-    chosen = text.split(",")
-    if unknown := [one for one in chosen if one not in known]:
-        raise BadInputError(f"expected some of {list(known)}, got {unknown[0]!r}")
-    return chosen
-
-
 def main() -> None:
     """Start ranks, or run as one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -313,8 +306,8 @@ def main() -> None:
     options = parser.parse_args()
     world_size = 2 if options.part == "two" else 1
     with one_line_on_bad_input():
-        options.cases = _some_of(CASES, options.cases)
-        options.modes = _some_of(MODES, options.modes)
+        options.cases = some_of("--cases", options.cases, CASES)
+        options.modes = some_of("--modes", options.modes, MODES)
         if ranks.is_rank():
             raise SystemExit(run_rank(options))
         ranks.check_device(options.device, 1)

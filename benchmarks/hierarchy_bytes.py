@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import link
-from benchmarks.command_line import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import one_line_on_bad_input, some_of
 from benchmarks.measure import ranks, wire
 from benchmarks.measure.report import record, table, write
 from benchmarks.workloads.catalogue import DECODER_SIZES, Workload, decoder
@@ -126,11 +126,8 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="joined by commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    modes = options.modes.split(",")
     with one_line_on_bad_input():
-        for mode in modes:
-            if mode not in MODES:
-                raise BadInputError(f"--modes: expected some of {', '.join(MODES)}, got {mode!r}")
+        modes = some_of("--modes", options.modes, MODES)
         if not ranks.is_rank():
             code, _ = link.run_on_link(sys.argv, link.Shape(), PER_HOST)
             raise SystemExit(code)

@@ -21,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input, some_of
 from benchmarks.measure.models import tables
 from benchmarks.measure.models.cell import GOOD, MODES, Cell, Result, cells_of
 from benchmarks.measure.models.measuring import explained
@@ -55,11 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def chosen(text: str | None, known: Sequence[str], option: str) -> list[str]:
     """Names of an option, in the order of ``known``."""
-    names = list(known) if text is None else text.split(",")
-    if unknown := set(names) - set(known):
-        raise BadInputError(
-            f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}"
-        )
+    names = list(known) if text is None else some_of(option, text, known)
     return [name for name in known if name in names]
 
 

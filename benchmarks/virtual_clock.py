@@ -35,7 +35,7 @@ if __package__ in (None, ""):  # run as a file
 from torch.distributed import fsdp as upstream
 from torch.distributed.fsdp.wrap import CustomPolicy as UpstreamPolicy
 
-from benchmarks.command_line import BadInputError, one_line_on_bad_input
+from benchmarks.command_line import BadInputError, one_line_on_bad_input, some_of
 from benchmarks.measure.report import record, write
 from benchmarks.peers.simple_fsdp import shard_parameters
 from benchmarks.streams.clock import Rates, Timeline, run
@@ -215,9 +215,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with one_line_on_bad_input():
-        models = options.models.split(",")
-        if unknown := set(models) - set(MODELS):
-            raise BadInputError(f"--models: expected some of {list(MODELS)}, got {unknown}")
+        models = some_of("--models", options.models, MODELS)
         ranks = [_num_ranks(one) for one in options.ranks.split(",")]
     dist.init_process_group("fake", rank=0, world_size=RECORDED_RANKS)
     rows = measure(models, ranks, options.head)

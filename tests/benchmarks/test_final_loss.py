@@ -30,4 +30,4 @@ def test_unknown_formats(
     monkeypatch.setattr(sys, "argv", ["final_loss.py", "--formats", "none,int3"])
     with pytest.raises(SystemExit):
         final_loss.main()
-    assert "got int3" in capsys.readouterr().err
+    assert "got 'int3'" in capsys.readouterr().err
