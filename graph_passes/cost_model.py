@@ -169,12 +169,10 @@ def _dtype_of(node: fx.Node) -> torch.dtype | None:
 def wire_bytes(node: fx.Node) -> int:
     """Bytes that one rank sends: ``(N-1)/N`` of the unsharded side, twice for an all-reduce."""
     size = world_size_of(node)
-    if size is None:
-        return 2 * (_message_bytes(node, 1) or payload_bytes(node))
-    message = _message_bytes(node, size)
-    if message:
-        return message * (size - 1)
-    return tensor_bytes(node)
+    message = _message_bytes(node, size or 1)
+    if not message:
+        return tensor_bytes(node)
+    return message * (2 if size is None else size - 1)
 
 
 def tensor_bytes(node: fx.Node) -> int:

@@ -70,6 +70,12 @@ class Mark:
     reshards: bool = False
     wire: str = ""
 
+    @property
+    def has_optional_format(self) -> bool:
+        """Whether the planner decides if it travels in its format."""
+        wire = WireFormat.decode(self.wire)
+        return wire is not None and wire.is_optional
+
     def encode(self) -> str:
         """The mark as a string, which survives tracing and code generation."""
         name = encode_name(self.unit)
@@ -155,8 +161,7 @@ def wire_of(node: torch.fx.Node) -> WireFormat | None:
 def has_optional_format(node: torch.fx.Node) -> bool:
     """Whether the planner decides if a collective travels in its format."""
     mark = mark_of(node)
-    wire = None if mark is None else WireFormat.decode(mark.wire)
-    return wire is not None and wire.is_optional
+    return mark is not None and mark.has_optional_format
 
 
 __all__ = [

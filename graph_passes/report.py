@@ -208,7 +208,7 @@ def _transfer(
     timing = finder.timeline.timings[placement.transfer]
     constraint = finder.constraint_of(placement.transfer)
     steps = _moved(transfer, placement)
-    may_choose = bool(exposed_without_ms) and transfer.may_have_format
+    may_choose = bool(exposed_without_ms) and transfer.mark.has_optional_format
     return TransferReport(
         unit=transfer.mark.unit,
         kind=transfer.mark.kind,

@@ -63,15 +63,15 @@ class PendingReduce:
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
         self.advance()
-        has_messages = self.flat.hierarchy is not None or self.flat.replica_wire is not None
-        if self.beside is None or not has_messages:
+        flat = self.flat
+        if self.beside is None or (flat.hierarchy is None and flat.replica_wire is None):
             self.in_flight.wait()
         else:  # messages in a format have memory of the stream beside
             self.held = (*self.held, *self.in_flight.buffers)
             self.in_flight.wait()
             self.beside.replicas_follow()
         self.held = ()
-        waiting = self.flat.grad_sum
+        waiting = flat.grad_sum
         if self.is_partial:
             if waiting.partial is not None:
                 self.sharded_grad.add_(waiting.partial)

@@ -27,7 +27,7 @@ from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
-from fsdp_dynamo.eager.planner_only import refuse_without_planner
+from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
 from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
@@ -63,6 +63,7 @@ class Root:
         for paths, unit in units:
             unit.rename(paths)
             self.units.append(unit)
+        self._needs_planner = unit_with_planner(self.units)
         flats = [flat for unit in self.units for flat in unit.flats]
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
         self.accumulation.refresh()
@@ -159,7 +160,8 @@ class Root:
         unit.machine.advance(UnitState.IDLE)
 
     def _begin_forward(self) -> None:
-        refuse_without_planner(self.units)
+        if self._needs_planner is not None:
+            raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
         self.secondary.begin_forward()

@@ -36,7 +36,7 @@ from graph_passes.graph_utils import (
     wait_of,
 )
 from graph_passes.markers import Mark, mark_of, unit_of, wire_of
-from graph_passes.wire_format import WireFormat, text_of
+from graph_passes.wire_format import text_of
 
 _MARGIN = 1.5
 """How much longer than modelled a reduction is taken to last where another one waits for it."""
@@ -88,12 +88,6 @@ class Transfer:
     tensor_bytes: int = 0
     encode_ms: float = 0.0
     decode_ms: float = 0.0
-
-    @property
-    def may_have_format(self) -> bool:
-        """Whether the planner decides if it travels in a format."""
-        wire = WireFormat.decode(self.mark.wire)
-        return wire is not None and wire.is_optional
 
     @property
     def link(self) -> str:

@@ -129,6 +129,9 @@ def test_never_slower(seed: int) -> None:
     chosen = with_formats(problem, formatted, choice.chosen)
     ms = total_ms(chosen, decide(chosen, options)[0])
     assert choice.without_ms == without
+    for schedule in (unscheduled(formatted), decide(formatted, Options())[0]):
+        on_the_clock = simulate(formatted, schedule).total_ms
+        assert on_the_clock == pytest.approx(total_ms(formatted, schedule))
     assert ms <= without * (0.99 if choice.chosen else 1)
 
 
