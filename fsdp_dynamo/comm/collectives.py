@@ -13,7 +13,6 @@ Hooks and lowered graph nodes call the same functions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,115 +23,12 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
-from fsdp_dynamo.comm.streams import side_streams, timer_of
-from fsdp_dynamo.comm.watchdog import (
-    refusal_of,
-    wait_on_device,
-    wait_until_settled,
-    wait_with_watchdog,
-)
+from fsdp_dynamo.comm.profiler_ranges import profiler_range
+from fsdp_dynamo.comm.watchdog import refusal_of
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
-
-
-class InFlight:
-    """A collective that was issued; keeps its buffers alive until it has been waited for.
-
-    Args:
-        works: the backend's handles; empty if there was nothing to transfer.
-        buffers: inputs and outputs, kept alive because they are read and written until then.
-        event: its recorded event, or ``None`` if events are not recorded.
-        finish: local work once all data has arrived, or ``None``.
-        group: the process group. While the host, or a device's stream, waits for it, the watchdog
-            looks for notices of ranks that will not come.
-        entry: its log entry, for messages.
-    """
-
-    __slots__ = ("_buffers", "_entry", "_event", "_finish", "_group", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[Work],
-        buffers: Sequence[torch.Tensor] = (),
-        event: events.Event | None = None,
-        finish: Callable[[], object] | None = None,
-        group: dist.ProcessGroup | None = None,
-        entry: collective_log.Entry | None = None,
-    ) -> None:
-        self._works = list(works)
-        self._entry = entry
-        self._buffers = buffers
-        self._finish = finish
-        self._group = group
-        self._event = event
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """Inputs and outputs, until it has been waited for."""
-        return self._buffers
-
-    def wait(self) -> None:
-        """Block until complete (on CUDA: make the current stream wait)."""
-        event, self._event = self._event, None
-        if event is None:
-            self._wait()
-            return
-        began_ns = events.blocked_since(event)
-        timer = timer_of(self._buffers[0].device) if self._buffers else None
-        self._wait()
-        events.complete(event, began_ns, None if timer is None else timer.stopped())
-
-    def _wait(self) -> None:
-        if not is_profiling():
-            self._complete()
-            return
-        kind, label = ("collective", "") if self._entry is None else self._entry[2:4]
-        with profiler_range(kind, label, is_wait=True):
-            self._complete()
-
-    def _complete(self) -> None:
-        finish, self._finish = self._finish, None
-        if self._works:
-            self._wait_for_works()
-        if finish is not None:
-            finish()
-        self._buffers = ()
-
-    def _wait_for_works(self) -> None:
-        """Wait for all works; if one fails, drop the others, as gloo never writes to freed ones.
-
-        The list is cleared because the frames of the error's traceback refer to it, too.
-        """
-        try:
-            if self._group is None:
-                for work in self._works:
-                    work.wait()
-            elif (streams := side_streams(self._buffers[0].device)) is None:
-                wait_with_watchdog(self._works, self._group, self._entry)
-            else:
-                wait_on_device(self._works, self._group, streams)
-        except RuntimeError:
-            self._works.clear()
-            raise
-        self._works = []
-
-    def abandon(self) -> None:
-        """Wait until nothing writes to the buffers any more, whether it completes or fails."""
-        self._event = self._finish = None
-        if self._group is not None:
-            wait_until_settled(self._works, self._group)
-        self._works, self._buffers = [], ()
-
-    def __del__(self) -> None:
-        """Settle what nothing waits for any more: a model that is dropped after an error, say.
-
-        gloo cannot use a connection again whose message has no buffer to go to.
-        """
-        if self._works and not sys.is_finalizing():
-            self.abandon()
-
 
 Transport = Literal["library", "all_to_all", "point_to_point"]
 

@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.comm.collectives import InFlight
 from fsdp_dynamo.comm.hierarchy import Hierarchy
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import CollectivePrecision, MixedPrecision

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.hierarchy import Hierarchy
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from graph_passes.markers import NO_VALUE
@@ -39,9 +40,9 @@ class PendingReduce:
     """
 
     flat: FlatParameter
-    in_flight: collectives.InFlight
+    in_flight: InFlight
     sharded_grad: torch.Tensor
-    over_replicas: Callable[[], collectives.InFlight] | None = None
+    over_replicas: Callable[[], InFlight] | None = None
     unused: Collection[int] = ()
     is_partial: bool = False
     held: Sequence[torch.Tensor] = ()
@@ -102,7 +103,7 @@ def issue_reduce(
         _add_partial(flat, unsharded_grad)
     output = unsharded_grad
     if not groups:
-        return PendingReduce(flat, collectives.InFlight([]), output, is_partial=is_partial)
+        return PendingReduce(flat, InFlight([]), output, is_partial=is_partial)
     if flat.is_sharded:
         output = unsharded_grad.new_empty(flat.layout.shard_numel)
     if flat.comm_hook is not None:
@@ -110,7 +111,7 @@ def issue_reduce(
         began_ns = events.blocked_since(event)
         flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
         events.complete(event, began_ns)
-        return PendingReduce(flat, collectives.InFlight([]), output)
+        return PendingReduce(flat, InFlight([]), output)
     wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
     in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, wire, may_lack)
     over_replicas = None
@@ -160,7 +161,7 @@ def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
 
 def _issue_over_replicas(
     flat: FlatParameter, group: dist.ProcessGroup, output: torch.Tensor
-) -> collectives.InFlight:
+) -> InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
     return _issue_mean(flat, group, output, output, flat.replica_wire)
@@ -180,7 +181,7 @@ def _issue_mean(
     grad: torch.Tensor,
     wire: WireFormat | None = None,
     may_lack: bool = True,
-) -> collectives.InFlight:
+) -> InFlight:
     event = _begin(flat, output, grad)
     settings = flat.grad_sum.settings
     if settings.reduce_scatter is None or output is grad:
@@ -197,7 +198,7 @@ def _issue_mean(
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
     work = settings.reduce_scatter(output, grad, group, op, async_op=True)
-    return collectives.InFlight([work] if work else [], (output, grad), event, divide)
+    return InFlight([work] if work else [], (output, grad), event, divide)
 
 
 def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> events.Event | None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.hierarchy import Hierarchy
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
 from fsdp_dynamo.config import (
@@ -130,7 +131,7 @@ class Unit:
         self.is_summoned = False
         self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
-        self._gathers: list[collectives.InFlight] = []
+        self._gathers: list[InFlight] = []
         self._has_pieces = False
         self._gathered_versions: list[int] = []
         self._secondary_versions: list[int] = []
@@ -235,9 +236,9 @@ class Unit:
             self._issue_gathers(phase)
             if any(flat.gather_wire is not None for flat in self.flats):
                 self._wait_gathers()  # so that this stream decodes, beside what computes
-                self._gathers.append(collectives.InFlight([streams.after_gathers()]))
+                self._gathers.append(InFlight([streams.after_gathers()]))
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
-                self._gathers.append(collectives.InFlight([streams.after_gathers()]))
+                self._gathers.append(InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> None:
         outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
@@ -263,13 +264,13 @@ class Unit:
         group: dist.ProcessGroup,
         phase: events.Phase,
         wire: WireFormat | None,
-    ) -> collectives.InFlight:
+    ) -> InFlight:
         event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
         custom = self.settings.all_gather
         if custom is None:
             return collectives.issue_all_gather(output, shard, group, event, self.fqn, wire=wire)
         work = custom(output, shard, group, async_op=True)
-        return collectives.InFlight([work] if work else [], (output, shard), event)
+        return InFlight([work] if work else [], (output, shard), event)
 
     def keep_pieces(self) -> None:
         """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
@@ -428,7 +429,7 @@ class Unit:
             in_flight.abandon()
         self.reshard("forward")
         for flat in self.flats:
-            if flat.piece is not None and isinstance(flat.piece.made, collectives.InFlight):
+            if flat.piece is not None and isinstance(flat.piece.made, InFlight):
                 flat.piece.made.abandon()
             flat.piece = None
 

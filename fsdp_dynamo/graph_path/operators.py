@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.graph_path import offloading, recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.text.boundary_labels import Label
 from graph_passes.wire_format import WireFormat
 
-_in_flight: dict[int, collectives.InFlight] = {}
+_in_flight: dict[int, InFlight] = {}
 _absent: dict[tuple[str, int], list[Ranges]] = {}
 
 
@@ -42,7 +43,7 @@ _Issue = Callable[
         Sequence[str],
         collectives.Wires,
     ],
-    list[collectives.InFlight],
+    list[InFlight],
 ]
 _label_of = lru_cache(maxsize=4096)(Label.decode)
 

@@ -15,6 +15,7 @@ from pool import RankPool
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives, point_to_point
+from fsdp_dynamo.comm.in_flight import InFlight
 
 TAG = 77
 
@@ -88,7 +89,7 @@ def _like_the_library(rank: int, world_size: int) -> list[str]:
     assert group is not None
     sizes = [1, 7, 4096, 300_000]
     cases = [(dtype, numel) for numel in sizes for dtype in DTYPES for _ in range(2)]
-    issued: list[tuple[str, collectives.InFlight, torch.Tensor, torch.Tensor]] = []
+    issued: list[tuple[str, InFlight, torch.Tensor, torch.Tensor]] = []
     own_message = torch.full((3,), float(rank))
     theirs = torch.empty(3)
     for number, (dtype, numel) in enumerate(cases):

@@ -28,7 +28,7 @@ from fsdp_dynamo import (
     ShardingStrategy,
     record_events,
 )
-from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
 from fsdp_dynamo.core.flat_parameter import FlatParameter
@@ -269,7 +269,7 @@ def _take_without_waiting(flat: FlatParameter) -> Any:
 
 
 COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
-SETTLE, INIT, FINISH = Root._settle, collectives.InFlight.__init__, PendingReduce.finish
+SETTLE, INIT, FINISH = Root._settle, InFlight.__init__, PendingReduce.finish
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", lambda unit: None)),
@@ -290,7 +290,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a reduction is not waited for": (
         "sharded", _replace(PendingReduce, "finish", _finish_without_waiting)),
     "a gradient is given back while it is sent": (
-        "sharded", _replace(collectives.InFlight, "__init__", _forget_buffers)),
+        "sharded", _replace(InFlight, "__init__", _forget_buffers)),
     "replicas: the gradient is given back while it is sent": (
         "hybrid", _replace(PendingReduce, "advance_beside", _advance_without_holding)),
     "replicas: the reduce-scatter is not waited for": (
