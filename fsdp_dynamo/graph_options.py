@@ -16,7 +16,7 @@ from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
 from graph_passes.plan import Plan, PlanError
 from graph_passes.schedule import Options
 
-_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
+_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions", "stretches")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class GraphOptions:
     grad_buffer: bool = True
     selective_unshard: bool = True
     regions: bool = False
+    stretches: bool = False
     passes: tuple[GraphPass, ...] = field(default=())
     disabled_passes: tuple[str, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -52,6 +52,7 @@ from fsdp_dynamo.graph_path.planning import (
     planner_for,
 )
 from fsdp_dynamo.graph_path.progress import told
+from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from graph_passes.graph_pass import GraphPass
 from graph_passes.markers import mark_of
 from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
@@ -178,12 +179,15 @@ def fsdp_dynamo(
     pipeline = _pipeline(passes)
     partitioner = Partitioner(planner, parsed.selective_unshard)
     marks = marks_key(gm)
-    config = settings | inductor_settings(partitioner, pipeline, marks)
+    config = settings | inductor_settings(partitioner, pipeline, marks, parsed.stretches)
     key = None
     if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
         parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
         key = graph_key(gm, example_inputs, *parts)
-    inner_compile = generated_code.checking(_backward_once(compile_fx_inner, key))
+    inner: Callable[..., Any] = compile_fx_inner
+    if parsed.stretches:
+        inner = StretchCompiler(pipeline, inner)
+    inner_compile = generated_code.checking(_backward_once(inner, key))
 
     def compile_() -> Any:
         return compile_fx(gm, example_inputs, inner_compile, config_patches=config)

@@ -20,6 +20,7 @@ from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.lowering import lower_to_operators
 from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import is_recording
+from fsdp_dynamo.graph_path.stretch_compiler import LowerWrites
 from graph_passes.pipeline import Pipeline
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
@@ -85,11 +86,12 @@ class ScheduleAndLower(CustomGraphPass):
         return f"fsdp_dynamo.schedule.{source_key()}.{self.pipeline.cache_key()}.{self._marks}"
 
 
-def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
+def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str, stretches: bool) -> dict[str, Any]:
     """Inductor settings: our partition and passes, and no reordering after them."""
+    last: CustomGraphPass = ScheduleAndLower(pipeline, marks)
     config = {
         "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": ScheduleAndLower(pipeline, marks),
+        "post_grad_custom_post_pass": LowerWrites(f"stretches.{last.uuid()}") if stretches else last,
         **generated_code.SETTINGS,
     }
     if is_recording() or artifacts.is_recording():

@@ -134,8 +134,8 @@ def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: label.encode() for node, label in labels.items()}
 
 
-def lower_to_functions(graph: fx.Graph) -> None:
-    """For backends that run the graph as Python: nodes call the functions themselves."""
+def lower_boundaries(graph: fx.Graph) -> None:
+    """Collectives, waits and copies call the functions themselves."""
     labels = _labels(graph)
     offloading.lower_gradients(graph, lambda function: function)
     for wait, output in _lower_issues(graph, labels, lambda function: function).items():
@@ -144,13 +144,18 @@ def lower_to_functions(graph: fx.Graph) -> None:
     for start, end in offloading.copies_to_device(graph):
         start.target = offloading.start_to_device
         end.target, end.args = offloading.end_to_device, (start,)
+
+
+def lower_to_functions(graph: fx.Graph) -> None:
+    """For backends that run the graph as Python: writes into flat gradients are functions too."""
+    lower_boundaries(graph)
     for node in graph.nodes:
         name = write_name(node)
         if name:
             node.target = FUNCTIONS[name]
 
 
-def _lower_writes(graph: fx.Graph) -> None:
+def lower_writes(graph: fx.Graph) -> None:
     """Writes mutate one buffer, which the reduction reads; copies are left to Inductor to fuse."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
@@ -184,7 +189,7 @@ def lower_to_operators(graph: fx.Graph) -> None:
     labels = _labels(graph)
     offloading.lower_gradients(graph, to)
     issued = _lower_issues(graph, labels, to)
-    _lower_writes(graph)
+    lower_writes(graph)
     for wait, output in issued.items():
         arguments = (output, _source_of(output, labels[wait]), labels[wait])
         with graph.inserting_before(wait):

@@ -33,7 +33,12 @@ def new_flat(like: Tensor, numel: int, gaps: Sequence[int], dtype: torch.dtype) 
             ``[b0, e0, b1, e1, ...]``.
         dtype: its dtype.
     """
-    flat = like.new_empty(numel, dtype=dtype)
+    return new_flat_on(str(like.device), numel, gaps, dtype)
+
+
+def new_flat_on(device: str, numel: int, gaps: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``new_flat``, on a device that is given by name."""
+    flat = torch.empty(numel, dtype=dtype, device=device)
     for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
         flat[begin:end].fill_(NO_VALUE)
     return flat

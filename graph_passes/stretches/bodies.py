@@ -1,0 +1,70 @@
+"""Stretches as graphs by themselves: equal ones have equal keys, and one graph can stand for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graph_passes.node_equality import Numbered, value_key
+from graph_passes.stretches.cutting import Stretch, root_of
+
+
+def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
+    """Hashable key, equal for two stretches exactly if one graph can stand for both.
+
+    Args:
+        stretch: of a graph.
+        owner: the module of that graph.
+    """
+    numbered = Numbered([*stretch.inputs, *stretch.nodes], root_of)
+    inputs = tuple(value_key(node.meta.get("val")) for node in stretch.inputs)
+    nodes = tuple(
+        _attribute_key(owner, node) if node.op == "get_attr" else numbered.key_of(node)
+        for node in stretch.nodes
+    )
+    return inputs, nodes, numbered.plain(stretch.outputs)
+
+
+def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
+    """Graphs that an operator has for a body are equal if their code is; others equal themselves."""
+    value: Any = owner
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    if isinstance(value, fx.GraphModule) and not list(value.buffers()):
+        return ("graph", value.code)
+    return ("attribute", id(value))
+
+
+def graph_of(stretch: Stretch, owner: fx.GraphModule) -> fx.GraphModule:
+    """A stretch as a graph: ``outputs = graph(*inputs)``. Names in it do not depend on its place.
+
+    Args:
+        stretch: of a graph.
+        owner: the module of that graph.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(stretch.inputs):
+        copies[node] = graph.placeholder(f"arg{position}")
+        copies[node].meta["val"] = node.meta["val"]
+
+    def copied(node: fx.Node) -> fx.Node:
+        return copies[node] if node in copies else copies[root_of(node)]
+
+    for node in stretch.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copied)
+        copy = graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+    outputs = tuple(copies[node] for node in stretch.outputs)
+    graph.output(outputs)
+    return fx.GraphModule(owner, graph)
+
+
+def example_inputs(stretch: Stretch) -> list[Any]:
+    """Fake tensors, and sizes, that a stretch is compiled with."""
+    return [node.meta["val"] for node in stretch.inputs]
+
+
+__all__ = ["example_inputs", "graph_of", "key_of"]

@@ -1,0 +1,165 @@
+"""Cut a scheduled graph at its boundaries into stretches of compute.
+
+Before::
+
+    wait(a) -> split -> view -> mm -> gelu    all_gather(c)    mm -> write(flat)   wait(b) ...
+
+After::
+
+    wait(a)    s0: split, view, mm, gelu    all_gather(c)    s1: mm, write    wait(b)    ...
+
+A stretch takes tensors and gives tensors back. Views, and constants that are made of nothing, are
+copied into every stretch that reads them, so that a stretch takes the unsharded parameter itself
+and not the views of it. Writes into a flat gradient change what the stretch was given and are no
+output of it. Sizes, and flat gradients that are yet to be written, belong to no stretch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graph_passes.gradients.flat_gradient import write_name
+from graph_passes.graph_utils import is_alias, op_name
+
+
+@dataclass(eq=False)
+class Stretch:
+    """What is computed between two boundaries.
+
+    Attributes:
+        nodes: what is computed, in graph order.
+        inputs: what they read that is not computed here, in order of first use. The flat gradients
+            that are written to are among them, each as the node that made it.
+        outputs: those of the nodes that are read elsewhere.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass
+class Cutting:
+    """A graph in parts.
+
+    Attributes:
+        parts: boundaries and stretches, in order.
+        home: the stretch of every node that is in one.
+    """
+
+    parts: list[fx.Node | Stretch]
+    home: dict[fx.Node, Stretch]
+
+    def stretches(self) -> list[Stretch]:
+        """The stretches, in order."""
+        return [part for part in self.parts if isinstance(part, Stretch)]
+
+
+def cut(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
+    """Cut a graph in the order in which its nodes stand.
+
+    Args:
+        graph: scheduled.
+        is_boundary: whether a node stands between two stretches.
+    """
+    cutting = _assign(graph, is_boundary)
+    read = _read_outside(graph, cutting)
+    for stretch in cutting.stretches():
+        body = _body(stretch)
+        inside = set(body)
+        inputs = [root_of(n) for node in body for n in node.all_input_nodes if n not in inside]
+        stretch.nodes = body
+        stretch.inputs = list(dict.fromkeys(inputs))
+        read.update(stretch.inputs)
+    for stretch in cutting.stretches():
+        computed = [node for node in stretch.nodes if cutting.home.get(node) is stretch]
+        stretch.outputs = [node for node in computed if node in read]
+    return cutting
+
+
+def _assign(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
+    current = Stretch()
+    cutting = Cutting([], {})
+    for node in graph.nodes:
+        if is_boundary(node):
+            cutting.parts += [current] if current.nodes else []
+            cutting.parts.append(node)
+            current = Stretch()
+        elif not is_placed_freely(node) and node.op == "call_function":
+            home = cutting.home.get(node.all_input_nodes[0]) if _is_item(node) else current
+            if home is not None:  # else an item of what a boundary returns
+                home.nodes.append(node)
+                cutting.home[node] = home
+    cutting.parts += [current] if current.nodes else []
+    return cutting
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def is_copied(node: fx.Node) -> bool:
+    """Whether a node is repeated in every stretch that reads it: it costs nothing there."""
+    if node.op == "get_attr" or is_alias(node):
+        return True
+    return op_name(node) in _CONSTANTS and not node.all_input_nodes
+
+
+_CONSTANTS = frozenset({"aten::full", "aten::scalar_tensor", "aten::arange", "prims::iota"})
+
+
+def is_placed_freely(node: fx.Node) -> bool:
+    """Whether a node belongs to no stretch by itself: views, constants, sizes, flat gradients."""
+    if is_copied(node) or write_name(node) == "new_flat":
+        return True
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The flat gradient behind a write; any other node is its own."""
+    while write_name(node) not in ("", "new_flat"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _body(stretch: Stretch) -> list[fx.Node]:
+    """Its nodes and the views and constants that they read, each behind what it reads."""
+    body: dict[fx.Node, None] = {}
+
+    def include(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in body and is_copied(source):
+                include(source)
+        body[node] = None
+
+    for node in stretch.nodes:
+        include(node)
+    return list(body)
+
+
+def _read_outside(graph: fx.Graph, cutting: Cutting) -> set[fx.Node]:
+    """Nodes that are read by boundaries, by sizes, or by the graph's output, views looked through.
+
+    (What stretches read of one another is found with their inputs.)
+    """
+    read: set[fx.Node] = set()
+    waiting = [
+        node
+        for node in graph.nodes
+        if node not in cutting.home and not is_copied(node) and node.op != "placeholder"
+    ]
+    while waiting:
+        for source in map(root_of, waiting.pop().all_input_nodes):
+            if source not in read:
+                read.add(source)
+                if is_copied(source):
+                    waiting.append(source)
+    return read
+
+
+__all__ = ["Cutting", "Stretch", "cut", "is_copied", "is_placed_freely", "root_of"]
