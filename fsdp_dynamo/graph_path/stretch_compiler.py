@@ -14,6 +14,7 @@ from fsdp_dynamo.graph_path.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_path.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
+from graph_passes.regions.inlining import inline_regions
 from graph_passes.stretches.bodies import example_inputs, graph_of, key_of
 from graph_passes.stretches.cutting import Stretch, cut
 
@@ -44,6 +45,7 @@ class StretchCompiler:
         self._inner_compile = inner_compile
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Program:
+        inline_regions(gm)
         self._pipeline.run(gm.graph)
         backward = is_backward(gm.graph)
         lower_boundaries(gm.graph)

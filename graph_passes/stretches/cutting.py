@@ -25,6 +25,7 @@ from torch import fx
 
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.graph_utils import is_alias, op_name
+from graph_passes.markers import unit_of
 
 
 @dataclass(eq=False)
@@ -92,11 +93,23 @@ def _assign(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
             current = Stretch()
         elif not is_placed_freely(node) and node.op == "call_function":
             home = cutting.home.get(node.all_input_nodes[0]) if _is_item(node) else current
+            if home is current and _begins_unit(node, current):
+                cutting.parts.append(current)
+                home = current = Stretch()
             if home is not None:  # else an item of what a boundary returns
                 home.nodes.append(node)
                 cutting.home[node] = home
     cutting.parts += [current] if current.nodes else []
     return cutting
+
+
+def _begins_unit(node: fx.Node, stretch: Stretch) -> bool:
+    """Whether a node is of another unit than what a stretch holds so far."""
+    unit = unit_of(node)
+    if unit is None or _is_item(node):
+        return False
+    latest = next((u for n in reversed(stretch.nodes) if (u := unit_of(n)) is not None), unit)
+    return unit != latest
 
 
 def _is_item(node: fx.Node) -> bool:
