@@ -48,7 +48,7 @@ def measure_here(key: str, depth: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD)
-    task = catalogue.decoder("small", num_blocks=depth)
+    task = catalogue.decoder(os.environ.get("SIZE", "small"), num_blocks=depth)
     device = torch.device("cpu")
     (peer,) = named([key])
     trainee = peer.train(Setting(task, device))

@@ -16,7 +16,7 @@ from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
 from graph_passes.plan import Plan, PlanError
 from graph_passes.schedule import Options
 
-_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions", "stretches")
+_SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class GraphOptions:
         grad_buffer: whether gradients are written into the flat gradient, not concatenated.
         selective_unshard: whether a memory budget may be used to keep units unsharded between
             forward and backward.
-        regions: compile equal unit bodies once, each as one region: the time of the first step then
-            grows less with the number of units.
+        regions: trace, differentiate and partition equal unit bodies once for all of them, so that
+            the first step takes hardly longer with more units.
         passes: a user's own passes over the partitioned graphs, before collectives are placed:
             functions of a graph, or ``graph_passes.GraphPass`` objects.
         disabled_passes: names of passes, of ours or the user's, and of the switches above, that are
@@ -61,8 +61,7 @@ class GraphOptions:
     bucket: bool = True
     grad_buffer: bool = True
     selective_unshard: bool = True
-    regions: bool = False
-    stretches: bool = False
+    regions: bool = True
     passes: tuple[GraphPass, ...] = field(default=())
     disabled_passes: tuple[str, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)

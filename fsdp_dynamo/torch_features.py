@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._inductor import custom_graph_pass
 
 # Public since torch 2.12, where the older names warn.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
@@ -18,8 +17,3 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
-
-SchedulerPass: Any = getattr(
-    custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
-)
-"""Base class of a pass on Inductor's scheduler nodes that is part of the compile-cache key."""

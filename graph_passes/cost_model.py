@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from graph_passes.graph_utils import (
-    body_of,
     group_of,
     hint,
     is_compute,
@@ -129,9 +128,6 @@ class CostModel:
         """Milliseconds of a node that computes: the slower of arithmetic and memory traffic."""
         if not is_compute(node):
             return 0.0
-        body = body_of(node)
-        if body is not None:
-            return sum(self.compute_ms(inner) for inner in body.graph.nodes)
         traffic = sum(num_bytes(n) for n in (node, *node.all_input_nodes))
         flops_per_ms = self.device.flops_per_ms_in(_dtype_of(node))
         return max(num_flops(node) / flops_per_ms, traffic / self.device.bytes_per_ms)

@@ -61,11 +61,6 @@ def body_of(node: fx.Node) -> fx.GraphModule | None:
     return body if isinstance(body, fx.GraphModule) else None
 
 
-def is_backward_region(node: fx.Node) -> bool:
-    """A call of a region's backward."""
-    return is_region(node) and str(node.args[1]).removeprefix("partitioned_").startswith("bw_")
-
-
 def wait_of(node: fx.Node) -> fx.Node:
     """The one wait of a collective.
 
@@ -178,7 +173,6 @@ __all__ = [
     "hint",
     "is_alias",
     "is_backward",
-    "is_backward_region",
     "is_collective",
     "is_compute",
     "is_marked",

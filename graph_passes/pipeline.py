@@ -2,10 +2,10 @@
 
 ::
 
-    node by node   absent_gradients  drop_noop_views  cut_views  grad_buffer  group_writes  ...
-    by a compiler  absent_gradients                              grad_buffer                ...
+    node by node   inline_regions  absent_gradients  drop_noop_views  cut_views  grad_buffer  ...
+    by a compiler  inline_regions  absent_gradients                              grad_buffer  ...
 
-    ...  MORE  sink_views  planner
+    ...  group_writes (node by node)  MORE  sink_views  planner
 
 ``MORE`` are the user's own: ``GraphPass`` objects, or callables ``pass_(graph) -> None``.
 """
@@ -23,6 +23,7 @@ from graph_passes.gradients.absent import absent_gradients
 from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
 from graph_passes.gradients.group_writes import group_writes
 from graph_passes.graph_pass import GraphPass, PassFunction, as_pass
+from graph_passes.regions.inlining import inline_regions
 from graph_passes.scheduling.planner import Planner
 from graph_passes.source_digest import source_digest
 from graph_passes.spec import inventory, verify_graph
@@ -31,8 +32,6 @@ from graph_passes.views.drop_noop_views import drop_noop_views
 from graph_passes.views.sink_views import sink_views
 
 _VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
-REGION_PASSES: tuple[GraphPass, ...] = (absent_gradients, *_VIEW_PASSES)
-"""For the body of a region that is run node by node; it holds no collectives."""
 
 OPTIONAL_PASSES: tuple[GraphPass, ...] = (*_VIEW_PASSES, grad_buffer, group_writes, sink_views)
 """Passes of ours that can be left out: without them the graph computes the same, only slower."""
@@ -43,8 +42,9 @@ REQUIRED_PASSES: dict[str, str] = {
     "and optimizers would move them",
     "tag_reshard_after_forward": "the sharding strategy says which units reshard, and without it "
     "all would stay unsharded until their backward",
-    "tidy_region_boundaries": "outputs of a region that share memory with its inputs would be "
-    "overwritten while they are needed",
+    "tidy_region_boundaries": "the unsharded parameters that a region takes would be saved for its "
+    "backward, not gathered again",
+    "inline_regions": "collectives are placed among the nodes of units, and a region hides them",
 }
 """Passes that cannot be left out, and why."""
 
@@ -67,9 +67,10 @@ def default_passes(
     Returns:
         The passes, in order; the planner last.
     """
-    rewrites: tuple[GraphPass, ...] = (absent_gradients, grad_buffer)
+    first: tuple[GraphPass, ...] = (as_pass(inline_regions), absent_gradients)
+    rewrites = (*first, grad_buffer)
     if node_by_node:
-        rewrites = (*REGION_PASSES, grad_buffer_node_by_node, group_writes)
+        rewrites = (*first, *_VIEW_PASSES, grad_buffer_node_by_node, group_writes)
     passes = (*rewrites, *map(as_pass, more), sink_views)
     return (*(p for p in passes if p.name not in disabled), as_pass(planner))
 
@@ -152,7 +153,6 @@ class Pipeline:
 
 __all__ = [
     "OPTIONAL_PASSES",
-    "REGION_PASSES",
     "REQUIRED_PASSES",
     "Pipeline",
     "default_passes",

@@ -113,10 +113,7 @@ PEERS = (
     ours("fsdp_dynamo"),
     ours("fsdp_dynamo_aot_eager", "unscheduled", options=UNSCHEDULED),
     ours("fsdp_dynamo", "unscheduled", options=UNSCHEDULED),
-    ours("fsdp_dynamo_aot_eager", "regions", options={"regions": True}),
-    ours("fsdp_dynamo", "regions", options={"regions": True}),
-    ours("fsdp_dynamo", "stretches", options={"stretches": True}),
-    ours("fsdp_dynamo", "stretches_regions", options={"stretches": True, "regions": True}),
+    ours("fsdp_dynamo", "no_regions", options={"regions": False}),
     ours("fsdp_dynamo_aot_eager", "kept", reshard=False),
     ours("fsdp_dynamo", "kept", reshard=False),
 )

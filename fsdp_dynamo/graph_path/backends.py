@@ -28,7 +28,7 @@ from fsdp_dynamo.dynamo.private_api import (
     one_schema_a_region,
 )
 from fsdp_dynamo.graph_options import GraphOptions
-from fsdp_dynamo.graph_path import generated_code, operators
+from fsdp_dynamo.graph_path import operators
 from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_path.cache_keys import marks_key
 from fsdp_dynamo.graph_path.compile_cache import compile_once, graph_key, require_usable_folder
@@ -40,12 +40,8 @@ from fsdp_dynamo.graph_path.inductor import (
     mode_settings,
     users_settings,
 )
-from fsdp_dynamo.graph_path.lowering import (
-    lower_regions_to_modules,
-    lower_to_functions,
-    region_bodies,
-)
-from fsdp_dynamo.graph_path.partitioner import Partitioner, copy_of
+from fsdp_dynamo.graph_path.lowering import lower_to_functions
+from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
@@ -55,7 +51,7 @@ from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from graph_passes.graph_pass import GraphPass
 from graph_passes.markers import mark_of
-from graph_passes.pipeline import REGION_PASSES, Pipeline, default_passes
+from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
 
 _log = logging.getLogger(__name__)
@@ -64,14 +60,9 @@ _log = logging.getLogger(__name__)
 def _run_node_by_node(
     pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    in_regions = Pipeline([pass_ for pass_ in pipeline.passes if pass_ in REGION_PASSES])
-    for body in region_bodies(gm):
-        in_regions.run(body.graph)
-        body.recompile()
     pipeline.run(gm.graph)
     lower_to_functions(gm.graph)
     artifacts.emit_graph(gm.graph, "lowered")
-    lower_regions_to_modules(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
     gm.recompile()
     forward = gm.forward
@@ -141,18 +132,14 @@ def fsdp_dynamo_aot_eager(
         return route_gradients(compile_(gm, example_inputs))
 
 
-def _backward_once(inner_compile: Callable[..., Any], key: str | None) -> Callable[..., Any]:
-    """Inductor's inner compiler; it comes to a backward later, when the backend has returned."""
-
-    def compile_(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if not kwargs.get("is_backward"):
-            return inner_compile(gm, inputs, **kwargs)
-        graphs = iter((gm, copy_of(gm)))  # the first is changed before anything can fail
-        of_backward = None if key is None else f"{key}.backward"
-        with told("compiling the backward"):
-            return compile_once(of_backward, lambda: inner_compile(next(graphs), inputs, **kwargs))
-
-    return compile_
+_CACHING = {
+    # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
+    "autograd_cache_allow_custom_autograd_functions": True,
+    # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache: so
+    # the backward has to be there when the entry is written.
+    "bundled_autograd_cache": True,
+    "force_non_lazy_backward_lowering": True,
+}
 
 
 def fsdp_dynamo(
@@ -179,22 +166,18 @@ def fsdp_dynamo(
     pipeline = _pipeline(passes)
     partitioner = Partitioner(planner, parsed.selective_unshard)
     marks = marks_key(gm)
-    config = settings | inductor_settings(partitioner, pipeline, marks, parsed.stretches)
+    config = settings | inductor_settings(partitioner, pipeline, marks)
     key = None
     if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
         parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
         key = graph_key(gm, example_inputs, *parts)
-    inner: Callable[..., Any] = compile_fx_inner
-    if parsed.stretches:
-        inner = StretchCompiler(pipeline, inner)
-    inner_compile = generated_code.checking(_backward_once(inner, key))
+    compiler = StretchCompiler(pipeline, compile_fx_inner)
 
     def compile_() -> Any:
-        return compile_fx(gm, example_inputs, inner_compile, config_patches=config)
+        return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
-    # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
-    caching = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
-    with one_schema_a_region(), caching, told("compiling the forward"):
+    caching = torch._functorch.config.patch(_CACHING)
+    with one_schema_a_region(), caching, told("compiling the graph"):
         return route_gradients(compile_once(key, compile_))
 
 

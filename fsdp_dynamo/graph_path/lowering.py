@@ -15,7 +15,7 @@ from fsdp_dynamo.graph_path import offloading, operators
 from graph_passes.gradients.absent import absent_in
 from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
-from graph_passes.graph_utils import is_collective, is_region, op_name, wait_of
+from graph_passes.graph_utils import is_collective, op_name, wait_of
 from graph_passes.markers import launch_of
 from graph_passes.text.boundary_labels import Label, label_boundaries
 from graph_passes.text.fingerprint import fingerprint
@@ -48,9 +48,7 @@ def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     return [list(group) for _, group in groupby(nodes, key)]
 
 
-def _lower_issues(
-    graph: fx.Graph, labels: dict[fx.Node, str], to: Callable[[_Function], Any]
-) -> dict[fx.Node, fx.Node]:
+def _lower_issues(graph: fx.Graph, labels: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     """Replace collectives; the first launch carries the fingerprint of the whole graph.
 
     Returns:
@@ -67,9 +65,9 @@ def _lower_issues(
         outputs = members
         if len(members) == 1:
             members[0].args = (*_issue_args(members[0]), texts[0], carried)
-            members[0].target = to(alone)
+            members[0].target = alone
         else:
-            outputs = _merge(graph, members, to(together), texts, carried)
+            outputs = _merge(graph, members, together, texts, carried)
         issued.update(zip(waits, outputs, strict=True))
         carried = ""
     return issued
@@ -137,8 +135,8 @@ def _labels(graph: fx.Graph) -> dict[fx.Node, str]:
 def lower_boundaries(graph: fx.Graph) -> None:
     """Collectives, waits and copies call the functions themselves."""
     labels = _labels(graph)
-    offloading.lower_gradients(graph, lambda function: function)
-    for wait, output in _lower_issues(graph, labels, lambda function: function).items():
+    offloading.lower_gradients(graph)
+    for wait, output in _lower_issues(graph, labels).items():
         wait.target = operators.wait
         wait.args = (output, _source_of(output, labels[wait]), labels[wait])
     for start, end in offloading.copies_to_device(graph):
@@ -156,7 +154,7 @@ def lower_to_functions(graph: fx.Graph) -> None:
 
 
 def lower_writes(graph: fx.Graph) -> None:
-    """Writes mutate one buffer, which the reduction reads; copies are left to Inductor to fuse."""
+    """For Inductor: writes mutate the flat gradient, and it is left to fuse copies with sums."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
         name = write_name(node)
@@ -177,56 +175,3 @@ def lower_writes(graph: fx.Graph) -> None:
             new.meta.update(node.meta)
         view.meta["val"] = copy.meta["val"] = node.meta["val"].as_strided(size, stride, offset)
         graph.erase_node(node)
-
-
-def lower_to_operators(graph: fx.Graph) -> None:
-    """For Inductor: nodes call operators; a wait mutates the tensor that its collective made."""
-    operators = torch.ops.fsdp_dynamo
-
-    def to(function: _Function) -> Any:
-        return getattr(operators, function.__name__).default
-
-    labels = _labels(graph)
-    offloading.lower_gradients(graph, to)
-    issued = _lower_issues(graph, labels, to)
-    lower_writes(graph)
-    for wait, output in issued.items():
-        arguments = (output, _source_of(output, labels[wait]), labels[wait])
-        with graph.inserting_before(wait):
-            mutate = graph.call_function(operators.wait_.default, arguments)
-        mutate.meta.update(wait.meta)
-        mutate.meta["val"] = None
-        wait.replace_all_uses_with(output)
-        graph.erase_node(wait)
-    for start, end in offloading.copies_to_device(graph):
-        start.target = to(offloading.start_to_device)
-        with graph.inserting_before(end):
-            mutate = graph.call_function(to(offloading.end_to_device_), (start,))
-        mutate.meta["val"] = None
-        end.replace_all_uses_with(start)
-        graph.erase_node(end)
-    for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "fsdp_dynamo":
-            node.meta.pop("eager_input_vals", None)  # of the operator that was replaced
-
-
-def region_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graphs of all regions that a graph calls, each once."""
-    names = {node.args[0].target: None for node in gm.graph.nodes if is_region(node)}
-    bodies = [gm.get_submodule(name) for name in names]
-    return [body for body in bodies if isinstance(body, fx.GraphModule)]
-
-
-def lower_regions_to_modules(graph: fx.Graph) -> None:
-    """For backends that run the graph as Python: a region is called as the module it is."""
-    for node in list(graph.nodes):
-        if not is_region(node):
-            continue
-        body, _, *operands = node.args
-        with graph.inserting_before(node):
-            call = graph.call_module(body.target, tuple(operands))
-        call.meta.update(node.meta)
-        node.replace_all_uses_with(call)
-        graph.erase_node(node)
-        if not body.users:
-            graph.erase_node(body)

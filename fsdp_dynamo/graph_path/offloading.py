@@ -147,12 +147,6 @@ def abandon() -> None:
 _library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
 _library.define("to_device(Tensor shard, str device, ScalarType dtype) -> Tensor")
 _library.define("to_host(Tensor grad) -> Tensor")
-_UNSAFE = (torch.Tag.cudagraph_unsafe,)
-_library.define(
-    "start_to_device(Tensor shard, str device, ScalarType dtype) -> Tensor", tags=_UNSAFE
-)
-_library.define("end_to_device_(Tensor(a!) output) -> ()", tags=_UNSAFE)
-_library.define("start_to_host(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 
 def _fake_to_device(shard: Any, device: str, dtype: torch.dtype) -> Any:
@@ -163,21 +157,9 @@ def _fake_to_host(grad: Any) -> Any:
     return grad.new_empty(grad.shape, device="cpu")
 
 
-def end_to_device_(output: torch.Tensor) -> None:
-    """The same, of a tensor that generated code holds already."""
-    end_to_device(output)
-
-
-def _fake_end_to_device(output: Any) -> None:
-    return None
-
-
 for _function, _fake in (
     (to_device, _fake_to_device),
-    (start_to_device, _fake_to_device),
-    (end_to_device_, _fake_end_to_device),
     (to_host, _fake_to_host),
-    (start_to_host, _fake_to_host),
 ):
     _library.impl(_function.__name__, _function, "CPU")
     _library.impl(_function.__name__, _function, "CUDA")
@@ -211,14 +193,14 @@ def copies_to_device(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     return split
 
 
-def lower_gradients(graph: fx.Graph, to: Callable[[Callable[..., Any]], Any]) -> None:
+def lower_gradients(graph: fx.Graph) -> None:
     """Let gradients that leave the graph arrive when the backward is over."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.add.Tensor:
             _add_on_the_device(graph, node)
     for node in graph.nodes:
         if node.target is TO_HOST and all(user.op == "output" for user in node.users):
-            node.target = to(start_to_host)
+            node.target = start_to_host
 
 
 def _add_on_the_device(graph: fx.Graph, total: fx.Node) -> None:

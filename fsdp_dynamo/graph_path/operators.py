@@ -1,15 +1,13 @@
 """Collectives of a compiled graph at run time: the eager ones, recorded on request.
 
-``lower`` replaces functional collectives by these at the very end, after all passes. An issue
-returns a tensor that must not be read before its wait. Under aot_eager the nodes call these
-functions directly; under Inductor they are operators of the library ``fsdp_dynamo``.
+The lowering replaces functional collectives by these at the very end, after all passes. An issue
+returns a tensor that must not be read before its wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -212,82 +210,3 @@ def abandon() -> None:
     while _in_flight:
         _in_flight.popitem()[1].abandon()
     offloading.abandon()
-
-
-# -- the same as operators, for Inductor ----------------------------------------------------------
-
-_library = torch.library.Library("fsdp_dynamo", "DEF")
-
-
-def _define(schema: str) -> None:
-    """Define an operator that no CUDA graph may hold: it keeps handles on the host."""
-    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
-
-
-_TAIL = "str group, str text, str fingerprint) -> Tensor"
-_define(f"all_gather(Tensor shard, int world_size, {_TAIL}")
-_define(f"reduce_scatter(Tensor unsharded, int world_size, {_TAIL}")
-_define(f"all_reduce(Tensor tensor, {_TAIL}")
-_TOGETHER = "str group, str[] texts, str fingerprint) -> Tensor[]"
-_define(f"all_gather_together(Tensor[] shards, int world_size, {_TOGETHER}")
-_define(f"reduce_scatter_together(Tensor[] unsharded, int world_size, {_TOGETHER}")
-_define(f"all_reduce_together(Tensor[] tensors, {_TOGETHER}")
-_FROM = "str device, ScalarType dtype, int world_size"
-_define(f"all_gather_from_host(Tensor shard, {_FROM}, {_TAIL}")
-_define(f"all_gather_from_host_together(Tensor[] shards, {_FROM}, {_TOGETHER}")
-_define("wait_(Tensor(a!) output, Tensor? source, str text) -> ()")
-
-
-def _wait_(output: torch.Tensor, source: torch.Tensor | None, text: str) -> None:
-    wait(output, source, text)
-
-
-def _fake_wait(output: Any, source: Any, text: str) -> None:
-    return None
-
-
-def _fake_all_gather(shard: Any, world_size: int, *_: Any) -> Any:
-    return shard.new_empty(shard.numel() * world_size)
-
-
-def _fake_all_gather_from_host(
-    shard: Any, device: str, dtype: torch.dtype, world_size: int, *_: Any
-) -> Any:
-    return shard.new_empty(shard.numel() * world_size, device=device, dtype=dtype)
-
-
-def _fake_reduce_scatter(unsharded: Any, world_size: int, *_: Any) -> Any:
-    return unsharded.new_empty(unsharded.numel() // world_size)
-
-
-def _fake_all_reduce(tensor: Any, *_: Any) -> Any:
-    return tensor.new_empty(tensor.size())
-
-
-def _of_each(fake: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def run(tensors: Sequence[Any], *args: Any) -> list[Any]:
-        return [fake(tensor, *args) for tensor in tensors]
-
-    return run
-
-
-_IMPLEMENTATIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-    (all_gather, _fake_all_gather),
-    (reduce_scatter, _fake_reduce_scatter),
-    (all_reduce, _fake_all_reduce),
-    (all_gather_together, _of_each(_fake_all_gather)),
-    (reduce_scatter_together, _of_each(_fake_reduce_scatter)),
-    (all_reduce_together, _of_each(_fake_all_reduce)),
-    (_wait_, _fake_wait),
-]
-for _function, _fake in _IMPLEMENTATIONS:
-    _name = "wait_" if _function is _wait_ else _function.__name__
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
-    _library.impl(_name, _fake, "Meta")
-for _function, _fake in (
-    (all_gather_from_host, _fake_all_gather_from_host),
-    (all_gather_from_host_together, _of_each(_fake_all_gather_from_host)),
-):  # not by "Meta": what they return is on another device
-    _library.impl(_function.__name__, _function, "CPU")
-    torch.library.register_fake(f"fsdp_dynamo::{_function.__name__}", _fake, lib=_library)

@@ -14,6 +14,7 @@ from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.planning import note_kept
 from graph_passes.planner import Planner
 from graph_passes.regions.boundary import tidy_region_boundaries
+from graph_passes.regions.inlining import inline_regions
 from graph_passes.scheduling.old_values import changed_inputs, save_copies, save_old_values
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.selective_unshard import choose_kept
@@ -48,6 +49,8 @@ class Partitioner(CustomPartitionerFn):
         if not self._may_keep or budget is None or planner.live_bytes_of is None:
             return ()
         forward, backward = _partition(copy_of(gm), joint_inputs, **kwargs)
+        for part in (forward, backward):
+            inline_regions(part.graph)
         return choose_kept(forward.graph, backward.graph, planner.options, planner.live_bytes_of)
 
     def uuid(self) -> str:

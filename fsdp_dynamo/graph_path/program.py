@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -139,18 +140,18 @@ class Program(OutputCode):
         """Each stretch has its own."""
 
 
-class no_output_strides:
+@contextmanager
+def no_output_strides() -> Iterator[None]:
     """Let compilations inside not report the strides of their outputs as those of the graph."""
-
-    def __enter__(self) -> None:
-        self._context = torch._guards.TracingContext.try_get()
-        self._strides = None if self._context is None else self._context.output_strides
-        if self._context is not None:
-            self._context.output_strides = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._context is not None:
-            self._context.output_strides = self._strides
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    strides, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = strides
 
 
 # -- its source ------------------------------------------------------------------------------------

@@ -10,26 +10,31 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_path.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
-from graph_passes.regions.inlining import inline_regions
 from graph_passes.stretches.bodies import example_inputs, graph_of, key_of
 from graph_passes.stretches.cutting import Stretch, cut
 
 
 class LowerWrites(CustomGraphPass):
-    """Writes into flat gradients change what a stretch was given: Inductor's last pass on it."""
+    """Writes into flat gradients change what a stretch was given: Inductor's last pass on it.
 
-    def __init__(self, uuid: str) -> None:
-        self._uuid = uuid
+    Args:
+        pipeline: what has planned the graph; a part of the keys of all caches, as this pass is.
+        marks: of the graph.
+    """
+
+    def __init__(self, pipeline: Pipeline, marks: str) -> None:
+        self._key = f"{source_key()}.{pipeline.cache_key()}.{marks}"
 
     def __call__(self, graph: fx.Graph) -> None:
         lower_writes(graph)
 
     def uuid(self) -> str:
-        return self._uuid
+        return f"fsdp_dynamo.schedule.{self._key}"
 
 
 class StretchCompiler:
@@ -45,7 +50,6 @@ class StretchCompiler:
         self._inner_compile = inner_compile
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Program:
-        inline_regions(gm)
         self._pipeline.run(gm.graph)
         backward = is_backward(gm.graph)
         lower_boundaries(gm.graph)
@@ -74,13 +78,13 @@ class StretchCompiler:
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        return self._inner_compile(body, inputs, **kwargs)
+        # Each has an entry of its own in Inductor's cache: models of any depth share them.
+        with torch._functorch.config.patch(bundled_autograd_cache=False):
+            return self._inner_compile(body, inputs, **kwargs)
 
 
 def _all_sources(source: str, compiled: dict[str, Any]) -> str:
-    parts = [
-        f"# {'-' * 30} {name}\n{getattr(code, 'source_code', '')}" for name, code in compiled.items()
-    ]
+    parts = [f"\n# {name}\n{getattr(code, 'source_code', '')}" for name, code in compiled.items()]
     return "\n".join([source, *parts])
 
 

@@ -15,7 +15,6 @@ Autograd fills in zeros. Reduced, they could not be told from a gradient that is
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,7 +25,7 @@ from torch import fx
 from graph_passes.gradients.flat_gradient import CASTS, chain_of_writes
 from graph_passes.gradients.producers import is_zero
 from graph_passes.graph_pass import graph_pass
-from graph_passes.graph_utils import body_of, is_collective, is_wait, op_name
+from graph_passes.graph_utils import is_collective, is_wait, op_name
 from graph_passes.markers import NO_VALUE, cuts_views
 
 _CONSTANTS = frozenset({"aten::zeros", "aten::full"})
@@ -74,8 +73,6 @@ def absent_in(flat_gradient: object) -> Ranges:
         return absent_in(node.args[0])
     if name == "aten::cat":
         return _absent_pieces(node)
-    if node.target is operator.getitem:
-        return _absent_in_region(node)
     chain = chain_of_writes(node)
     if not chain:
         return ()
@@ -93,12 +90,3 @@ def _absent_pieces(cat: fx.Node) -> Ranges:
 
 def _is_absent(piece: fx.Node) -> bool:
     return op_name(piece) == "aten::full" and is_zero(piece)
-
-
-def _absent_in_region(item: fx.Node) -> Ranges:
-    call, position = item.args
-    body = body_of(call) if isinstance(call, fx.Node) else None
-    if body is None:
-        return ()
-    outputs: Any = next(iter(reversed(body.graph.nodes))).args[0]
-    return absent_in(outputs[position])

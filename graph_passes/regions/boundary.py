@@ -2,33 +2,31 @@
 
 Before::
 
-    y, flat', x', s, v = region_forward(flat, x)     flat' is flat, x' is x, v is a view of y
-    grads = region_backward(flat', x', s, v, grad_y)
+    y, flat', x', s = region_forward(flat, x)        flat' is flat, x' is x
+    grads = region_backward(flat', x', s, grad_y)
 
 After::
 
-    y, s, v = region_forward(flat, x)                y is a copy
-    grads = region_backward(flat, x, s, v, grad_y)
+    y, s = region_forward(flat, x)
+    grads = region_backward(flat, x, s, grad_y)
 
 What a region saves of its inputs is the input itself, so the partition of the graph around it can
-gather ``flat`` again for the backward. And no output shares memory with another value that the
-graph around the region knows under another name: a compiler may reuse the memory of the one while
-the other is alive.
+gather ``flat`` again for the backward.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from graph_passes.graph_utils import is_backward_region, is_region
+from graph_passes.graph_utils import is_region
 
 
 def tidy_region_boundaries(gm: fx.GraphModule) -> None:
-    """Return no inputs and no shared memory from the regions of a joint graph.
+    """Return no inputs from the regions of a joint graph, and tell the values of its calls apart.
 
     Args:
         gm: the joint graph, its regions partitioned already; changed in place.
@@ -41,8 +39,9 @@ def tidy_region_boundaries(gm: fx.GraphModule) -> None:
         body = gm.get_submodule(name)
         assert isinstance(body, fx.GraphModule)
         _lead_inputs_past(body, nodes)
-        _separate_outputs(body, nodes)
         body.recompile()
+        for node in nodes:
+            _give_own_values(node)
 
 
 def _output_of(body: fx.GraphModule) -> fx.Node:
@@ -82,41 +81,24 @@ def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> None:
         call.meta["val"] = tuple(call.meta["val"][i] for i in kept)
 
 
-def _separate_outputs(body: fx.GraphModule, calls: list[fx.Node]) -> None:
-    """Copy outputs that share memory with an input, or with another output and not only saved."""
-    output = _output_of(body)
-    outputs = list(output.args[0])  # type: ignore[arg-type]
-    inputs = {_storage(node) for node in body.graph.find_nodes(op="placeholder")}
-    users = [_items(call) for call in calls]
-    for index, node in enumerate(outputs):
-        storage = _storage(node)
-        if storage is None:
-            continue
-        others = {_storage(other) for i, other in enumerate(outputs) if i != index}
-        if storage in inputs or (storage in others and not _only_saved(users, index)):
-            outputs[index] = _copy(body.graph, output, node)
-    output.args = (tuple(outputs),)
+def _give_own_values(call: fx.Node) -> None:
+    """Fake tensors of its own for a call: torch gives those of one call to all, as if they shared
+    memory."""
+    bases: dict[int, torch.Tensor] = {}
 
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with value.fake_mode:
+            size, stride = value.shape, value.stride()
+            base = bases.get(value.untyped_storage()._cdata)
+            if base is not None:
+                return base.as_strided(size, stride, value.storage_offset())
+            fresh = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        bases[value.untyped_storage()._cdata] = fresh
+        return fresh
 
-def _only_saved(items: list[dict[int, list[fx.Node]]], index: int) -> bool:
-    """Whether an output goes to nothing but the backward."""
-    nodes = [item for by_index in items for item in by_index.get(index, ())]
-    return all(is_backward_region(user) for item in nodes for user in item.users)
-
-
-def _copy(graph: fx.Graph, output: fx.Node, node: fx.Node) -> fx.Node:
-    with graph.inserting_before(output):
-        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = {k: v for k, v in node.meta.items() if k not in ("eager_input_vals", "recompute")}
-    value = node.meta["val"]
-    with value.fake_mode:
-        copy.meta["val"] = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-    return copy
-
-
-def _storage(node: object) -> int | None:
-    """A number of the memory behind a node's tensor."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    call.meta["val"] = tuple(map(own, call.meta["val"]))
+    for index, items in _items(call).items():
+        for item in items:
+            item.meta["val"] = call.meta["val"][index]

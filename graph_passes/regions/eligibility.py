@@ -1,37 +1,10 @@
-"""Conditions under which a unit's body becomes a region, and equality of values."""
+"""Conditions under which a unit's body becomes a region."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-
-
-def value_key(value: Any) -> Any:
-    """Hashable key, equal for values that are the same to a compiled graph.
-
-    Tensors are compared by shape, stride, offset, dtype, device and whether they require a
-    gradient; objects that are neither tensors nor plain constants by identity.
-    """
-    if isinstance(value, torch.Tensor):
-        return (
-            type(value),
-            tuple(map(str, value.shape)),
-            tuple(map(str, value.stride())),
-            str(value.storage_offset()),
-            value.dtype,
-            value.device,
-            value.requires_grad,
-        )
-    if isinstance(value, float):
-        return (float, repr(value))  # nan equals itself, 0.0 is not -0.0
-    if value is None or isinstance(
-        value, (bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout)
-    ):
-        return (type(value), value)
-    return (type(value), id(value))
 
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:

@@ -15,17 +15,17 @@ from graph_passes.graph_utils import body_of
 from graph_passes.markers import UNIT, unit_of
 
 
-def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace all calls of regions by copies of their bodies.
+def inline_regions(graph: fx.Graph) -> None:
+    """Regions are put back as nodes of every unit that shares them.
 
     Args:
-        gm: partitioned; changed in place. Nodes of a body get the unit of its call.
+        graph: partitioned; changed in place. Nodes of a body get the unit of its call.
     """
-    for call in list(gm.graph.nodes):
+    for call in list(graph.nodes):
         body = body_of(call)
         if body is not None:
-            _inline(gm, call, body)
-    gm.delete_all_unused_submodules()
+            assert graph.owning_module is not None  # else it has no bodies
+            _inline(graph.owning_module, call, body)
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:

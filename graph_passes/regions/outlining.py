@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from graph_passes.markers import is_body, unit_of
-from graph_passes.regions.eligibility import value_key, why_not
+from graph_passes.node_equality import Numbered, value_key
+from graph_passes.regions.eligibility import why_not
 
 _IDENTIFIER = "fsdp_region_{}"
 
@@ -123,27 +124,10 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _key(run: Run) -> tuple[Any, ...]:
     """Key that is equal for two runs exactly if one graph can stand for both."""
-    number: dict[fx.Node, int] = {}
-    for node in (*run.inputs, *run.nodes):
-        number[node] = len(number)
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return ("node", number[value])
-        if isinstance(value, (list, tuple)):
-            return (type(value), *map(plain, value))
-        if isinstance(value, dict):
-            return (dict, *((key, plain(value[key])) for key in value))
-        if isinstance(value, slice):
-            return (slice, plain(value.start), plain(value.stop), plain(value.step))
-        return value_key(value)
-
+    numbered = Numbered([*run.inputs, *run.nodes])
     inputs = tuple(_input_key(node) for node in run.inputs)
-    nodes = tuple(
-        (node.op, value_key(node.target), plain(node.args), plain(node.kwargs))
-        for node in run.nodes
-    )
-    return inputs, nodes, tuple(number[node] for node in run.outputs)
+    nodes = tuple(numbered.key_of(node) for node in run.nodes)
+    return inputs, nodes, numbered.plain(run.outputs)
 
 
 def _input_key(node: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Stretches as graphs by themselves: equal ones have equal keys, and one graph can stand for all."""
+"""Stretches as graphs by themselves; equal ones have equal keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
 
 
 def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
-    """Graphs that an operator has for a body are equal if their code is; others equal themselves."""
+    """Bodies of operators are equal if their code is; other attributes equal only themselves."""
     value: Any = owner
     for name in str(node.target).split("."):
         value = getattr(value, name)

@@ -14,7 +14,6 @@ from graph_passes.graph_utils import (
     is_backward,
     is_collective,
     is_compute,
-    is_region,
     is_wait,
     op_name,
 )
@@ -153,4 +152,4 @@ def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    return is_region(node) or any(part in op_name(node) for part in _HEAVY)
+    return any(part in op_name(node) for part in _HEAVY)

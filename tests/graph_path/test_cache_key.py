@@ -11,8 +11,8 @@ import pytest
 
 import graph_passes
 from fsdp_dynamo.graph_path import cache_keys
-from fsdp_dynamo.graph_path.inductor import ScheduleAndLower
 from fsdp_dynamo.graph_path.partitioner import Partitioner
+from fsdp_dynamo.graph_path.stretch_compiler import LowerWrites
 from graph_passes import pipeline
 from graph_passes.pipeline import Pipeline
 from graph_passes.planner import Planner
@@ -20,7 +20,7 @@ from graph_passes.source_digest import source_digest
 
 KEYS: dict[str, Callable[[], str]] = {
     "pipeline": lambda: Pipeline().cache_key(),
-    "passes": lambda: ScheduleAndLower(Pipeline(), "").uuid(),
+    "passes": lambda: LowerWrites(Pipeline(), "").uuid(),
     "partition": lambda: Partitioner(Planner(), True).uuid(),
 }
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
-from fsdp_dynamo.graph_path import backends, inductor, operators
+from fsdp_dynamo.graph_path import backends, operators, stretch_compiler
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
 from graph_passes.markers import launch_of, set_launch
@@ -70,7 +70,7 @@ class _Count:
 class _Graphs:
     """Operators of all lowered graphs, counted."""
 
-    PLACES = ((backends, "lower_to_functions"), (inductor, "lower_to_operators"))
+    PLACES = ((backends, "lower_to_functions"), (stretch_compiler, "lower_boundaries"))
 
     def __init__(self) -> None:
         self.seen: list[Counter[str]] = []
