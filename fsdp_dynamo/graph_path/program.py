@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -115,9 +116,11 @@ class Program(OutputCode):
     def prepare_for_serialization(self) -> None:
         """Keep what can be pickled, of a shallow copy."""
         self._run = None
-        self.stretches = {name: copy(code) for name, code in self.stretches.items()}
-        for code in self.stretches.values():
+        stretches = {name: copy(code) for name, code in self.stretches.items()}
+        for code in stretches.values():
             code.prepare_for_serialization()
+        # As bytes: an entry that was cut off gives no half of torch's objects, which complain.
+        self.stretches = {name: pickle.dumps(code) for name, code in stretches.items()}
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Load the code of all stretches, as it comes from the cache."""
@@ -125,8 +128,8 @@ class Program(OutputCode):
 
         if self._run is not None:
             return
-        for name, code in self.stretches.items():
-            assert isinstance(code, CompiledFxGraph)
+        for name, kept in self.stretches.items():
+            code: CompiledFxGraph = pickle.loads(kept)
             of_code = CompiledFxGraphConstants()
             loaded, _ = FxGraphCache.cache_hit_post_compile(code, {}, of_code)
             if loaded is None:

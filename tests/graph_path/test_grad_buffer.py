@@ -12,11 +12,11 @@ from expecttest import assert_expected_inline
 from models import Transformer, batch, loss_of, make_transformer, nothing_cached, wrap
 from pool import RankPool
 from torch import fx, nn
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_dynamo import FSDP, MixedPrecision
+from fsdp_dynamo.dynamo.artifacts import record_artifacts
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.gradients.flat_gradient import (
@@ -534,12 +534,12 @@ def _linears(rank: int, world_size: int, backend: str) -> Any:
     model = torch.compile(wrapped, fullgraph=True, backend=backend)
     Pipeline.run = watch  # type: ignore[method-assign]
     try:
-        with nothing_cached():
-            loss = model(x).square().mean()
-            _, code = run_and_get_code(loss.backward)
+        with nothing_cached(), record_artifacts() as written:
+            model(x).square().mean().backward()
     finally:
         Pipeline.run = run_pipeline  # type: ignore[method-assign]
     grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (eager, wrapped)]
+    code = [artifact.text for artifact in written if artifact.name.endswith("backward.inductor")]
     return code, copied, grads
 
 
@@ -551,13 +551,15 @@ def test_no_bytes_are_copied_where_linears_dominate(ranks: RankPool, backend: st
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
         if backend == "fsdp_dynamo":
             (backward,) = code
-            calls = backward[backward.index("def call(") :]
-            names = re.findall(r"torch\.ops\.fsdp_dynamo_grad\.(\w+)\.default\(", calls)
-            assert sorted(names) == ["mm_into_"] * 4 + ["new_flat"] * 2
-            assert "cat" not in "".join(re.findall(r"cpp_fused_\w*", calls))
-            assert "clone" not in calls
-            for flat, where in re.findall(r"reduce_scatter\.default\((\w+), (\d)", calls):
-                issued = calls.index(f"reduce_scatter.default({flat}, {where}")
-                writes = [m.start() for m in re.finditer(rf"\.mm_into_\.default\({flat},", calls)]
-                assert len(writes) == 2
-                assert max(writes) < issued
+            program, _, stretches = backward.partition("# stretch_0")
+            names = re.findall(r"torch\.ops\.fsdp_dynamo_grad\.(\w+)\.default\(", stretches)
+            assert set(names) == {"mm_into_"}
+            assert "cat" not in "".join(re.findall(r"cpp_fused_\w*", stretches))
+            assert "clone" not in stretches
+            flats = re.findall(r"(\w+) = graph_ops\.new_flat_on\(", program)
+            assert len(flats) == 2
+            for flat in flats:
+                issued = program.index(f"graph_ops.reduce_scatter({flat},")
+                written = [m.start() for m in re.finditer(rf"given = \[.*\b{flat}\b", program)]
+                assert written
+                assert max(written) < issued

@@ -101,8 +101,16 @@ class _Watching(GraphPass):
 def test_passes_are_left_out_by_name() -> None:
     names = [pass_.name for pass_ in OPTIONAL_PASSES]
     given: dict[str, Any] = {"passes": [_Watching(), count_products]}
-    every = ["absent_gradients", *names[:-1], "_Watching", "count_products", names[-1], "planner"]
-    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[1:-1]):
+    every = [
+        "inline_regions",
+        "absent_gradients",
+        *names[:-1],
+        "_Watching",
+        "count_products",
+        names[-1],
+        "planner",
+    ]
+    for left_out in ([], ["cut_views"], ["grad_buffer", "group_writes", "_Watching"], every[2:-1]):
         options = GraphOptions.parse({**given, "disabled_passes": left_out})
         passes = default_passes(Planner(), True, options.passes, options.left_out)
         assert [pass_.name for pass_ in passes] == [name for name in every if name not in left_out]
@@ -411,7 +419,7 @@ def test_inductors_settings_beside_ours(ranks: RankPool) -> None:
     ("name", "value", "backend", "reason"),
     [
         ("triton.cudagraphs", True, "fsdp_dynamo", "CUDA graphs do not go with collectives"),
-        ("reorder_for_peak_memory", True, "fsdp_dynamo", "which the plan decides"),
+        ("post_grad_custom_post_pass", None, "fsdp_dynamo", "has one of its own there"),
         ("epilogue_fusion", False, "fsdp_dynamo_aot_eager", "nothing is compiled by Inductor"),
     ],
 )

@@ -16,7 +16,7 @@ from fsdp_dynamo import FSDP, ShardingStrategy, events
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import is_backward, is_region, op_name
-from graph_passes.markers import BODY, UNIT
+from graph_passes.markers import BODY, UNIT, unit_of
 from graph_passes.pipeline import Pipeline
 from graph_passes.regions.outlining import RegionReport, outline_regions
 
@@ -24,10 +24,13 @@ BACKENDS = ["fsdp_dynamo_aot_eager", "fsdp_dynamo"]
 NUM_BLOCKS = 2
 
 
-def _summary(graph: fx.Graph) -> tuple[bool, list[str], int, int]:
-    """Backward or not, bodies called, matrix products, numel of the largest input."""
+_PRODUCTS = ("aten::mm", "aten::addmm", "fsdp_dynamo_grad::mm_into")
+
+
+def _summary(graph: fx.Graph) -> tuple[bool, list[str], set[str | None], int]:
+    """Backward or not, bodies called, units with matrix products, numel of the largest input."""
     bodies = [str(node.args[0].target) for node in graph.nodes if is_region(node)]
-    products = sum(op_name(node) in ("aten::mm", "aten::addmm") for node in graph.nodes)
+    products = {unit_of(node) for node in graph.nodes if op_name(node) in _PRODUCTS}
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     return is_backward(graph), bodies, products, max(value.numel() for value in inputs)
 
@@ -45,8 +48,9 @@ def _run(
     run = Pipeline.run
 
     def watch(self: Pipeline, graph: fx.Graph) -> None:
-        seen.append(_summary(graph))
+        before = _summary(graph)
         run(self, graph)
+        seen.append((before, _summary(graph)))
 
     plain = make_transformer(num_blocks=NUM_BLOCKS, dim=32)
     for block in plain.blocks:
@@ -109,15 +113,15 @@ def test_a_memory_budget_keeps_units_unsharded(ranks: RankPool) -> None:
 
 def test_bodies_are_one_graph_and_reshard(ranks: RankPool) -> None:
     *_, seen, numel = ranks.run(_run, 2, BACKENDS[0], {"regions": True}, 0.0, {})[0]
-    outer = [graph for graph in seen if graph[1]]
-    inner = [graph for graph in seen if not graph[1]]
-    assert len(inner) == 2  # a forward and a backward, whatever the number of blocks
-    assert [backward for backward, *_ in outer] == [False, True]
-    for _, bodies, products, largest in outer:
+    assert [before[0] for before, _ in seen] == [False, True]
+    units = {"", *(f"blocks.{number}" for number in range(NUM_BLOCKS))}
+    for (_, bodies, products, _), (_, inlined, *_, largest) in seen:
         assert len(bodies) == NUM_BLOCKS
         assert len(set(bodies)) == 1
-        assert products < 3  # the root's head alone
+        assert products <= {""}  # the root's head alone
+        assert not inlined
         assert largest < numel  # no unsharded flat parameter of a block is saved
+    assert [after[2] for _, after in seen] == [units, units]
 
 
 @pytest.mark.slow
@@ -125,7 +129,7 @@ def test_inductor(ranks: RankPool) -> None:
     plain, regions = _both(ranks, BACKENDS[1])
     assert regions[0] == pytest.approx(plain[0], rel=1e-6)
     assert regions[1:3] == plain[1:3]
-    largest = max(graph[3] for graph in regions[3] if graph[1])
+    largest = max(after[3] for _, after in regions[3])
     assert largest < regions[4]
 
 
