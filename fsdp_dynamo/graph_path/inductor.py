@@ -67,7 +67,7 @@ def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any
 
 def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
     """Inductor's settings: our partition, and our pass on what it compiles."""
-    config = {
+    config: dict[str, Any] = {
         "custom_partitioner_fn": partitioner,
         "post_grad_custom_post_pass": LowerWrites(pipeline, marks),
     }

@@ -11,17 +11,19 @@ Two things cost more than the graph shows (fusion, which costs less, is not mode
 
 - The flat gradient is allocated with the first piece that a fused kernel writes into it. Pieces
   made by matrix products are buffers of their own, copied in at the end.
-- A buffer that dies is kept until the next buffer of the same size takes its place.
+- A buffer that dies is kept until the next buffer of the same size takes its place, in the same
+  stretch of compute between two collectives: code is generated for each by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from torch import fx
 
-from graph_passes.graph_utils import is_collective, op_name
+from graph_passes.graph_utils import is_collective, is_wait, op_name
 from graph_passes.memory.liveness import Lifetime
 
 
@@ -32,7 +34,9 @@ def as_generated(lifetimes: Sequence[Lifetime], graph: fx.Graph) -> list[Lifetim
         lifetimes: ``storages`` of the graph, in their order.
         graph: the same graph, unchanged since.
     """
-    return _with_reuse([_early(one, lifetimes) for one in lifetimes])
+    is_boundary = (is_collective(node) or is_wait(node) for node in graph.nodes)
+    stretch_at = list(accumulate(is_boundary))
+    return _with_reuse([_early(one, lifetimes) for one in lifetimes], stretch_at)
 
 
 def _early(flat: Lifetime, lifetimes: Sequence[Lifetime]) -> Lifetime:
@@ -49,15 +53,15 @@ def _early(flat: Lifetime, lifetimes: Sequence[Lifetime]) -> Lifetime:
     return replace(flat, begin=min([flat.begin, *begins]))
 
 
-def _with_reuse(lifetimes: list[Lifetime]) -> list[Lifetime]:
+def _with_reuse(lifetimes: list[Lifetime], stretch_at: Sequence[int]) -> list[Lifetime]:
     """Every dead buffer is kept until a later one of its size begins, the latest dead first."""
     result = list(lifetimes)
-    dead: dict[int, list[int]] = {}
+    dead: dict[tuple[int, int], list[int]] = {}
     for which in sorted(range(len(result)), key=lambda i: result[i].begin):
         one = result[which]
         if one.nodes[0].op != "call_function" or is_collective(one.nodes[0]):
             continue
-        same_size = dead.setdefault(one.num_bytes, [])
+        same_size = dead.setdefault((stretch_at[one.begin], one.num_bytes), [])
         free = [other for other in same_size if result[other].end < one.begin]
         if free:
             taken = max(free, key=lambda i: result[i].end)

@@ -89,7 +89,7 @@ def _give_own_values(call: fx.Node) -> None:
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        with value.fake_mode:
+        with value.fake_mode:  # type: ignore[attr-defined]
             size, stride = value.shape, value.stride()
             base = bases.get(value.untyped_storage()._cdata)
             if base is not None:

@@ -186,20 +186,26 @@ def test_what_inductor_generates_lives_longer() -> None:
     flat = b.call(aten.cat.default, pieces)  # 128
     issued = b.issue("reduce_scatter", flat)  # 64
     reduced = b.wait(issued)
-    last = b.call(aten.mm.default, x, x)  # 64
-    graph = b.output(reduced, last)
+    last = b.call(aten.mm.default, x, x)  # 64, not in the stretch of the first
+    sums = [b.call(aten.sum.dim_IntList, last, [0, 1])]  # 4
+    sums += [b.call(aten.neg.default, sums[0])]  # 4
+    again = b.call(aten.mm.default, x, x)  # 64, where the last one was
+    graph = b.output(reduced, *sums, again)
     lifetimes = storages(graph)
     spans = {one.nodes[0].name: (one.begin, one.end) for one in lifetimes}
     assert spans == {
         "mm": (1, 5),
         "sum_1": (2, 5),
         "cat": (5, 7),
-        "reduce_scatter_tensor": (6, 9),
+        "reduce_scatter_tensor": (6, 12),
         "mm_1": (8, 9),
+        "sum_2": (9, 12),
+        "neg": (10, 12),
+        "mm_2": (11, 12),
     }
     generated = as_generated(lifetimes, graph)
     changed = {one.nodes[0].name: (one.begin, one.end) for one in generated}
-    assert changed == spans | {"cat": (2, 7), "mm": (1, 7)}
+    assert changed == spans | {"cat": (2, 7), "mm_1": (8, 10)}
 
 
 def test_the_step() -> None:
