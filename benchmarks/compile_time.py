@@ -1,11 +1,11 @@
 """Seconds of the first step by depth, ours and peers'.
 
 Each measurement is a process of its own with an empty Inductor cache, rank 0 of a fake process
-group of 8 (collectives return at once), one thread, the small decoder with 4, 8, 16, 32 blocks. The
+group of 8 (collectives return at once), one thread, a decoder with 4, 8, 16, 32, 64 blocks. The
 first step compiles forward and backward; the second shows the time without compilation. A second
 process then starts with the cache that the first has filled (``warm_...``).
 
-    python benchmarks/compile_time.py [--depths 4,8,16,32] [--peers KEYS] [--json FILE]
+    python benchmarks/compile_time.py [--depths 4,8] [--size small] [--peers KEYS] [--json FILE]
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ from benchmarks.peers import Setting, named
 from benchmarks.workloads import catalogue
 
 WORLD = 8
-KEYS = (
-    "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor,"
-    "ours_graph_inductor_regions"
-)
+KEYS = "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor"
 TIMEOUT_S = 900
 MARK = "compile_time: "
 
 
-def measure_here(key: str, depth: int) -> dict[str, Any]:
+def measure_here(key: str, depth: int, size: str = "small") -> dict[str, Any]:
     """First and second step of one peer in this process."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD)
-    task = catalogue.decoder(os.environ.get("SIZE", "small"), num_blocks=depth)
+    task = catalogue.decoder(size, num_blocks=depth)
     device = torch.device("cpu")
     (peer,) = named([key])
     trainee = peer.train(Setting(task, device))
@@ -77,19 +74,19 @@ def _cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, who))
 
 
-def measure(key: str, depth: int) -> dict[str, Any]:
+def measure(key: str, depth: int, size: str) -> dict[str, Any]:
     """In a process with an empty cache, then in one that finds it filled."""
     with tempfile.TemporaryDirectory() as cache:
-        result = _measure_with(cache, key, depth)
-        warm = {} if "reason" in result else _measure_with(cache, key, depth)
+        result = _measure_with(cache, key, depth, size)
+        warm = {} if "reason" in result else _measure_with(cache, key, depth, size)
     names = ("first_step_s", "first_step_cpu_s")
     return result | {f"warm_{name}": warm[name] for name in names if name in warm}
 
 
-def _measure_with(cache: str, key: str, depth: int) -> dict[str, Any]:
+def _measure_with(cache: str, key: str, depth: int, size: str) -> dict[str, Any]:
     """The same in a separate process with this cache; a failure gives its last line."""
     environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache)
-    command = [sys.executable, __file__, "--one", key, "--depths", str(depth)]
+    command = [sys.executable, __file__, "--one", key, "--depths", str(depth), "--size", size]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -103,12 +100,12 @@ def _measure_with(cache: str, key: str, depth: int) -> dict[str, Any]:
     return {"reason": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
-def compile_times(keys: list[str], depths: list[int]) -> dict[str, dict[str, Any]]:
+def compile_times(keys: list[str], depths: list[int], size: str) -> dict[str, dict[str, Any]]:
     """Results by peer and depth, the peers interleaved."""
     results: dict[str, dict[str, Any]] = {key: {} for key in keys}
     for depth in depths:
         for key in keys:
-            results[key][str(depth)] = measure(key, depth)
+            results[key][str(depth)] = measure(key, depth, size)
             print(f"{key}, {depth} blocks: {results[key][str(depth)]}", flush=True)
     return results
 
@@ -116,7 +113,8 @@ def compile_times(keys: list[str], depths: list[int]) -> dict[str, dict[str, Any
 def main() -> None:
     """Print the table; write it as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--depths", type=numbers, default=[4, 8, 16, 32])
+    parser.add_argument("--depths", type=numbers, default=[4, 8, 16, 32, 64])
+    parser.add_argument("--size", default="small", choices=list(catalogue.DECODER_SIZES))
     parser.add_argument("--peers", default=KEYS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -124,10 +122,10 @@ def main() -> None:
     with one_line_on_bad_input():
         depths = options.depths
         if options.one is not None:
-            print(MARK + json.dumps(measure_here(options.one, depths[0])))
+            print(MARK + json.dumps(measure_here(options.one, depths[0], options.size)))
             return
         peers = named(options.peers.split(","))
-    results = compile_times([peer.key for peer in peers], depths)
+    results = compile_times([peer.key for peer in peers], depths, options.size)
     titles = {peer.key: peer.title for peer in peers}
     cells = [
         (titles[key], *(_cell(by_depth[str(depth)]) for depth in depths))
@@ -135,7 +133,10 @@ def main() -> None:
     ]
     print(table(("first step s (warm), by blocks", *map(str, depths)), cells))
     if options.json is not None:
-        write(options.json, record("compile_time", depths=depths, rows=results, titles=titles))
+        write(
+            options.json,
+            record("compile_time", depths=depths, size=options.size, rows=results, titles=titles),
+        )
 
 
 def _cell(result: dict[str, Any]) -> str:
