@@ -37,7 +37,7 @@ from torch.fx.node import _get_qualified_name  # no public name of a call's targ
 
 from fsdp_dynamo.graph_path import offloading, operators
 from graph_passes.gradients.flat_gradient import write_name
-from graph_passes.gradients.operators import new_flat_on
+from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
 from graph_passes.stretches.cutting import Cutting, Stretch, root_of
 
 _BOUNDARIES: dict[str, Callable[..., Any]] = {
@@ -71,7 +71,7 @@ def is_boundary(node: fx.Node) -> bool:
 
 
 _GLOBALS: dict[str, Any] = {
-    "graph_ops": SimpleNamespace(**_BOUNDARIES),
+    "graph_ops": SimpleNamespace(**FUNCTIONS, **_BOUNDARIES),
     "torch": torch,
     "_operator": operator,
     "math": math,
@@ -185,10 +185,12 @@ class _Writer:
         placeholders = list(graph.find_nodes(op="placeholder"))
         self._known.update(placeholders)
         for part in self._cutting.parts:
-            if isinstance(part, Stretch):
+            if isinstance(part, fx.Node):
+                self._call(part)
+            elif part in self._name_of:
                 self._call_stretch(part)
             else:
-                self._call(part)
+                self._call_nodes(part)
         (output,) = graph.find_nodes(op="output")
         for node in output.all_input_nodes:
             self._require(root_of(node))
@@ -222,8 +224,17 @@ class _Writer:
         function = _get_qualified_name(target)
         if target in _BOUNDARIES.values():
             function = f"graph_ops.{target.__name__}"
+        gives = [node]
+        if write_name(node):
+            function, gives = f"graph_ops.{write_name(node)}", []
         sources = map(root_of, node.all_input_nodes)
-        self._add(_Line(f"{function}({', '.join(arguments)})", list(sources), [node]))
+        self._add(_Line(f"{function}({', '.join(arguments)})", list(sources), gives))
+
+    def _call_nodes(self, stretch: Stretch) -> None:
+        """A stretch that is not compiled."""
+        for node in stretch.nodes:
+            if self._cutting.home.get(node) is stretch:
+                self._call(node)
 
     def _call_stretch(self, stretch: Stretch) -> None:
         for node in stretch.inputs:
@@ -277,7 +288,8 @@ class _Writer:
                 text.append(f"    {given}= {line.text}" if given else f"    {line.text}")
                 text += _free([name for name in over if name in gives])
             else:
-                text += [f"    {given.removesuffix(', ')} = {line.text}", *_free(over)]
+                result = f"{given.removesuffix(', ')} = " if given else ""
+                text += [f"    {result}{line.text}", *_free(over)]
         return [*text, f"    return {self._argument(output.args[0])}"]
 
 
@@ -300,7 +312,7 @@ def source_of(
     Args:
         graph: lowered to functions.
         cutting: of it.
-        name_of: names of the compiled stretches.
+        name_of: names of the compiled stretches; the nodes of others are called one by one.
     """
     writer = _Writer(cutting, name_of)
     return writer.write(graph), writer.constants

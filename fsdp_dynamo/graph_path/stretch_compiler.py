@@ -15,7 +15,7 @@ from fsdp_dynamo.graph_path.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_path.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
-from graph_passes.stretches.bodies import example_inputs, graph_of, key_of
+from graph_passes.stretches.bodies import example_inputs, graph_of, is_one_operator, key_of
 from graph_passes.stretches.cutting import Stretch, cut
 
 
@@ -60,6 +60,8 @@ class StretchCompiler:
         compiled: dict[str, Any] = {}
         kwargs |= {"static_input_idxs": ()}
         for stretch in cutting.stretches():
+            if is_one_operator(stretch):
+                continue  # the program calls it
             key = key_of(stretch, gm)
             if key not in names:
                 names[key] = f"stretch_{len(names)}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch import fx
 
+from graph_passes.gradients.flat_gradient import write_name
+from graph_passes.graph_utils import op_name
 from graph_passes.node_equality import Numbered, value_key
-from graph_passes.stretches.cutting import Stretch, root_of
+from graph_passes.stretches.cutting import Stretch, is_copied, root_of
 
 
 def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
@@ -34,6 +38,25 @@ def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
     if isinstance(value, fx.GraphModule) and not list(value.buffers()):
         return ("graph", value.code)
     return ("attribute", id(value))
+
+
+_TUNED = ("mm", "conv", "attention")
+"""Parts of the names of operators for which a compiler has a choice of kernels."""
+
+
+def is_one_operator(stretch: Stretch) -> bool:
+    """Whether there is nothing to compile: one plain operator, and views of what it reads."""
+    computed = [
+        node
+        for node in stretch.nodes
+        if not is_copied(node) and node.target is not operator.getitem
+    ]
+    if len(computed) != 1 or not isinstance(computed[0].target, torch._ops.OpOverload):
+        return False
+    if write_name(computed[0]):
+        return True
+    name = op_name(computed[0])
+    return name.startswith("aten::") and not any(part in name for part in _TUNED)
 
 
 def graph_of(stretch: Stretch, owner: fx.GraphModule) -> fx.GraphModule:
@@ -67,4 +90,4 @@ def example_inputs(stretch: Stretch) -> list[Any]:
     return [node.meta["val"] for node in stretch.inputs]
 
 
-__all__ = ["example_inputs", "graph_of", "key_of"]
+__all__ = ["example_inputs", "graph_of", "is_one_operator", "key_of"]
