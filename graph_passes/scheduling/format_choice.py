@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from graph_passes.scheduling.limits import BudgetError
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.schedule import Options, decide
 from graph_passes.scheduling.simulation import Schedule, simulate, total_ms
@@ -67,10 +66,7 @@ def choose_formats(problem: Problem, formatted: Problem, options: Options) -> Fo
         chosen = _improved(problem, formatted, best)
         if chosen == best.chosen:
             break
-        try:
-            tried = _decided(with_formats(problem, formatted, chosen), chosen, options)
-        except BudgetError:  # messages take memory
-            break
+        tried = _decided(with_formats(problem, formatted, chosen), chosen, options)
         if tried.ms >= best.ms:
             break
         best = tried

@@ -94,6 +94,14 @@ def test_messages_need_memory(held_bytes: int, chosen: set[int]) -> None:
     assert choose_formats(problem, formatted, OPTIONS).chosen == chosen
 
 
+@pytest.mark.parametrize(("coding_ms", "chosen"), [(1.6, {0}), (1.8, set())])
+def test_a_gain_too_small_for_the_collective(coding_ms: float, chosen: set[int]) -> None:
+    """Of a step of 16 ms, 0.4 would be enough; of a gather of 6 ms they are not."""
+    problem = replace(_two_units(), compute_ms=(5.0, 5.0))
+    problem = replace(problem, transfers=problem.transfers[:1])
+    assert choose_formats(problem, _formatted(problem, coding_ms), OPTIONS).chosen == chosen
+
+
 def test_a_gain_too_small_for_the_graph() -> None:
     """Of 1000 ms, 3 are less than what a model is wrong by."""
     problem = replace(_two_units(), compute_ms=(500.0, 500.0))
