@@ -45,6 +45,7 @@ from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
+    note_traced_alone,
     planner_for,
 )
 from fsdp_dynamo.graph_path.progress import told
@@ -90,6 +91,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
         report = outline_regions(gm)
         gm.meta["fsdp_regions"] = report
         _log.info("%s", report.text())
+        note_traced_alone(report.left)
     return parsed
 
 

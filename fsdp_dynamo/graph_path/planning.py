@@ -8,7 +8,7 @@ nothing is decided at all; that all ranks run the same graph is checked before i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,11 +48,13 @@ class PlanLog(list[Planned]):
 
     Attributes:
         kept: units that stay unsharded between forward and backward.
+        traced_alone: why units are traced by themselves and not as one of several equal ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[str] = []
+        self.traced_alone: dict[str, str] = {}
 
     def plan(self) -> Plan:
         """All decisions as one plan, to be saved and given back in ``options``."""
@@ -87,6 +89,12 @@ def note_kept(units: Sequence[str]) -> None:
     """Units were decided to stay unsharded."""
     if _log is not None:
         _log.kept.extend(unit for unit in units if unit not in _log.kept)
+
+
+def note_traced_alone(reasons: Iterable[tuple[str, str]]) -> None:
+    """Units were not made regions, for these reasons."""
+    if _log is not None:
+        _log.traced_alone.update(reasons)
 
 
 def _observe(planned: Planned) -> None:

@@ -123,6 +123,7 @@ def explain(
         measured=measured_events(log),
         graph_break_sites=graph_breaks_in(artifacts),
         recompiles=recompiles_in(artifacts),
+        traced_alone=plans.traced_alone,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 5
+VERSION = 6
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -87,6 +87,7 @@ class StepReport:
         measured: events of one step, in order of issue.
         graph_break_sites: places where graphs ended, with the user's line.
         recompiles: graphs that were compiled again, with the guard that failed.
+        traced_alone: by FQN of a unit, why it was not traced as one of several equal ones.
     """
 
     mode: Literal["graph", "hooks"]
@@ -100,6 +101,7 @@ class StepReport:
     measured: tuple[MeasuredEvent, ...]
     graph_break_sites: tuple[GraphBreak, ...] = ()
     recompiles: tuple[Recompile, ...] = ()
+    traced_alone: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as data that JSON can hold."""

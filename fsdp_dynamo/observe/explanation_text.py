@@ -23,7 +23,7 @@ def format_report(report: StepReport, details: bool = False) -> str:
     parts = [_header(report)]
     if report.graphs:
         parts += [_totals(report), _collectives(report, details)]
-        parts += [_units_of_plan(report)] if details else []
+        parts += [_units_of_plan(report), _traced_alone(report)] if details else []
         parts += [_advice(report)]
     else:
         parts += [_why_no_plan(report), _units_measured(report)]
@@ -274,6 +274,16 @@ def _units_measured(report: StepReport) -> str:
     note = "compute of a unit includes the units inside it"
     total = f"measured {report.measured_ms:.3f} ms, exposed {report.measured_exposed_ms:.3f} ms"
     return f"{total}; {note}\n{format_table(rows, left=(0, 1))}"
+
+
+def _traced_alone(report: StepReport) -> str:
+    """Units by the reason why they take time of their own in the first step."""
+    by_reason: dict[str, list[str]] = {}
+    for unit, reason in report.traced_alone.items():
+        by_reason.setdefault(reason, []).append(display_name(unit))
+    lines = ["traced by themselves, not as one of several equal units:"]
+    lines += [f"  {', '.join(units)}: {reason}" for reason, units in by_reason.items()]
+    return "\n".join(lines) if by_reason else ""
 
 
 def _graph_breaks(report: StepReport) -> str:

@@ -162,7 +162,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert back == explanation
     assert str(back) == str(explanation)
     for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 5"):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 6"):
             Explanation.from_json(text)
 
 
@@ -287,6 +287,10 @@ def test_graph_path(ranks: RankPool, mode: str) -> None:
         _check_trace(found)
         assert Explanation.from_json(found.to_json()) == found
         assert "most exposed" in str(found)
+        batch_norm = "it writes to an input"
+        assert [found.traced_alone[f"blocks.{i}"] for i in range(2)] == [batch_norm] * 2
+        alone = replace(found, traced_alone={"blocks.1": "a shape is dynamic", "": "of none"})
+        assert "  blocks.1: a shape is dynamic\n  (root): of none" in alone.text(details=True)
     plans = [[(t.unit, t.moved_steps, t.reason) for _, t, _ in r[0].pairs()] for r in results]
     assert plans[0] == plans[1]
 
