@@ -110,6 +110,17 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y
 
 
+def product_alone(x: torch.Tensor, y: torch.Tensor) -> fx.GraphModule:
+    """The product of two fake tensors as a graph by itself."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x"), graph.placeholder("y")]
+    nodes.append(graph.call_function(torch.ops.aten.mm.default, tuple(nodes)))
+    for node, value in zip(nodes, (x, y, torch.mm(x, y)), strict=True):
+        node.meta["val"] = value
+    graph.output((nodes[-1],))
+    return fx.GraphModule({}, graph)
+
+
 def compile_product(settings: dict[str, Any], inner: Callable[..., Any] | None = None) -> None:
     """Compile ``product`` and its backward as if for the first time."""
     torch.compiler.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -191,8 +192,9 @@ def test_a_regions_schema_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.private(
     "torch.ops.higher_order.invoke_subgraph",
-    need="a region's call in a graph: its body is the first argument, its identifier the second",
-    instead="read the body and the identifier where the operator has them then",
+    need="a region's call in a graph: its body is the first argument, an identifier the second, "
+    "then come the body's inputs; the body is put back in the place of its call",
+    instead="read the body and its inputs where the operator has them then",
 )
 def test_a_regions_call_names_its_body() -> None:
     @torch.compiler.nested_compile_region
@@ -200,7 +202,6 @@ def test_a_regions_call_names_its_body() -> None:
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
-    is_backward = []
     for graph in graphs_of(lambda x: region(region(x)), x):
         called = torch.ops.higher_order.invoke_subgraph
         calls = [node for node in graph.nodes if node.target is called]
@@ -208,10 +209,14 @@ def test_a_regions_call_names_its_body() -> None:
         assert owner is not None
         assert len(calls) == 2
         for call in calls:
-            assert isinstance(owner.get_submodule(call.args[0].target), fx.GraphModule)
-        names = [str(call.args[1]).removeprefix("partitioned_") for call in calls]
-        is_backward.append([name.startswith("bw_") for name in names])
-    assert is_backward == [[False, False], [True, True]]
+            body, _, *inputs = call.args
+            called_graph = owner.get_submodule(body.target)
+            assert isinstance(called_graph, fx.GraphModule)
+            taken = called_graph.graph.find_nodes(op="placeholder")
+            assert [one.meta["val"].shape for one in inputs] == [x.shape for _ in taken]
+            given: Any = called_graph.graph.output_node().args[0]
+            assert {item.target for item in call.users} == {operator.getitem}
+            assert {item.args[1] for item in call.users} <= {*range(len(given))}
 
 
 @pytest.mark.private(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import re
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,63 +42,32 @@ def graph_pass(*args: Any) -> Any:
     return type("Pass", (Counted, CustomGraphPass), {})(*args)
 
 
-def scheduler_pass(*args: Any) -> Any:
-    """A pass on nodes of Inductor's scheduler."""
-    from torch._inductor import custom_graph_pass
-
-    older = custom_graph_pass.CustomGraphPass
-    base = getattr(custom_graph_pass, "CustomSchedulerPass", older)
-    return type("Pass", (Counted, base), {})(*args)
-
-
 @pytest.mark.private(
     "torch._inductor.compile_fx.compile_fx",
-    need="a backend of ours hands its graph to Inductor, with settings made for that graph",
-    instead="torch._inductor.standalone_compile for each graph, below an aot_autograd of our own",
+    need="a backend of ours hands its graph to Inductor, with settings made for that graph and "
+    "with an inner compiler of its own, which plans forward and backward and cuts them",
+    instead="compile_fx_inner for each stretch, below an aot_autograd of our own",
 )
 def test_settings_hold_in_forward_and_backward() -> None:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    assert torch._inductor.config.reorder_for_peak_memory
+    assert torch._inductor.config.fx_graph_cache
     seen: list[tuple[bool, bool]] = []
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        holds = not torch._inductor.config.reorder_for_peak_memory
+        holds = not torch._inductor.config.fx_graph_cache
         seen.append((holds, bool(kwargs.get("is_backward"))))
         return compile_fx_inner(*args, **kwargs)
 
-    compile_product({"reorder_for_peak_memory": False}, inner)
+    compile_product({"fx_graph_cache": False}, inner)
     assert seen == [(True, False), (True, True)]
 
 
 @pytest.mark.private(
-    "torch._inductor.compile_fx.compile_fx_inner",
-    need="the code of each graph, to check the order of its collectives before it runs",
-    instead="listen to torch's trace log while a graph is compiled: it has the code too",
-)
-def test_code_of_a_graph_is_known_also_from_the_cache() -> None:
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    codes: list[str] = []
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(*args, **kwargs)
-        codes.append(compiled.source_code)
-        return compiled
-
-    last = graph_pass("a")
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        for _ in range(2):
-            compile_product({"post_grad_custom_post_pass": last}, inner)
-    assert last.calls == 2
-    assert codes[:2] == codes[2:]
-    assert all("extern_kernels.mm(" in code for code in codes)
-
-
-@pytest.mark.private(
     "torch._inductor.custom_graph_pass.CustomGraphPass",
-    need="our passes as Inductor's last one, and as a part of the key of its caches",
-    instead="a plain function in their place, with which Inductor caches nothing",
+    need="Inductor's last pass on a stretch is ours, and so a part of the keys of Inductor's and "
+    "AOTAutograd's caches; its part has our code, the plan's options and the graph's marks",
+    instead="a plain function in its place, with which Inductor caches nothing",
 )
 def test_a_pass_is_a_part_of_the_cache_key() -> None:
     passes = [graph_pass(key) for key in "aab"]
@@ -112,38 +78,27 @@ def test_a_pass_is_a_part_of_the_cache_key() -> None:
 
 @pytest.mark.private(
     "torch._inductor.config.post_grad_custom_post_pass",
-    need="after it nothing removes or moves an operator that writes to another one's output",
-    instead="our passes in the inner compiler, with operators that Inductor's passes leave alone",
+    need="writes into a flat gradient become mutations of what a stretch is given, after the last "
+    "of Inductor's own passes, none of which would know them",
+    instead="the lowering in our inner compiler, with operators that Inductor's passes leave alone",
 )
 def test_a_write_that_the_last_pass_adds_stays_where_it_is() -> None:
-    def add(graph: fx.Graph) -> None:
-        (issue,) = graph.find_nodes(op="call_function", target=OURS.issue.default)
-        with graph.inserting_after(issue):
-            arguments = (issue, issue.args[0], "label")
-            graph.call_function(OURS.add_one_.default, arguments).meta["val"] = None
+    def mutate(graph: fx.Graph) -> None:
+        (write,) = graph.find_nodes(op="call_function", target=OURS.issue.default)
+        flat, label = write.args
+        with graph.inserting_before(write):
+            mutation = graph.call_function(OURS.add_one_.default, (flat, flat, label))
+        mutation.meta["val"] = None
+        write.replace_all_uses_with(flat)
+        graph.erase_node(write)
 
-    settings = {"post_grad_custom_post_pass": graph_pass("a", add)}
+    settings = {"post_grad_custom_post_pass": graph_pass("a", mutate)}
     compiled = torch.compile(
         lambda x, y: OURS.issue(x, "label") @ y, backend=with_settings(settings)
     )
-    result = compiled(torch.ones(2, 2), torch.eye(2))
-    assert torch.equal(result, torch.full((2, 2), 2.0))
-
-
-@pytest.mark.private(
-    "extern_kernels",
-    need="calls of operators and of matrix products are found in the generated code by their names",
-    instead="write the prefixes in fsdp_dynamo/graph_path/generated_code.py as they are then",
-)
-def test_calls_stand_in_the_code_by_name() -> None:
-    function = torch.compile(lambda x, y: OURS.issue(x, "label") @ y)
-    with listening() as listener:
-        function(torch.ones(2, 2), torch.eye(2))
-    calls = [node for node in ast.walk(ast.parse(listener.code())) if isinstance(node, ast.Call)]
-    by_name = {ast.unparse(call.func): call for call in calls}
-    issue = by_name["torch.ops.private_api.issue.default"]
-    assert "label" in [one.value for one in issue.args if isinstance(one, ast.Constant)]
-    assert by_name["extern_kernels.mm"].lineno > issue.lineno
+    flat = torch.ones(2, 2)
+    assert torch.equal(compiled(flat, torch.eye(2)), torch.full((2, 2), 2.0))
+    assert torch.equal(flat, torch.full((2, 2), 2.0))
 
 
 @pytest.mark.private(
@@ -166,71 +121,6 @@ def test_a_partition_is_a_part_of_the_cache_key() -> None:
 
 
 @pytest.mark.private(
-    "torch._inductor.custom_graph_pass",
-    need="CustomSchedulerPass (CustomGraphPass before torch 2.13): the pinned order is cached",
-    instead="a plain function in its place, with which Inductor caches nothing",
-)
-def test_a_scheduler_pass_is_a_part_of_the_cache_key() -> None:
-    passes = [scheduler_pass(key, lambda nodes: nodes) for key in "aab"]
-    for one in passes:
-        compile_product({"_pre_fusion_custom_pass": one})
-    assert [one.calls for one in passes] == [2, 0, 2]
-
-
-@pytest.mark.private(
-    "torch._inductor.dependencies.WeakDep",
-    "torch._inductor.scheduler.ExternKernelSchedulerNode",
-    "torch._inductor.config._pre_fusion_custom_pass",
-    need="order between nodes between which no data flows; without it a fusion moves a wait",
-    instead="an argument of each collective and wait that is the output of the one before it",
-)
-def test_a_fusion_does_not_change_a_pinned_order() -> None:
-    from torch._inductor.dependencies import WeakDep
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
-
-    def pin(nodes: list[Any]) -> list[Any]:
-        foreign = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
-        for before, node in pairwise(foreign):
-            buffer = before.get_outputs()[0].get_name()
-            node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
-        nodes[0].scheduler.compute_ancestors()
-        return nodes
-
-    def fusible(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
-        early = x.sin()  # fused with the last line, it pulls the second product up
-        first = y @ y
-        second = z @ z
-        return early, first, early * second
-
-    def order_with(pass_: Any) -> list[str]:
-        order: list[str] = []
-
-        def look_and_stop(nodes: list[Any]) -> None:
-            for node in nodes:
-                is_foreign = isinstance(node, ExternKernelSchedulerNode)
-                order.append(node.get_name() if is_foreign else "fused")
-            raise InterruptedError  # before a C++ compiler is asked for
-
-        settings = {
-            "_pre_fusion_custom_pass": pass_,
-            "_post_fusion_custom_pass": look_and_stop,
-            "reorder_for_peak_memory": False,
-            "reorder_for_locality": False,
-            "fx_graph_cache": False,
-        }
-        compiled = torch.compile(fusible, backend=with_settings(settings))
-        no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
-        with no_cache, suppress(Exception):
-            compiled(*(torch.rand(4, 4) for _ in range(3)))
-        torch.compiler.reset()
-        return order
-
-    first, second, fused = order_with(scheduler_pass("a", pin))
-    assert fused == "fused"
-    assert order_with(None) == [second, fused, first]  # else the pass is not needed any more
-
-
-@pytest.mark.private(
     "torch._inductor.config.triton.cudagraphs",
     need="whether the user has CUDA graphs on for all, in which the bodies of units must not be",
     instead="what torch.compile was given alone: a mode, an option, a backend",
@@ -240,25 +130,6 @@ def test_a_mode_turns_cuda_graphs_on() -> None:
 
     assert config.triton.cudagraphs is False
     assert list_mode_options("reduce-overhead")["triton.cudagraphs"] is True
-
-
-@pytest.mark.private(
-    "torch._inductor.config.reorder_for_peak_memory",
-    "torch._inductor.config.reorder_for_compute_comm_overlap",
-    "torch._inductor.config.triton.reorder_for_reducing_graph_partitions",
-    need="Inductor's own reordering is off, since it knows nothing of our plan",
-    instead="remove the setting if its pass is gone; else find the new one",
-)
-def test_reordering_can_be_switched_off() -> None:
-    settings = {
-        "reorder_for_peak_memory": False,
-        "reorder_for_compute_comm_overlap": False,
-        "triton.reorder_for_reducing_graph_partitions": False,
-    }
-    with torch._inductor.config.patch(settings):
-        assert not torch._inductor.config.reorder_for_peak_memory
-        assert not torch._inductor.config.reorder_for_compute_comm_overlap
-        assert not torch._inductor.config.triton.reorder_for_reducing_graph_partitions
 
 
 @pytest.mark.private(
@@ -399,40 +270,6 @@ def test_code_has_the_number_of_its_graph() -> None:
     found = [pattern.findall(one.payload) for one in listener.of_kind("inductor_output_code")]
     ((number, _),) = found[0]
     assert found == [[(number, "forward")], [(number, "backward")]]
-
-
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x + x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad + grad
-
-
-@pytest.mark.private(
-    "torch._functorch.config",
-    need="AOTAutograd keeps graphs with a traced autograd.Function, as ours, if it is told to "
-    "(autograd_cache_allow_custom_autograd_functions)",
-    instead="nothing: a later start then partitions anew, and only Inductor's code is kept",
-)
-def test_graphs_with_functions_are_cached_on_demand() -> None:
-    from torch._dynamo.utils import counters
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
-            return with_settings({})(gm, inputs)
-
-    def hits_and_misses() -> list[int]:
-        torch.compiler.reset()
-        counters.clear()
-        x = torch.rand(4, 4, requires_grad=True)
-        torch.compile(lambda x: _Twice.apply(x) @ x, backend=backend)(x).sum().backward()  # type: ignore[no-untyped-call]
-        return [counters["aot_autograd"][f"autograd_cache_{one}"] for one in ("hit", "miss")]
-
-    assert hits_and_misses() == [0, 1]
-    assert hits_and_misses() == [1, 0]
 
 
 @pytest.mark.private(

@@ -1,0 +1,308 @@
+"""Compiled code, and how AOTAutograd keeps it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import boxed, compile_product, product, product_alone, with_settings
+from torch import fx
+
+pytestmark = pytest.mark.usefixtures("fresh", "cache")
+
+# A part of a graph -----------------------------------------------------------------------------
+
+
+@pytest.mark.private(
+    "torch._inductor.compile_fx.compile_fx_inner",
+    need="each distinct stretch of a graph between two collectives is compiled by itself, once, "
+    "and called wherever it stands; its source_code is shown by inspect_graphs()",
+    instead="torch._inductor.standalone_compile for each stretch",
+)
+def test_a_part_of_a_graph_is_compiled_by_itself() -> None:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    codes: list[str] = []
+    left: list[int] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        kwargs |= {"static_input_idxs": ()}
+        compiled = compile_fx_inner(product_alone(*inputs), list(inputs), **kwargs)
+        codes.append(compiled.source_code)  # type: ignore[attr-defined]
+
+        def run(args: list[Any]) -> Any:
+            x, y = args
+            given = [x, y]
+            (once,) = compiled(given)
+            left.append(len(given))
+            return compiled([once, y])
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    x, y = torch.rand(4, 4), torch.rand(4, 4)
+    compiled = torch.compile(lambda x, y: (x @ y) @ y, backend=with_settings({}, inner))
+    assert torch.equal(compiled(x, y), (x @ y) @ y)
+    assert codes[0].count(".mm(") == 1
+    assert left == [0]  # what is given is let go of
+
+
+@pytest.mark.private(
+    "user_visible_output_idxs",
+    need="outputs of a stretch keep the strides that they were traced with, with which the next "
+    "stretches are compiled: Inductor may pad all but a user's own",
+    instead="the strides that a stretch's code gives, put into the values of its outputs before "
+    "the next one is compiled",
+)
+def test_an_output_keeps_its_strides_on_request() -> None:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def strides_with(visible: list[int]) -> Any:
+        def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            body = product_alone(*inputs)
+            body.graph.output_node().meta["user_visible_output_idxs"] = visible
+            compiled = compile_fx_inner(body, list(inputs), **kwargs)
+
+            def run(args: list[Any]) -> Any:
+                results = compiled(args)
+                strides.extend(one.stride() for one in results)
+                return results
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        strides: list[Any] = []
+        torch.compiler.reset()
+        settings = {"disable_padding_cpu": False, "fx_graph_cache": False}  # not in the cache's key
+        backend = with_settings(settings, inner)
+        torch.compile(product, backend=backend)(torch.rand(2, 2), torch.rand(2, 1025))
+        return strides
+
+    assert strides_with([0]) == [(1025, 1)]
+    assert strides_with([]) != [(1025, 1)]  # else the request is not needed any more
+
+
+@pytest.mark.private(
+    "torch._guards.TracingContext.try_get",
+    "TracingContext.output_strides",
+    need="Inductor reports the strides of a graph's outputs, by which AOTAutograd compiles the "
+    "backward; it is kept from reporting those of stretches, and those of the whole graph are "
+    "reported in their place",
+    instead="TracingContext.report_output_strides() around each stretch, and its list thrown away",
+)
+def test_strides_of_outputs_are_reported_on_request() -> None:
+    from torch._guards import TracingContext
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    reported: list[Any] = []
+    given: list[Any] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        context = TracingContext.try_get()
+        assert context is not None
+        if kwargs.get("is_backward"):
+            given.extend(one.stride() for one in inputs)
+            return boxed(gm)
+        strides, context.output_strides = context.output_strides, None
+        assert strides == []
+        compiled = compile_fx_inner(gm, inputs, **kwargs)
+        context.output_strides = strides
+        assert strides == []
+        outputs: Any = gm.graph.output_node().args[0]
+        reported.extend(node.meta["val"].stride()[::-1] for node in outputs)
+        strides.extend(reported)
+        return compiled
+
+    assert TracingContext.try_get() is None
+    backend = with_settings({}, inner)
+    x, y = torch.rand(2, 3), torch.rand(3, 4, requires_grad=True)
+    torch.compile(product, backend=backend)(x, y).sum().backward()
+    _, saved = reported
+    assert given[0] == saved
+
+
+@pytest.mark.private(
+    "torch.fx.node._get_qualified_name",
+    need="the name of a call's target in the source of a program",
+    instead="module and name of a function, and str() of an overload behind torch.ops",
+)
+def test_a_target_has_a_name() -> None:
+    from torch.fx.node import _get_qualified_name
+
+    names = {"torch": torch, "_operator": operator, "math": math}
+    targets: list[Callable[..., Any]] = [
+        torch.ops.aten.view.default,
+        torch.ops.aten.sym_size.int,
+        torch.ops._c10d_functional.wait_tensor.default,
+        operator.getitem,
+        operator.mul,
+        math.ceil,
+        torch.sym_max,
+    ]
+    for target in targets:
+        assert eval(_get_qualified_name(target), names) is target
+
+
+# AOTAutograd's cache ---------------------------------------------------------------------------
+
+BUNDLED = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+
+
+@pytest.mark.private(
+    "torch._inductor.output_code.OutputCode",
+    "torch._functorch.config.bundled_autograd_cache",
+    need="AOTAutograd's cache keeps a program of ours: a shallow copy is told to prepare for "
+    "serialization and pickled, and what is loaded is told that it is (post_compile); it gets its "
+    "inputs in a list as _boxed_call is in its __dict__",
+    instead="the inner compiler's result as a plain function: every start then plans the graph "
+    "anew, and only stretches come from a cache",
+)
+def test_a_result_of_ours_is_kept() -> None:
+    from kept_code import GraphCode, happened
+
+    phases: list[bool] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        phases.append(bool(kwargs.get("is_backward")))
+        return GraphCode(gm)
+
+    happened.clear()
+    with torch._functorch.config.patch(BUNDLED):
+        for _ in range(2):
+            compile_product({}, inner)
+            happened.append("has run")
+    assert phases == [False, True]
+    prepared, loaded = ["prepared"] * 2, ["loaded"] * 2
+    assert happened == [*prepared, "has run", *loaded, "has run"]
+
+
+@pytest.mark.private(
+    "torch._inductor.output_code.CompiledFxGraph",
+    "torch._inductor.output_code.CompiledFxGraphConstants",
+    "torch._inductor.codecache.FxGraphCache.cache_hit_post_compile",
+    need="Inductor's code in a program that is kept: pickled when it is prepared for "
+    "serialization, and made runnable again as AOTAutograd does it with a result of Inductor's",
+    instead="compile_fx_inner for each stretch when a program is loaded, with graphs of all in it; "
+    "Inductor's own cache then has the code",
+)
+def test_inductors_code_is_kept_in_a_result_of_ours(cache: Path) -> None:
+    from kept_code import InductorsCode, happened
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(bundled_autograd_cache=False):
+            return InductorsCode(compile_fx_inner(gm, inputs, **kwargs))  # type: ignore[arg-type]
+
+    x, y = torch.rand(4, 4), torch.rand(4, 4, requires_grad=True)
+    happened.clear()
+    with torch._functorch.config.patch(BUNDLED):
+        compile_product({}, inner)
+        for folder in cache.iterdir():
+            if folder.name != "aotautograd":
+                shutil.rmtree(folder)
+        PyCodeCache.cache_clear()
+        torch.compiler.reset()
+        result = torch.compile(product, backend=with_settings({}, inner))(x, y)
+    assert happened == ["loaded"] * 2
+    assert torch.equal(result, x @ y)
+    result.sum().backward()
+    assert y.grad is not None
+    assert torch.equal(y.grad, x.t() @ torch.ones(4, 4))
+
+
+@pytest.mark.private(
+    "torch._functorch.config.bundled_autograd_cache",
+    need="off for one stretch: its code has an entry of its own in Inductor's cache, from which "
+    "graphs that are otherwise different take it",
+    instead="nothing: stretches of a new graph are then compiled, though another one has them",
+)
+def test_a_part_is_found_in_inductors_cache() -> None:
+    from kept_code import InductorsCode
+    from torch._dynamo.utils import counters
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(bundled_autograd_cache=False):
+            compiled = compile_fx_inner(product_alone(*inputs), list(inputs), **kwargs)
+        return InductorsCode(compiled)  # type: ignore[arg-type]
+
+    def hits_and_misses(function: Callable[..., Any]) -> list[int]:
+        torch.compiler.reset()
+        counters.clear()
+        torch.compile(function, backend=with_settings({}, inner))(*torch.rand(2, 4, 4))
+        return [counters["inductor"][f"fxgraph_cache_{one}"] for one in ("hit", "miss")]
+
+    with torch._functorch.config.patch(BUNDLED):
+        assert hits_and_misses(product) == [0, 1]
+        assert hits_and_misses(lambda x, y: (x @ y).sin()) == [1, 0]
+
+
+@pytest.mark.private(
+    "torch._functorch.config.force_non_lazy_backward_lowering",
+    need="the backward is compiled before the backend returns: with its settings, and while "
+    "other ranks wait for what this one compiles",
+    instead="settings put in place again, and ranks that wait, when a backward is compiled",
+)
+def test_a_backward_is_compiled_with_its_forward() -> None:
+    phases: list[bool] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        phases.append(bool(kwargs.get("is_backward")))
+        return boxed(gm)
+
+    def phases_of(**settings: Any) -> list[bool]:
+        def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+            with torch._functorch.config.patch(enable_autograd_cache=False, **settings):
+                return with_settings({}, inner)(gm, inputs)
+
+        phases.clear()
+        torch.compiler.reset()
+        x, y = torch.rand(4, 4), torch.rand(4, 4, requires_grad=True)
+        torch.compile(product, backend=backend)(x, y)
+        return list(phases)
+
+    assert phases_of(force_non_lazy_backward_lowering=True) == [False, True]
+    assert phases_of() == [False]  # else the setting is not needed any more
+
+
+class _Product(torch.autograd.Function):
+    """Nothing that takes a C++ compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x @ x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad @ grad
+
+
+@pytest.mark.private(
+    "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
+    need="AOTAutograd keeps graphs with a traced autograd.Function, as ours",
+    instead="nothing: a later start then partitions and plans anew, and only the stretches' code "
+    "is kept",
+)
+def test_graphs_with_functions_are_cached_on_demand() -> None:
+    from torch._dynamo.utils import counters
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            return with_settings({})(gm, inputs)
+
+    def hits_and_misses() -> list[int]:
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(_Product.apply, backend=backend, fullgraph=True)
+        compiled(torch.rand(4, 4, requires_grad=True)).sum().backward()
+        return [counters["aot_autograd"][f"autograd_cache_{one}"] for one in ("hit", "miss")]
+
+    assert hits_and_misses() == [0, 1]
+    assert hits_and_misses() == [1, 0]
