@@ -137,9 +137,9 @@ def fsdp_dynamo_aot_eager(
 _CACHING = {
     # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
     "autograd_cache_allow_custom_autograd_functions": True,
-    # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache: so
-    # the backward has to be there when the entry is written.
+    # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache.
     "bundled_autograd_cache": True,
+    # These settings, and the lock of the one that compiles, hold while the backend runs.
     "force_non_lazy_backward_lowering": True,
 }
 

@@ -66,10 +66,13 @@ def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any
 
 
 def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
-    """Inductor's settings: our partition, and our pass on what it compiles."""
+    """Inductor's settings: our partition, and our pass on what it compiles.
+
+    The pass holds the keys of the plan: AOTAutograd keeps whole programs.
+    """
     config: dict[str, Any] = {
         "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerWrites(pipeline, marks),
+        "post_grad_custom_post_pass": LowerWrites(f"{pipeline.cache_key()}.{marks}"),
     }
     if is_recording() or artifacts.is_recording():
         # Not force_disable_caches: that compiles C++ headers anew as well.

@@ -23,18 +23,17 @@ class LowerWrites(CustomGraphPass):
     """Writes into flat gradients change what a stretch was given: Inductor's last pass on it.
 
     Args:
-        pipeline: what has planned the graph; a part of the keys of all caches, as this pass is.
-        marks: of the graph.
+        key: of what else code depends on. As this pass is, it is a part of the keys of caches.
     """
 
-    def __init__(self, pipeline: Pipeline, marks: str) -> None:
-        self._key = f"{source_key()}.{pipeline.cache_key()}.{marks}"
+    def __init__(self, key: str = "") -> None:
+        self._key = f"{source_key()}.{key}"
 
     def __call__(self, graph: fx.Graph) -> None:
         lower_writes(graph)
 
     def uuid(self) -> str:
-        return f"fsdp_dynamo.schedule.{self._key}"
+        return f"fsdp_dynamo.stretch.{self._key}"
 
 
 class StretchCompiler:
@@ -80,8 +79,13 @@ class StretchCompiler:
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Each has an entry of its own in Inductor's cache: models of any depth share them.
-        with torch._functorch.config.patch(bundled_autograd_cache=False):
+        # Each has an entry of its own in Inductor's cache, which models of any depth share, as its
+        # code depends on nothing around it. (That all outputs keep their strides is not in
+        # Inductor's key; the uuid of a pass that no one else has stands for it.)
+        with (
+            torch._functorch.config.patch(bundled_autograd_cache=False),
+            torch._inductor.config.patch(post_grad_custom_post_pass=LowerWrites()),
+        ):
             return self._inner_compile(body, inputs, **kwargs)
 
 

@@ -20,7 +20,7 @@ from graph_passes.source_digest import source_digest
 
 KEYS: dict[str, Callable[[], str]] = {
     "pipeline": lambda: Pipeline().cache_key(),
-    "passes": lambda: LowerWrites(Pipeline(), "").uuid(),
+    "passes": lambda: LowerWrites(Pipeline().cache_key()).uuid(),
     "partition": lambda: Partitioner(Planner(), True).uuid(),
 }
 
