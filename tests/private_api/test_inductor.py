@@ -66,7 +66,7 @@ def test_settings_hold_in_forward_and_backward() -> None:
 @pytest.mark.private(
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     need="Inductor's last pass on a stretch is ours, and so a part of the keys of Inductor's and "
-    "AOTAutograd's caches; in AOTAutograd's its part has our code, the plan's options and the graph's marks",
+    "AOTAutograd's caches; in the latter it has our code, the plan's options and the graph's marks",
     instead="a plain function in its place, with which Inductor caches nothing",
 )
 def test_a_pass_is_a_part_of_the_cache_key() -> None:
