@@ -31,13 +31,17 @@ def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
 
 
 def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
-    """Bodies of operators are equal if their code is; other attributes equal only themselves."""
+    """Bodies of operators are equal if their code is, and the bodies in them; other attributes
+    equal only themselves."""
     value: Any = owner
     for name in str(node.target).split("."):
         value = getattr(value, name)
-    if isinstance(value, fx.GraphModule) and not list(value.buffers()):
-        return ("graph", value.code)
-    return ("attribute", id(value))
+    if not isinstance(value, fx.GraphModule):
+        return ("attribute", id(value))
+    inner = (
+        _attribute_key(value, attribute) for attribute in value.graph.find_nodes(op="get_attr")
+    )
+    return ("graph", value.code, *inner)
 
 
 _TUNED = ("mm", "conv", "attention")

@@ -11,20 +11,24 @@ After::
 A stretch takes tensors and gives tensors back. Views, and constants that are made of nothing, are
 copied into every stretch that reads them, so that a stretch takes the unsharded parameter itself
 and not the views of it. Writes into a flat gradient change what the stretch was given and are no
-output of it. Sizes, and flat gradients that are yet to be written, belong to no stretch.
+output of it. Sizes, and flat gradients that are yet to be written, belong to no stretch. A stretch
+takes every symbolic size that its shapes are made of.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
 
 from graph_passes.gradients.flat_gradient import write_name
-from graph_passes.graph_utils import is_alias, op_name
+from graph_passes.graph_utils import is_alias, op_name, order_index
 from graph_passes.markers import unit_of
 
 
@@ -70,10 +74,12 @@ def cut(graph: fx.Graph, is_boundary: Callable[[fx.Node], bool]) -> Cutting:
     """
     cutting = _assign(graph, is_boundary)
     read = _read_outside(graph, cutting)
+    sizes = _Sizes(graph)
     for stretch in cutting.stretches():
         body = _body(stretch)
         inside = set(body)
         inputs = [root_of(n) for node in body for n in node.all_input_nodes if n not in inside]
+        inputs += sizes.read_by([*inputs, *body], before=stretch.nodes[0])
         stretch.nodes = body
         stretch.inputs = list(dict.fromkeys(inputs))
         read.update(stretch.inputs)
@@ -153,6 +159,33 @@ def _body(stretch: Stretch) -> list[fx.Node]:
     for node in stretch.nodes:
         include(node)
     return list(body)
+
+
+class _Sizes:
+    """Symbolic sizes, and the nodes that bring each into a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = order_index(graph)
+        self._brought_by: dict[Any, fx.Node] = {}
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+                self._brought_by.setdefault(value.node.expr, node)
+
+    def read_by(self, nodes: Sequence[fx.Node], before: fx.Node) -> Iterator[fx.Node]:
+        """What brings the sizes in the shapes of nodes: of ``(a * b, 8)`` both ``a`` and ``b``.
+
+        Args:
+            nodes: of a stretch, with its inputs.
+            before: its first node. A size that the stretch itself brings about is left out.
+        """
+        if not self._brought_by:
+            return
+        symbols = free_symbols(pytree.tree_leaves([node.meta.get("val") for node in nodes]))
+        for symbol in sorted(symbols, key=str):
+            node = self._brought_by.get(symbol)
+            if node is not None and self._position[node] < self._position[before]:
+                yield node
 
 
 def _read_outside(graph: fx.Graph, cutting: Cutting) -> set[fx.Node]:
