@@ -134,13 +134,16 @@ def fsdp_dynamo_aot_eager(
         return route_gradients(compile_(gm, example_inputs))
 
 
-_CACHING = {
+_SETTINGS = {
     # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
     "autograd_cache_allow_custom_autograd_functions": True,
     # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache.
     "bundled_autograd_cache": True,
     # These settings, and the lock of the one that compiles, hold while the backend runs.
     "force_non_lazy_backward_lowering": True,
+    # Saved tensors that nothing else reads have numbers in the whole backward. Inductor would take
+    # them for those of a stretch's inputs, and reuse the memory of tensors that others read.
+    "donated_buffer": False,
 }
 
 
@@ -178,8 +181,8 @@ def fsdp_dynamo(
     def compile_() -> Any:
         return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
-    caching = torch._functorch.config.patch(_CACHING)
-    with one_schema_a_region(), caching, told("compiling the graph"):
+    settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
+    with one_schema_a_region(), settings_of_autograd, told("compiling the graph"):
         return route_gradients(compile_once(key, compile_))
 
 

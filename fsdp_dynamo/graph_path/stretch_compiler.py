@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class StretchCompiler:
             if key not in names:
                 names[key] = f"stretch_{len(names)}"
                 body = graph_of(stretch, gm)
-                with no_output_strides(), _nothing_donated():
+                with no_output_strides():
                     compiled[names[key]] = self._compile(body, example_inputs(stretch), **kwargs)
             name_of[stretch] = names[key]
         source, constants = source_of(gm.graph, cutting, name_of)
@@ -88,25 +87,6 @@ class StretchCompiler:
             torch._inductor.config.patch(post_grad_custom_post_pass=LowerWrites()),
         ):
             return self._inner_compile(body, inputs, **kwargs)
-
-
-@contextmanager
-def _nothing_donated() -> Iterator[None]:
-    """Let Inductor write into no input that it was not told to write into.
-
-    AOTAutograd says which inputs of the whole backward are read by nothing else; Inductor would
-    take their positions for those of a stretch's inputs, which other stretches read as well.
-    """
-    context = torch._guards.TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    if metadata is None:
-        yield
-        return
-    donated, metadata.bw_donated_idxs = metadata.bw_donated_idxs, None
-    try:
-        yield
-    finally:
-        metadata.bw_donated_idxs = donated
 
 
 def _all_sources(source: str, compiled: dict[str, Any]) -> str:

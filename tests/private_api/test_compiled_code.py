@@ -149,6 +149,38 @@ def test_a_target_has_a_name() -> None:
         assert eval(_get_qualified_name(target), names) is target
 
 
+@pytest.mark.private(
+    "torch._functorch.config.donated_buffer",
+    need="Inductor may write into what is saved for a backward and read by nothing else, and takes "
+    "its positions among the inputs of the backward for those among a stretch's",
+    instead="TracingContext.fw_metadata.bw_donated_idxs set to None while a stretch is compiled",
+)
+def test_nothing_is_donated_on_request() -> None:
+    from torch._guards import TracingContext
+
+    def donated_with(donates: bool) -> list[int]:
+        found: list[int] = []
+
+        def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            context: Any = TracingContext.try_get()
+            if kwargs.get("is_backward"):
+                found.extend(context.fw_metadata.bw_donated_idxs or [])
+            return boxed(gm)
+
+        torch.compiler.reset()
+        with torch._functorch.config.patch(
+            donated_buffer=donates, force_non_lazy_backward_lowering=True
+        ):
+            x = torch.rand(2, 3, requires_grad=True)
+            torch.compile(
+                lambda x: (x.sin() @ x.cos().t()).exp(), backend=with_settings({}, inner)
+            )(x)
+        return found
+
+    assert donated_with(True)  # else the setting is not needed any more
+    assert not donated_with(False)
+
+
 # AOTAutograd's cache ---------------------------------------------------------------------------
 
 BUNDLED = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
