@@ -134,8 +134,10 @@ _CONSTANTS = frozenset({"aten::full", "aten::scalar_tensor", "aten::arange", "pr
 
 def is_placed_freely(node: fx.Node) -> bool:
     """Whether a node belongs to no stretch by itself: views, constants, sizes, flat gradients."""
-    if is_copied(node) or write_name(node) == "new_flat":
-        return True
+    return is_copied(node) or write_name(node) == "new_flat" or _is_size(node)
+
+
+def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
 
 
@@ -147,12 +149,22 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def _body(stretch: Stretch) -> list[fx.Node]:
-    """Its nodes and the views and constants that they read, each behind what it reads."""
+    """Its nodes and the views and constants that they read, each behind what it reads.
+
+    Also the sizes of what is computed here; others are given to the stretch.
+    """
     body: dict[fx.Node, None] = {}
+    follows = dict.fromkeys(stretch.nodes, True)
+
+    def is_made_here(node: fx.Node) -> bool:
+        if node not in follows:
+            looks_through = is_copied(node) or (_is_size(node) and node.op != "placeholder")
+            follows[node] = looks_through and any(map(is_made_here, node.all_input_nodes))
+        return follows[node]
 
     def include(node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source not in body and is_copied(source):
+            if source not in body and (is_copied(source) or is_made_here(source)):
                 include(source)
         body[node] = None
 

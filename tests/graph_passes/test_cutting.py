@@ -135,6 +135,21 @@ def test_sizes_that_shapes_are_made_of_are_inputs() -> None:
     assert [str(node.meta["val"]) for node in stretch.inputs[1:]] == sorted(sizes)
 
 
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    y = aten.constant_pad_nd(x, [0, 0, 1, 2])
+    return y.sin().view(y.size(0) * 4).cos()
+
+
+def test_sizes_of_what_a_stretch_computes_are_read_in_it() -> None:
+    gm = make_fx(_padded, tracing_mode="symbolic")(torch.empty(3, 4))
+    (stretch,) = cut(gm.graph, lambda node: False).stretches()
+    assert [node.op for node in stretch.inputs] == ["placeholder"]
+    assert "sym_size" in str(stretch.nodes)
+    (sine,) = gm.graph.find_nodes(op="call_function", target=aten.sin.default)
+    cutting = cut(gm.graph, lambda node: node is sine)
+    assert all("sym_size" not in str(stretch.nodes) for stretch in cutting.stretches())
+
+
 # -- keys ------------------------------------------------------------------------------------------
 
 
