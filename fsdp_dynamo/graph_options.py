@@ -42,7 +42,7 @@ class GraphOptions:
         selective_unshard: whether a memory budget may be used to keep units unsharded between
             forward and backward.
         regions: trace, differentiate and partition equal unit bodies once for all of them, so that
-            the first step takes hardly longer with more units.
+            the first step grows less with the number of units.
         passes: a user's own passes over the partitioned graphs, before collectives are placed:
             functions of a graph, or ``graph_passes.GraphPass`` objects.
         disabled_passes: names of passes, of ours or the user's, and of the switches above, that are

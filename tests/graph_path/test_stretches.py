@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compile_caches import WIDTH, Layer
+from compile_caches import WIDTH, Layer, using_cache
+from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch._dynamo.utils import counters
 
 from fsdp_dynamo import FSDP
+from fsdp_dynamo.graph_path.program import Program
+from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -93,3 +99,47 @@ def test_no_stretch_writes_into_what_another_reads(ranks: RankPool) -> None:
         ranks.run(_gradients, 2, True), ranks.run(_gradients, 2, False), strict=True
     ):
         torch.testing.assert_close(compiled, eager)
+
+
+# -- what is compiled ------------------------------------------------------------------------------
+
+
+def _programs(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Of models of 4 and of 6 blocks: forward and backward, stretches compiled and found."""
+    call, found = StretchCompiler.__call__, []
+    with pytest.MonkeyPatch.context() as patch:
+        for depth in (4, 6):
+            made: list[Program] = []
+
+            def watch(*args: Any, made: list[Program] = made, **kwargs: Any) -> Program:
+                made.append(call(*args, **kwargs))
+                return made[-1]
+
+            patch.setattr(StretchCompiler, "__call__", watch)
+            with using_cache(Path(folder) / str(rank)):
+                model = _compiled(wrap(make_transformer(num_blocks=depth, dim=32)))
+                loss_of(model, batch(rank, 0)).backward()
+                counts = counters["inductor"]
+                found.append((made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]))
+    return [([_facts(program) for program in made], *counts) for made, *counts in found]
+
+
+def _facts(program: Program) -> tuple[int, list[int], int]:
+    """Distinct stretches, numbers of collectives and waits in order, calls of stretches."""
+    numbers = [int(number) for number in re.findall(r"\|(\d+)/\d+\|", program.source)]
+    return len(program.stretches), numbers, len(re.findall(r"= stretch_\d", program.source))
+
+
+@pytest.mark.slow
+def test_a_deeper_model_has_no_more_stretches(ranks: RankPool, tmp_path: Path) -> None:
+    for (few, compiled, _), (many, compiled_again, found) in ranks.run(_programs, 2, str(tmp_path)):
+        for (distinct, order, calls), (same, longer_order, more_calls) in zip(
+            few, many, strict=True
+        ):
+            assert distinct == same
+            assert calls < more_calls
+            assert order == list(range(len(order)))
+            assert longer_order == list(range(len(longer_order)))
+            assert len(longer_order) > len(order)
+        assert compiled == sum(distinct for distinct, *_ in few)
+        assert (compiled_again, found) == (0, compiled)
