@@ -23,12 +23,46 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "an input or an output is a tensor subclass"
     if any(not isinstance(size, int) for value in values for size in value.shape):
         return "a shape is dynamic"
-    storages = [value.untyped_storage()._cdata for value in values]
+    storages = [_storage(value) for value in values]
     if len(set(storages)) < len(storages):
         return "an input or an output is a view of another"
     if _writes_to_an_input(body, values[: len(inputs)]):
         return "it writes to an input"
     return None
+
+
+def last_changes(graph: fx.Graph) -> dict[int, int]:
+    """Positions of the last nodes that change tensors, by the tensors' storages.
+
+    What an operation in place returns is the tensor that it was given; an assignment to an item
+    returns nothing. Both raise the tensor's version.
+
+    Args:
+        graph: a graph as Dynamo hands it to a backend.
+    """
+    changes: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        result = node.meta.get("example_value")
+        for source in node.all_input_nodes if node.op != "output" else ():
+            value = source.meta.get("example_value")
+            if not isinstance(value, torch.Tensor) or not value._version:
+                continue
+            if result is value or result is None:
+                changes[_storage(value)] = position
+    return changes
+
+
+def changed_after(inputs: list[fx.Node], position: int, changes: dict[int, int]) -> bool:
+    """Whether an input of a region is changed when the region has run: its backward reads it."""
+    if not changes:
+        return False
+    values = (node.meta.get("example_value") for node in inputs)
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return any(changes.get(_storage(value), -1) > position for value in tensors)
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
 
 
 def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:

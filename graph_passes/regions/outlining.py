@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_passes.graph_utils import order_index
 from graph_passes.markers import is_body, unit_of
 from graph_passes.node_equality import Numbered, value_key
-from graph_passes.regions.eligibility import why_not
+from graph_passes.regions.eligibility import changed_after, last_changes, why_not
 
 _IDENTIFIER = "fsdp_region_{}"
 
@@ -73,9 +74,13 @@ def outline_regions(gm: fx.GraphModule) -> RegionReport:
         gm: a graph as Dynamo hands it to a backend; changed in place.
     """
     groups: dict[Any, list[Run]] = {}
-    for run in _runs(gm.graph):
-        groups.setdefault(_key(run), []).append(run)
     report = RegionReport()
+    position, changes = order_index(gm.graph), last_changes(gm.graph)
+    for run in _runs(gm.graph):
+        if changed_after(run.inputs, position[run.nodes[-1]], changes):
+            report.left.append((run.unit, "one of its inputs is changed after it"))
+        else:
+            groups.setdefault(_key(run), []).append(run)
     for runs in groups.values():
         reason = _why_alone(runs[0]) if len(runs) == 1 else None
         body = None

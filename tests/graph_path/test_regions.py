@@ -299,6 +299,24 @@ def test_a_write_to_an_input_is_left() -> None:
     assert not report.regions
 
 
+def test_an_input_that_is_changed_later_is_left() -> None:
+    """Autograd would miss what the region has saved of it. A change before is none of its own."""
+    builder = _Builder()
+    builder.graph.call_function(torch.relu_, (builder.common,)).meta["example_value"] = torch.relu_(
+        builder.common.meta["example_value"]
+    )
+    results = []
+    for i in range(4):
+        inputs = builder.input(f"w{i}"), builder.common
+        results.append(builder.call(f"u{i}", torch.matmul, *inputs))
+        if i < 2:
+            builder.call("", torch.relu_, inputs[0])
+    report = outline_regions(builder.done(*results))
+    reason = "one of its inputs is changed after it"
+    assert [entry for entry in report.left if entry[0]] == [("u0", reason), ("u1", reason)]
+    assert ["u2", "u3"] in report.regions
+
+
 def test_two_names_for_one_memory_are_left() -> None:
     builder = _Builder()
     results = []

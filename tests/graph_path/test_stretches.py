@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from compile_caches import WIDTH, Layer, using_cache
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP
-from fsdp_dynamo.graph_path.program import Program
+from fsdp_dynamo.graph_path.program import Program, source_of
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+from graph_passes.stretches.cutting import Cutting, Stretch
 
 
 def _layers(count: int) -> list[Layer]:
@@ -143,3 +146,62 @@ def test_a_deeper_model_has_no_more_stretches(ranks: RankPool, tmp_path: Path) -
             assert len(longer_order) > len(order)
         assert compiled == sum(distinct for distinct, *_ in few)
         assert (compiled_again, found) == (0, compiled)
+
+
+# -- what is freed ---------------------------------------------------------------------------------
+
+
+def test_what_no_later_stretch_takes_is_freed_by_the_last_one() -> None:
+    """A stretch is given the only reference to what nothing else reads."""
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    values = [graph.call_function(torch.ops.aten.neg.default, (saved,)) for _ in range(2)]
+    graph.output(tuple(values))
+    first, second = (Stretch([node], [saved], [node]) for node in values)
+    cutting = Cutting([first, second], dict(zip(values, (first, second), strict=True)))
+    source, _ = source_of(graph, cutting, {first: "stretch_0", second: "stretch_1"})
+    freed = []
+
+    def stretch(given: list[torch.Tensor]) -> tuple[torch.Tensor]:
+        result, held = given[0].neg(), weakref.ref(given[0])
+        given.clear()
+        freed.append(held() is None)
+        return (result,)
+
+    Program(source, {"stretch_0": stretch, "stretch_1": stretch}, {})([torch.ones(2)])
+    assert freed == [False, True]
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+class _Dropped(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.weight, 0.5)
+
+
+class _Masks(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer in self]
+
+
+def _masks(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of two equal units: ones that were dropped or doubled, and the gradients of those ones."""
+    layers = _Masks([_Dropped(WIDTH, WIDTH, bias=False) for _ in range(2)])
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    model = _wrapped(layers)
+    torch.manual_seed(rank)
+    outputs = _compiled(model)(torch.zeros(WIDTH, WIDTH))
+    sum(one.sum() for one in outputs).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        grads = [param.grad.clone() for param in model.parameters()]
+    return [one.detach() for one in outputs], grads
+
+
+def test_equal_units_drop_other_elements(ranks: RankPool) -> None:
+    """And the backward of each drops the same as its forward."""
+    (outputs, grads), (others, _) = ranks.run(_masks, 2)
+    assert not torch.equal(outputs[0], outputs[1])
+    for grad, one, other in zip(grads, outputs, others, strict=True):
+        torch.testing.assert_close(grad, (one + other) / 2)
