@@ -67,7 +67,7 @@ def default_passes(
     Returns:
         The passes, in order; the planner last.
     """
-    first: tuple[GraphPass, ...] = (as_pass(inline_regions), absent_gradients)
+    first: tuple[GraphPass, ...] = (inline_regions, absent_gradients)
     rewrites = (*first, grad_buffer)
     if node_by_node:
         rewrites = (*first, *_VIEW_PASSES, grad_buffer_node_by_node, group_writes)

@@ -89,7 +89,6 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     parsed = GraphOptions.parse(options)
     if parsed.regions:
         report = outline_regions(gm)
-        gm.meta["fsdp_regions"] = report
         _log.info("%s", report.text())
         note_traced_alone(report.left)
     return parsed

@@ -37,6 +37,18 @@ _ISSUES: dict[str, tuple[_Function, _Function]] = {
 
 _FROM_HOST = operators.all_gather_from_host, operators.all_gather_from_host_together
 
+BOUNDARIES: frozenset[_Function] = frozenset(
+    (
+        *(function for pair in _ISSUES.values() for function in pair),
+        *_FROM_HOST,
+        operators.wait,
+        offloading.start_to_device,
+        offloading.end_to_device,
+        offloading.start_to_host,
+    )
+)
+"""The functions that ``lower_boundaries`` puts into a graph."""
+
 
 def _launches(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Collectives in order, those that are launched together in one list."""

@@ -27,6 +27,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,30 +36,11 @@ from torch import fx
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch.fx.node import _get_qualified_name  # no public name of a call's target
 
-from fsdp_dynamo.graph_path import offloading, operators
+from fsdp_dynamo.graph_path import operators
+from fsdp_dynamo.graph_path.lowering import BOUNDARIES
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
 from graph_passes.stretches.cutting import Cutting, Stretch, root_of
-
-_BOUNDARIES: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        operators.all_gather,
-        operators.all_gather_together,
-        operators.all_gather_from_host,
-        operators.all_gather_from_host_together,
-        operators.reduce_scatter,
-        operators.reduce_scatter_together,
-        operators.all_reduce,
-        operators.all_reduce_together,
-        operators.wait,
-        offloading.start_to_device,
-        offloading.end_to_device,
-        offloading.start_to_host,
-        new_flat_on,
-    )
-}
-"""Functions that a program calls, by name."""
 
 
 def is_boundary(node: fx.Node) -> bool:
@@ -67,11 +49,12 @@ def is_boundary(node: fx.Node) -> bool:
     Collectives that are not ours (tensor parallelism's) are boundaries too: they keep their place.
     """
     namespace = getattr(node.target, "namespace", "")
-    return node.target in _BOUNDARIES.values() or namespace == "_c10d_functional"
+    return node.target in BOUNDARIES or namespace == "_c10d_functional"
 
 
+_OPERATORS = (*BOUNDARIES, *FUNCTIONS.values(), new_flat_on)
 _GLOBALS: dict[str, Any] = {
-    "graph_ops": SimpleNamespace(**FUNCTIONS, **_BOUNDARIES),
+    "graph_ops": SimpleNamespace(**{function.__name__: function for function in _OPERATORS}),
     "torch": torch,
     "_operator": operator,
     "math": math,
@@ -160,14 +143,14 @@ def no_output_strides() -> Iterator[None]:
 # -- its source ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Line:
     """One call: its text behind the assignment, what it reads, what it gives."""
 
-    def __init__(self, text: str, reads: Sequence[fx.Node], gives: Sequence[fx.Node]) -> None:
-        self.text = text
-        self.reads = list(dict.fromkeys(reads))
-        self.gives = list(gives)
-        self.is_stretch = False
+    text: str
+    reads: Sequence[fx.Node]
+    gives: Sequence[fx.Node]
+    is_stretch: bool = False
 
 
 class _Writer:
@@ -206,7 +189,8 @@ class _Writer:
     def _call(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             self._known.add(node)
-            self.constants[self._name(node)] = _attribute(node)
+            owner = node.graph.owning_module
+            self.constants[self._name(node)] = operator.attrgetter(str(node.target))(owner)
             return
         if write_name(node) == "new_flat":
             _, *rest = node.args
@@ -222,7 +206,7 @@ class _Writer:
         ]
         target: Any = node.target
         function = _get_qualified_name(target)
-        if target in _BOUNDARIES.values():
+        if target in BOUNDARIES:
             function = f"graph_ops.{target.__name__}"
         gives = [node]
         if write_name(node):
@@ -239,9 +223,8 @@ class _Writer:
     def _call_stretch(self, stretch: Stretch) -> None:
         for node in stretch.inputs:
             self._require(node)
-        line = _Line(f"{self._name_of[stretch]}(given)", stretch.inputs, stretch.outputs)
-        line.is_stretch = True
-        self._add(line)
+        text = f"{self._name_of[stretch]}(given)"
+        self._add(_Line(text, stretch.inputs, stretch.outputs, is_stretch=True))
 
     def _add(self, line: _Line) -> None:
         self._lines.append(line)
@@ -295,13 +278,6 @@ class _Writer:
 
 def _free(names: Sequence[str]) -> list[str]:
     return [f"    {' = '.join(names)} = None"] if names else []
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
 
 
 def source_of(

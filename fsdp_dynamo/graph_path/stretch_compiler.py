@@ -50,7 +50,6 @@ class StretchCompiler:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Program:
         self._pipeline.run(gm.graph)
-        backward = is_backward(gm.graph)
         lower_boundaries(gm.graph)
         artifacts.emit_graph(gm.graph, "lowered")
         cutting = cut(gm.graph, is_boundary)
@@ -65,14 +64,12 @@ class StretchCompiler:
             if key not in names:
                 names[key] = f"stretch_{len(names)}"
                 body = graph_of(stretch, gm)
-                with no_output_strides():
-                    compiled[names[key]] = self._compile(body, example_inputs(stretch), **kwargs)
+                compiled[names[key]] = self._compile(body, example_inputs(stretch), **kwargs)
             name_of[stretch] = names[key]
         source, constants = source_of(gm.graph, cutting, name_of)
-        artifacts.emit(
-            f"{artifacts.PREFIX}{'backward' if backward else 'forward'}.inductor",
-            lambda: _all_sources(source, compiled),
-        )
+        phase = "backward" if is_backward(gm.graph) else "forward"
+        name = f"{artifacts.PREFIX}{phase}.inductor"
+        artifacts.emit(name, lambda: _all_sources(source, compiled))
         _report_strides(gm.graph)
         return Program(source, compiled, constants)
 
@@ -83,6 +80,7 @@ class StretchCompiler:
         # code depends on nothing around it. (That all outputs keep their strides is not in
         # Inductor's key; the uuid of a pass that no one else has stands for it.)
         with (
+            no_output_strides(),
             torch._functorch.config.patch(bundled_autograd_cache=False),
             torch._inductor.config.patch(post_grad_custom_post_pass=LowerWrites()),
         ):

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import fx
 
+from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import body_of
 from graph_passes.markers import UNIT, unit_of
 
 
+@graph_pass(is_bitwise=True)
 def inline_regions(graph: fx.Graph) -> None:
     """Regions are put back as nodes of every unit that shares them.
 
@@ -44,11 +46,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
                 copies[node].target = _adopt(gm, body, str(node.target))
     for item in list(call.users):
         assert item.target is operator.getitem, f"{call}: expected getitem, got {item}"
-        value = results[item.args[1]]
-        if value is None:
-            item.replace_all_uses_with(None)  # type: ignore[arg-type]
-        else:
-            item.replace_all_uses_with(value)
+        item.replace_all_uses_with(results[item.args[1]])
         call.graph.erase_node(item)
     call.graph.erase_node(call)
     if isinstance(attribute, fx.Node) and not attribute.users:
@@ -66,9 +64,7 @@ def _meta_of(node: fx.Node, call: fx.Node) -> dict[str, Any]:
 
 def _adopt(gm: fx.GraphModule, body: fx.GraphModule, target: str) -> str:
     """Give an attribute of a body to the module around; returns its name there."""
-    value: Any = body
-    for name in target.split("."):
-        value = getattr(value, name)
+    value = operator.attrgetter(target)(body)
     known = {id(v): name for name, v in (*gm.named_children(), *gm.named_buffers())}
     if id(value) in known:
         return known[id(value)]

@@ -33,9 +33,7 @@ def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
 def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
     """Bodies of operators are equal if their code is, and the bodies in them; other attributes
     equal only themselves."""
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
+    value = operator.attrgetter(str(node.target))(owner)
     if not isinstance(value, fx.GraphModule):
         return ("attribute", id(value))
     inner = (
