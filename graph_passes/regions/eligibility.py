@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
@@ -66,19 +71,37 @@ def _storage(value: torch.Tensor) -> int:
 
 
 def _writes_to_an_input(body: fx.GraphModule, values: list[torch.Tensor]) -> bool:
-    """Whether a run on fake tensors changes the version of an input."""
+    """Whether an operator of a run on fake tensors says that it writes to an input's memory."""
     mode = detect_fake_mode(values)
     if mode is None:
         raise ValueError("regions: expected a graph whose inputs carry fake example values")
-    grad_was_enabled = torch.is_grad_enabled()
-    try:
-        with mode, torch.no_grad():
-            copies = [
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                for v in values
-            ]
-            before = [copy._version for copy in copies]
+    with mode, torch.no_grad(), _Writes() as writes:
+        copies = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
+        ]
+        with enable_python_dispatcher():  # batch norm with the operator that names its writes
             body(*copies)
-    finally:
-        torch.set_grad_enabled(grad_was_enabled)
-    return [copy._version for copy in copies] != before
+    return any(_storage(copy) in writes.storages for copy in copies)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages that operators write to, as their schemas say.
+
+    Versions do not tell: batch norm writes its running statistics without raising them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        given = [*zip(arguments, args, strict=False)]
+        given += [(argument, kwargs.get(argument.name)) for argument in arguments[len(args) :]]
+        for argument, value in given:
+            if argument.is_write:
+                self.storages |= {_storage(v) for v in tree_leaves(value) if v is not None}
+        return func(*args, **kwargs)

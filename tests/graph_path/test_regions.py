@@ -226,10 +226,10 @@ class _Builder:
         self.graph = fx.Graph()
         self.common = self.input("x")
 
-    def input(self, name: str) -> fx.Node:
+    def input(self, name: str, *size: int) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["example_value"] = torch.empty(4, 4)
+            node.meta["example_value"] = torch.empty(size or (4, 4))
         return node
 
     def call(self, unit: str, target: Any, *args: Any) -> fx.Node:
@@ -297,6 +297,18 @@ def test_a_write_to_an_input_is_left() -> None:
     report = outline_regions(builder.done(*results))
     assert report.left == [("u0", "it writes to an input"), ("u1", "it writes to an input")]
     assert not report.regions
+
+
+def test_a_write_that_raises_no_version_is_left() -> None:
+    """Batch norm's running statistics, without the count of batches that nn.BatchNorm keeps."""
+    builder = _Builder()
+    statistics = builder.input("mean", 4), builder.input("variance", 4)
+    results = []
+    for i in range(2):
+        inputs = builder.input(f"w{i}"), *statistics, None, None, True
+        results.append(builder.call(f"u{i}", nn.functional.batch_norm, *inputs))
+    report = outline_regions(builder.done(*results))
+    assert report.left == [("u0", "it writes to an input"), ("u1", "it writes to an input")]
 
 
 def test_an_input_that_is_changed_later_is_left() -> None:

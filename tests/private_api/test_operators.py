@@ -75,6 +75,34 @@ def test_a_graph_runs_on_its_example_values() -> None:
 
 
 @pytest.mark.private(
+    "torch._dispatch.python.enable_python_dispatcher",
+    need="batch norm of fake tensors as the operator whose schema names its writes",
+    instead="the schema of invoke_subgraph, which traces a body once more",
+)
+def test_batch_norm_names_its_writes() -> None:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Written(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.names += [a.name for a in func._schema.arguments if a.is_write]
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.no_grad(), Written() as written:
+        x, mean, variance = torch.empty(3, 4), torch.empty(4), torch.empty(4)
+        with enable_python_dispatcher():
+            nn.functional.batch_norm(x, mean, variance)
+            assert not written.names
+            nn.functional.batch_norm(x, mean, variance, training=True)
+    assert written.names == ["running_mean", "running_var"]
+
+
+@pytest.mark.private(
     "torch._subclasses.fake_tensor.FakeTensor",
     need="which parameters are fake already, when a unit's forward runs in a trace",
     instead="detect_fake_mode of one tensor, or its type's name",

@@ -1,7 +1,7 @@
 """Random models, random calls: a state machine makes the programs, ranks run them.
 
     pytest tests/wrap/test_fuzz.py              # 20 programs, always the same
-    pytest -m slow tests/wrap/test_fuzz.py      # 500 others each time, shrunk when one fails
+    pytest -m slow tests/wrap/test_fuzz.py      # 200 others each time, shrunk when one fails
     python benchmarks/campaigns/random_programs.py --programs 2000      # by their seeds
 
 What was found once is kept in ``FOUND``.
@@ -131,7 +131,7 @@ def test_random_calls(ranks: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_random_calls(ranks: RankPool) -> None:
-    run_state_machine_as_test(_machine_for(ranks), settings=_settings(500, print_blob=True))
+    run_state_machine_as_test(_machine_for(ranks), settings=_settings(200, print_blob=True))
 
 
 FOUND = {
