@@ -33,7 +33,18 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "an input or an output is a view of another"
     if _writes_to_an_input(body, values[: len(inputs)]):
         return "it writes to an input"
+    if not _used(body) >= set(body.graph.find_nodes(op="placeholder")):
+        return "no output depends on one of its inputs"  # torch gives that one a gradient of zeros
     return None
+
+
+def _used(body: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that outputs are computed from."""
+    used: set[fx.Node] = set()
+    for node in reversed(body.graph.nodes):
+        if node.op == "output" or node in used:
+            used.update(node.all_input_nodes)
+    return used
 
 
 def last_changes(graph: fx.Graph) -> dict[int, int]:

@@ -299,6 +299,18 @@ def test_a_write_to_an_input_is_left() -> None:
     assert not report.regions
 
 
+def test_an_input_that_no_output_depends_on_is_left() -> None:
+    """Its gradient is none, and torch's regions make it zeros."""
+    builder = _Builder()
+    results = []
+    for i in range(2):
+        builder.call(f"u{i}", torch.t, builder.input(f"w{i}"))
+        results.append(builder.call(f"u{i}", torch.tanh, builder.common))
+    report = outline_regions(builder.done(*results))
+    reason = "no output depends on one of its inputs"
+    assert report.left == [("u0", reason), ("u1", reason)]
+
+
 def test_a_write_that_raises_no_version_is_left() -> None:
     """Batch norm's running statistics, without the count of batches that nn.BatchNorm keeps."""
     builder = _Builder()
