@@ -133,7 +133,7 @@ def mutates(node: fx.Node, source: fx.Node) -> bool:
 
 def is_backward(graph: fx.Graph) -> bool:
     """Whether a partitioned graph is a backward graph (it has tangents among its inputs)."""
-    return any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
+    return any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
 
 
 _VIEWS = """

@@ -40,6 +40,7 @@ from fsdp_dynamo.graph_path.inductor import (
     mode_settings,
     users_settings,
 )
+from fsdp_dynamo.graph_path.kernel_builds import built_together
 from fsdp_dynamo.graph_path.lowering import lower_to_functions
 from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
@@ -178,7 +179,8 @@ def fsdp_dynamo(
     compiler = StretchCompiler(pipeline, compile_fx_inner)
 
     def compile_() -> Any:
-        return compile_fx(gm, example_inputs, compiler, config_patches=config)
+        with built_together(example_inputs):
+            return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     with one_schema_a_region(), settings_of_autograd, told("compiling the graph"):

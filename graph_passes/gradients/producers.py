@@ -17,7 +17,7 @@ from torch import fx
 
 from graph_passes.gradients.flat_gradient import CASTS
 from graph_passes.gradients.operators import OPERATORS
-from graph_passes.graph_utils import op_name
+from graph_passes.graph_utils import op_name, order_index
 
 _RESHAPES = frozenset(
     f"aten::{name}" for name in ("view", "_unsafe_view", "reshape", "clone", "unsqueeze", "squeeze")
@@ -221,7 +221,10 @@ def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
         producers: the operators that can write by themselves.
     """
     whole = trace_back(piece)
-    terms = sorted(_terms(whole), key=_position(piece.node.graph))
+    terms = _terms(whole)
+    if len(terms) > 1:
+        index = order_index(piece.node.graph)
+        terms.sort(key=lambda term: index[term.node])
     first = _direct(terms[0], producers, accumulate=False)
     if first is None:
         return [_copy(whole)]
@@ -230,11 +233,6 @@ def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
         write = _direct(term, producers, accumulate=True)
         writes.append(write or _add(term))
     return writes
-
-
-def _position(graph: fx.Graph) -> Callable[[Piece], int]:
-    index = {node: i for i, node in enumerate(graph.nodes)}
-    return lambda piece: index[piece.node]
 
 
 def _direct(piece: Piece, producers: dict[str, _Producer], accumulate: bool) -> Write | None:

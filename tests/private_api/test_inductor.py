@@ -102,6 +102,33 @@ def test_a_write_that_the_last_pass_adds_stays_where_it_is() -> None:
 
 
 @pytest.mark.private(
+    "torch._inductor.async_compile.AsyncCompile",
+    "torch._inductor.async_compile.AsyncCompile.wait",
+    need="kernels of all stretches are built at the same time, and waited for at the end",
+    instead="a wait for the kernels of each stretch, as Inductor does it: a third more seconds",
+)
+def test_kernels_can_be_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    wait = AsyncCompile.wait
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        code = compile_fx_inner(*args, **kwargs)
+        if kwargs.get("is_backward"):
+            assert len(waiting) == 2
+            for builds, scope in waiting:
+                wait(builds, scope)
+        return code
+
+    monkeypatch.setattr(AsyncCompile, "wait", lambda *args: waiting.append(args))
+    settings = {"fx_graph_cache": False}
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        compile_product(settings, inner)  # runs both, so their kernels are there
+
+
+@pytest.mark.private(
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "torch._inductor.config.custom_partitioner_fn",
     need="our partition below Inductor, as a part of the key of AOTAutograd's cache",
