@@ -87,23 +87,20 @@ class Meeting:
     def _key(self) -> str:
         return f"checkpoint/{self._checksum:x}-{self._known.times.get(self._checksum, 0)}"
 
-    def require_open(self) -> None:
-        """Raise if the others have given this one up already.
-
-        Raises:
-            CheckpointError: they have.
-        """
-        if self._store is not None and self._store.check([self._key]):
-            self.give_up()
-            raise self._late_error()
-
     def group(self) -> dist.ProcessGroup:
         """The group to use, made anew if saves were given up since.
 
         Raises:
+            CheckpointError: the others have given this one up already.
             RuntimeError: a rank has died.
         """
-        number = 0 if self._store is None else int(self._store.add(_BROKEN, 0))
+        number = 0
+        if self._store is not None:
+            number = int(self._store.add(_BROKEN, 0))
+            # Looked up after the number: what is not given up yet is not in the number either.
+            if self._store.check([self._key]):
+                self.give_up()
+                raise self._late_error()
         known = self._known
         if known.group is None or known.number != number:
             known.group, known.number = _new_group(self._of), number
@@ -130,8 +127,13 @@ class Meeting:
 
 
 def _mark(store: Any, key: str) -> None:
+    """Count a save or load that is given up, once; when this returns on any rank, it is counted."""
+    counted = f"{key}-counted"
     if store.add(key, 1) == 1:  # the first of the ranks that give it up
         store.add(_BROKEN, 1)
+        store.set(counted, "1")
+    else:
+        store.wait([counted], timedelta(seconds=STORE_TIMEOUT_S))
 
 
 def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:

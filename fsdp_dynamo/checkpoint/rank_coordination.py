@@ -114,9 +114,10 @@ def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> R
     if ranks is None or ranks.size() == 1:
         return RankCoordinator(None, 0, 1)
     meeting = Meeting(ranks, f"{what}: {text}")
-    meeting.require_open()
     try:
         own = meeting.group()
+    except CheckpointError:
+        raise
     except RuntimeError as error:
         raise RankCoordinator(ranks, ranks.rank(), ranks.size()).unreachable_error(error) from error
     coordinator = RankCoordinator(own, ranks.rank(), ranks.size(), meeting)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from loops import error_of
 from models import batch, loss_of, make_transformer
 from pool import RankPool
 
 from fsdp_dynamo import checkpoint, fully_shard
+from fsdp_dynamo.checkpoint import coordination_group
 
 WAIT_S = 2.0
 
@@ -58,6 +61,42 @@ def test_a_rank_that_is_late(ranks: RankPool, tmp_path: Path) -> None:
     first, error, *rest = late[0]
     assert (first, rest) == ("", ["", ""])
     assert "this one after the others had given up" in error
+
+
+class _Stalled:
+    """A store whose client stalls before it counts a save that was given up."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.has_come, self.goes_on = threading.Event(), threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        if key == coordination_group._BROKEN:
+            self.has_come.set()
+            assert self.goes_on.wait(60)
+        return self._store.add(key, amount)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+
+def test_what_one_gives_up_is_counted_before_another_goes_on() -> None:
+    """Else ranks would begin their next save in different groups."""
+    store = dist.HashStore()
+    stalled = _Stalled(store)
+    first = threading.Thread(target=coordination_group._mark, args=(stalled, "save"))
+    first.start()
+    assert stalled.has_come.wait(60)
+    second = threading.Thread(target=coordination_group._mark, args=(store, "save"))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    assert store.add(coordination_group._BROKEN, 0) == 0
+    stalled.goes_on.set()
+    first.join(60)
+    second.join(60)
+    assert not second.is_alive()
+    assert store.add(coordination_group._BROKEN, 0) == 1
 
 
 def test_the_same_step_again(ranks: RankPool, tmp_path: Path) -> None:
