@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -120,15 +121,13 @@ def payload_numel(collective: fx.Node) -> int:
 def mutates(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node writes into a tensor that is one of its arguments."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if value is source or (isinstance(value, list | tuple) and source in value):
-            return True
-    return False
+    return schema is not None and source in written_by(schema, node.args, node.kwargs)
+
+
+def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of an operator's arguments that its schema says it writes to, lists taken apart."""
+    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | {**kwargs}
+    return pytree.tree_leaves([given.get(a.name) for a in schema.arguments if a.is_write])
 
 
 def is_backward(graph: fx.Graph) -> bool:

@@ -11,6 +11,8 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graph_passes.graph_utils import written_by
+
 
 def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> str | None:
     """The reason why a body cannot be a region; ``None`` if it can.
@@ -33,18 +35,45 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "an input or an output is a view of another"
     if _writes_to_an_input(body, values[: len(inputs)]):
         return "it writes to an input"
-    if not _used(body) >= set(body.graph.find_nodes(op="placeholder")):
-        return "no output depends on one of its inputs"  # torch gives that one a gradient of zeros
     return None
 
 
-def _used(body: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that outputs are computed from."""
-    used: set[fx.Node] = set()
-    for node in reversed(body.graph.nodes):
-        if node.op == "output" or node in used:
-            used.update(node.all_input_nodes)
-    return used
+def carrying_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that gradients come to when they come to all outputs of a graph.
+
+    Args:
+        graph: a graph as Dynamo hands it to a backend.
+    """
+    carrying: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in carrying:
+            carrying.update(source for source in node.all_input_nodes if _requires_grad(source))
+    return carrying
+
+
+def passes_gradients(
+    nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], carrying: set[fx.Node]
+) -> bool:
+    """Whether a gradient comes to each input and output that requires one. To those of a region
+    torch gives zeros where none comes.
+
+    Args:
+        nodes: the run.
+        inputs: nodes outside that it uses.
+        outputs: those of its nodes that are used outside.
+        carrying: the nodes of the whole graph that a gradient comes to.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    users = carrying.intersection(nodes)
+    reached = [node in carrying for node in outputs if _requires_grad(node)]
+    reached += [not users.isdisjoint(node.users) for node in inputs if _requires_grad(node)]
+    return all(reached)
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in leaves)
 
 
 def last_changes(graph: fx.Graph) -> dict[int, int]:
@@ -109,10 +138,6 @@ class _Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        arguments = func._schema.arguments
-        given = [*zip(arguments, args, strict=False)]
-        given += [(argument, kwargs.get(argument.name)) for argument in arguments[len(args) :]]
-        for argument, value in given:
-            if argument.is_write:
-                self.storages |= {_storage(v) for v in tree_leaves(value) if v is not None}
+        written = written_by(func._schema, args, kwargs)
+        self.storages |= {_storage(value) for value in written if value is not None}
         return func(*args, **kwargs)

@@ -27,7 +27,13 @@ from torch import fx
 from graph_passes.graph_utils import order_index
 from graph_passes.markers import is_body, unit_of
 from graph_passes.node_equality import Numbered, value_key
-from graph_passes.regions.eligibility import changed_after, last_changes, why_not
+from graph_passes.regions.eligibility import (
+    carrying_gradients,
+    changed_after,
+    last_changes,
+    passes_gradients,
+    why_not,
+)
 
 _IDENTIFIER = "fsdp_region_{}"
 
@@ -76,9 +82,12 @@ def outline_regions(gm: fx.GraphModule) -> RegionReport:
     groups: dict[Any, list[Run]] = {}
     report = RegionReport()
     position, changes = order_index(gm.graph), last_changes(gm.graph)
+    carrying = carrying_gradients(gm.graph)
     for run in _runs(gm.graph):
         if changed_after(run.inputs, position[run.nodes[-1]], changes):
             report.left.append((run.unit, "one of its inputs is changed after it"))
+        elif not passes_gradients(run.nodes, run.inputs, run.outputs, carrying):
+            report.left.append((run.unit, "no gradient comes to one of its inputs or outputs"))
         else:
             groups.setdefault(_key(run), []).append(run)
     for runs in groups.values():

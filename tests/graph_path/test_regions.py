@@ -226,10 +226,11 @@ class _Builder:
         self.graph = fx.Graph()
         self.common = self.input("x")
 
-    def input(self, name: str, *size: int) -> fx.Node:
+    def input(self, name: str, *size: int, requires_grad: bool = False) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["example_value"] = torch.empty(size or (4, 4))
+            value = torch.empty(size or (4, 4), requires_grad=requires_grad)
+        node.meta["example_value"] = value
         return node
 
     def call(self, unit: str, target: Any, *args: Any) -> fx.Node:
@@ -299,16 +300,41 @@ def test_a_write_to_an_input_is_left() -> None:
     assert not report.regions
 
 
-def test_an_input_that_no_output_depends_on_is_left() -> None:
-    """Its gradient is none, and torch's regions make it zeros."""
+def _scaled(detached: bool) -> fx.GraphModule:
+    """Two units that scale one tensor by a parameter, by its value alone if ``detached``."""
     builder = _Builder()
     results = []
     for i in range(2):
-        builder.call(f"u{i}", torch.t, builder.input(f"w{i}"))
-        results.append(builder.call(f"u{i}", torch.tanh, builder.common))
+        x, scale = (builder.input(f"{name}{i}", requires_grad=True) for name in "xw")
+        if detached:
+            scale = builder.call(f"u{i}", torch.detach, scale)
+        results.append(
+            builder.call(f"u{i}", torch.mul, builder.call(f"u{i}", torch.tanh, x), scale)
+        )
+    return builder.done(*results)
+
+
+def test_an_input_that_no_gradient_comes_to_is_left() -> None:
+    """Its gradient is none, and torch's regions make it zeros."""
+    assert outline_regions(_scaled(detached=False)).regions == [["u0", "u1"]]
+    reason = "no gradient comes to one of its inputs or outputs"
+    assert outline_regions(_scaled(detached=True)).left == [("u0", reason), ("u1", reason)]
+    with torch.no_grad():
+        assert outline_regions(_scaled(detached=True)).regions == [["u0", "u1"]]
+
+
+def test_an_output_that_no_gradient_comes_to_is_left() -> None:
+    """As above, where what is computed from it is detached."""
+    builder = _Builder()
+    results = []
+    for i in range(2):
+        weight, x = (builder.input(f"{name}{i}", requires_grad=True) for name in "wx")
+        penalty = builder.call(f"u{i}", torch.square, weight)
+        results.append(builder.call(f"u{i}", torch.matmul, weight, x))
+        results.append(builder.call("", torch.detach, builder.call("", torch.square, penalty)))
     report = outline_regions(builder.done(*results))
-    reason = "no output depends on one of its inputs"
-    assert report.left == [("u0", reason), ("u1", reason)]
+    reason = "no gradient comes to one of its inputs or outputs"
+    assert [entry for entry in report.left if entry[0]] == [("u0", reason), ("u1", reason)]
 
 
 def test_a_write_that_raises_no_version_is_left() -> None:
