@@ -1,6 +1,6 @@
 """Marks: what a graph knows about its collectives and to which unit its compute belongs.
 
-A mark is put on at birth with ``torch.fx.traceback.annotate`` and reaches
+A mark is put on at birth, as ``torch.fx.traceback.annotate`` does, and reaches
 ``node.meta["custom"]`` in every later graph. Passes read marks; they never guess.
 """
 

@@ -51,8 +51,8 @@ from fsdp_dynamo.graph_path.planning import (
 )
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
+from fsdp_dynamo.graph_path.unshard_operators import collectives_of
 from graph_passes.graph_pass import GraphPass
-from graph_passes.markers import mark_of
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
 
@@ -95,12 +95,6 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     return parsed
 
 
-def _has_wire_formats(gm: fx.GraphModule) -> bool:
-    """Whether any collective of a traced graph travels in another format than its tensors have."""
-    nodes = (n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
-    return any(mark.wire for mark in map(mark_of, nodes) if mark is not None)
-
-
 def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
     """A pipeline that writes down every graph at every stage, and first what the stages are."""
     pipeline = Pipeline(passes, artifacts.emit_graph)
@@ -135,7 +129,7 @@ def fsdp_dynamo_aot_eager(
 
 
 _SETTINGS = {
-    # Dynamo's graph holds all of a Function that it has traced, so the graph is key enough.
+    # Dynamo's graph holds all of a user's Function that it has traced: it is key enough.
     "autograd_cache_allow_custom_autograd_functions": True,
     # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache.
     "bundled_autograd_cache": True,
@@ -164,7 +158,7 @@ def fsdp_dynamo(
     require_usable_folder()
     parsed = _prepare(gm, options)
     settings |= users_settings(parsed)
-    if _has_wire_formats(gm):
+    if collectives_of(gm).formats:
         wire_kernels.compile_kernels()
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     passes = default_passes(planner, False, parsed.passes, parsed.left_out)

@@ -8,23 +8,28 @@ reshard the unit in between (decision 14).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from fsdp_dynamo.dynamo.private_api import ends_with_a_break
 from fsdp_dynamo.errors import error_message
+from fsdp_dynamo.graph_path.unshard_operators import UNSHARD, unsharded_behind
 from graph_passes.graph_utils import hint
-from graph_passes.markers import cuts_views, is_body, unit_of
+from graph_passes.markers import unit_of
 
 _warned: set[tuple[str, int]] = set()
 """Units that were named, and their bytes; ``("", 0)`` for a graph break outside of them."""
 
 
 def warn_if_the_graph_breaks(gm: fx.GraphModule) -> None:
-    """Warn, once for each unit, that a graph break ends a graph that is to be compiled."""
-    if not ends_with_a_break(gm):
+    """Warn, once for each unit, that a graph break ends a graph that is to be compiled.
+
+    An unsharded flat parameter, which users do not see, leaves a graph only where one ends before
+    the unit's module is called.
+    """
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    if not ends_with_a_break(gm) and not any(n.target is UNSHARD for n in output.all_input_nodes):
         return
     units = set(units_that_stay(gm).items()) or {("", 0)}
     if units <= _warned:
@@ -51,19 +56,11 @@ def units_that_stay(gm: fx.GraphModule) -> dict[str, int]:
     """
     output = next(node for node in gm.graph.nodes if node.op == "output")
     found: dict[str, int] = {}
-    for source in set(_unsharded(output)):
+    for source in dict.fromkeys(map(unsharded_behind, output.all_input_nodes)):
+        if source is None:
+            continue
         tensor = source.meta.get("example_value")
         fqn = unit_of(source)
         if fqn and isinstance(tensor, torch.Tensor):
             found[fqn] = found.get(fqn, 0) + hint(tensor.numel()) * tensor.element_size()
     return found
-
-
-def _unsharded(output: fx.Node) -> Iterator[fx.Node]:
-    """Unsharded flat parameters that are outputs of a graph, or of which views are."""
-    for node in output.all_input_nodes:
-        is_view = cuts_views(node)
-        while cuts_views(node):
-            node = node.all_input_nodes[0]
-        if is_view or (unit_of(node) is not None and not is_body(node)):
-            yield node

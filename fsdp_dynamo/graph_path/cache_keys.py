@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import fx
 
 import graph_passes
-from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS
+from graph_passes.markers import BODY, UNIT
 from graph_passes.source_digest import source_digest
 
-_MARKS = (BODY, COLLECTIVE, UNIT, VIEWS)
+_MARKS = (BODY, UNIT)
 
 
 def source_key() -> str:

@@ -23,9 +23,8 @@ from fsdp_dynamo.agreement.comparison import require_same, share_from_first
 from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
+from fsdp_dynamo.graph_path.unshard_operators import collectives_of, unshard_nodes
 from graph_passes.cost_model import CostModel, Device, Link
-from graph_passes.graph_utils import collectives, group_of
-from graph_passes.markers import mark_of
 from graph_passes.memory.inductor_liveness import as_generated
 from graph_passes.memory.liveness import (
     live_bytes,
@@ -135,10 +134,9 @@ def planner_for(
         DivergenceError: ranks were given different options, or one has not come.
     """
     cost = CostModel()
-    names = _group_names(gm)
+    names, formats = collectives_of(gm)
     if names:
         group = _resolve(names[0])
-        formats = _formats_of(gm)
         text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
         agreed = _agreed.setdefault(group, set())
         if text not in agreed:
@@ -230,31 +228,10 @@ def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None)
         _measured.setdefault(groups[0], {})[_ranks_of(groups)] = rates
 
 
-def _group_names(gm: fx.GraphModule) -> list[str]:
-    """Names of all process groups in a graph and its subgraphs, in order."""
-    names: dict[str, None] = {}
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            names.update((group_of(node), None) for node in collectives(module.graph))
-    return list(names)
-
-
-def _formats_of(gm: fx.GraphModule) -> list[str]:
-    """Formats that collectives of a graph have or may have, as text."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    marks = [mark_of(node) for graph in graphs for node in collectives(graph)]
-    return sorted({mark.wire for mark in marks if mark is not None and mark.wire})
-
-
 def _device_of(gm: fx.GraphModule) -> torch.device:
-    """Device of the first collective's tensors."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in collectives(module.graph):
-                value: Any = node.meta.get("val", node.meta.get("example_value"))
-                if isinstance(value, torch.Tensor):
-                    return value.device
-    return torch.device("cpu")
+    """Device of the first unsharded flat parameter."""
+    device: torch.device = next(unshard_nodes(gm)).meta["example_value"].device
+    return device
 
 
 def _resolve(name: str) -> dist.ProcessGroup:

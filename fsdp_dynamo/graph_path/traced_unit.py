@@ -14,52 +14,25 @@ from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.errors import unit_name
+from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
 
-class TracedFlat(NamedTuple):
-    """Constants of one flat parameter in the graph; they make no guards.
+class Places(NamedTuple):
+    """Where a unit's parameters are put; a tied one in several places.
 
     Attributes:
-        group_name: registered name of the group that gathers: the shard group, or this rank's
-            node (no rank number is baked in).
-        world_size: its size.
-        reductions: names of the groups over which gradients are averaged, in order.
-        scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
-            0: all of them have it.
-        is_sharded: whether there is anything to gather.
-        requires_grad: whether there is a gradient to reduce.
-        param_dtype: name of the unsharded flat parameter's dtype.
-        reduce_dtype: name of the reduction's dtype.
-        sum_dtype: name of the dtype of gradients that wait for a reduction.
-        grad_dtype: name of the dtype of the gradient that leaves the graph.
-        grad_scale: factor of reduced gradients.
-        gather_mark: mark of the all-gather.
-        reduce_marks: a mark for each of ``reductions``.
-        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
-            are in one place.
-        split_sizes: how the unsharded flat parameter is cut.
-        views: for each original parameter its piece, its shape, and where it is put: the names
-            that lead from the unit's module to the holder, and the parameter's name.
+        paths: for each holder, the names that lead to it from the unit's module.
+        holders: for each place, the position of its holder in ``paths``.
+        names: for each place, the parameter's name there.
+        positions: for each place, the parameter's position in the unit.
     """
 
-    group_name: str
-    world_size: int
-    reductions: tuple[str, ...]
-    scatters: tuple[int, ...]
-    is_sharded: bool
-    requires_grad: bool
-    param_dtype: str
-    reduce_dtype: str
-    sum_dtype: str
-    grad_dtype: str
-    grad_scale: float
-    gather_mark: str
-    reduce_marks: tuple[str, ...]
-    offloaded_from: str
-    split_sizes: tuple[int, ...]
-    views: tuple[tuple[int, tuple[int, ...], tuple[tuple[tuple[str, ...], str], ...]], ...]
+    paths: tuple[tuple[str, ...], ...]
+    holders: tuple[int, ...]
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
 
 
 class TracedUnit(NamedTuple):
@@ -70,14 +43,18 @@ class TracedUnit(NamedTuple):
         input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
         output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
         device: where inputs are moved to; ``""``: they stay.
-        flats: its flat parameters.
+        flats: ``FlatConstants`` of its flat parameters, as text.
+        layouts: ``ViewConstants`` of its flat parameters, as text.
+        places: where the parameters are put.
     """
 
     fqn: str
     input_dtype: str
     output_dtype: str
     device: str
-    flats: tuple[TracedFlat, ...]
+    flats: tuple[str, ...]
+    layouts: tuple[str, ...]
+    places: Places
 
 
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
@@ -86,33 +63,47 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
     reshards = unit.settings.reshards_after_forward
     if reshards is None:
         reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
-    paths = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
-    flats = tuple(
-        _describe_flat(flat, unit, i, reshards, paths) for i, flat in enumerate(unit.flats)
-    )
     device = "" if unit.device is None else str(unit.device)
     input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
-    return TracedUnit(unit.fqn, input_dtype, output_dtype, device, flats)
+    return TracedUnit(
+        unit.fqn,
+        input_dtype,
+        output_dtype,
+        device,
+        flats=tuple(
+            [_describe_flat(f, unit, i, reshards).encode() for i, f in enumerate(unit.flats)]
+        ),
+        layouts=tuple([_describe_views(flat).encode() for flat in unit.flats]),
+        places=_places(module),
+    )
 
 
-def _describe_flat(
-    flat: FlatParameter,
-    unit: Unit,
-    ordinal: int,
-    reshards: bool,
-    paths: dict[nn.Module, tuple[str, ...]],
-) -> TracedFlat:
+def _places(module: UnitModuleProtocol) -> Places:
+    known = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
+    paths: dict[tuple[str, ...], int] = {}
+    places: dict[tuple[int, str], int] = {}
+    for position, original in enumerate(module._fsdp_unit.originals()):
+        for holder, name, _ in original.sites:
+            if holder in known:
+                number = paths.setdefault(known[holder], len(paths))
+                places[number, name] = position
+    holders, names = zip(*places, strict=True) if places else ((), ())
+    return Places(tuple(paths), holders, names, tuple(places.values()))
+
+
+def _describe_views(flat: FlatParameter) -> ViewConstants:
+    layout = flat.layout
+    shapes = [slot.shape for slot in layout.slots]
+    return ViewConstants(layout.split_sizes, layout.split_slots, shapes)
+
+
+def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:
     gathers, reductions = groups_in_graph(flat)
     num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
     dtypes = flat.dtypes(unit.wants_full_precision)
     wires = flat.wires(unit.wants_full_precision)
-    layout = flat.layout
-    views = []
-    for original, piece, slot in zip(flat.originals, layout.split_slots, layout.slots, strict=True):
-        sites = [(paths.get(module), name) for module, name, _ in original.sites]
-        places = {(path, name) for path, name in sites if path is not None}
-        views.append((piece, slot.shape, tuple(sorted(places))))
-    return TracedFlat(
+    return FlatConstants(
+        unit=unit.fqn,
         group_name=gathers.group_name,
         world_size=gathers.size(),
         reductions=tuple([group.group_name for group in reductions]),
@@ -136,8 +127,6 @@ def _describe_flat(
         ).encode(),
         reduce_marks=_reduce_marks(unit, ordinal, len(reductions), num_scatters, wires),
         offloaded_from=str(flat.device) if flat.is_offloaded else "",
-        split_sizes=layout.split_sizes,
-        views=tuple(views),
     )
 
 
@@ -188,7 +177,8 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str) -> tuple[Any, ...]:
-    """``TracedUnit`` of the unit module of this name, at the time of the trace, as plain tuples.
+    """``TracedUnit`` of the unit module of this name, at the time of the trace, as a plain
+    tuple.
 
     Raises:
         CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be
@@ -211,5 +201,5 @@ def constants_of(name: str) -> tuple[Any, ...]:
             where=unit_name(module._fsdp_unit.fqn),
             fix="Leave one of them out, or compile without fullgraph (hooks mode).",
         )
-    *constants, flats = _describe(module)
-    return (*constants, tuple([tuple(flat) for flat in flats]))
+    *constants, places = _describe(module)
+    return (*constants, tuple(places))

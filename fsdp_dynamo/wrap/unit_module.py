@@ -34,7 +34,7 @@ from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
-from fsdp_dynamo.graph_path.trace import TracedTensors, check_originals, traced_forward
+from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.state_dict import model
@@ -147,14 +147,16 @@ class UnitModule(UserMethods):
     def _fsdp_share_shards(self) -> None:
         """Hand the shards to the graph path, whose inputs they are."""
         flats = self._fsdp_own_unit.flats
-        self._fsdp_shards = tuple(flat.sharded for flat in flats)
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
-        self._fsdp_secondaries, self._fsdp_full_secondaries = (
-            tuple([stand_in_for(self, flat, is_full_precision=full) for flat in flats])
-            for full in (False, True)
+        self._fsdp_graph_inputs, self._fsdp_full_graph_inputs = (
+            tuple(
+                [(f.sharded, stand_in_for(self, f, is_full_precision=x), None, None) for f in flats]
+            )
+            for x in (False, True)
         )
         self._fsdp_unit_key = str(id(self._fsdp_own_unit))
-        self._fsdp_parallel = tuple(tuple(o.parallel for o in flat.originals) for flat in flats)
+        splits = [original.parallel for original in self._fsdp_own_unit.originals()]
+        self._fsdp_splits = tuple([(i, s) for i, s in enumerate(splits) if s is not None])
         for flat in flats:
             mark_shard(flat)
 
@@ -172,8 +174,16 @@ class UnitModule(UserMethods):
                 _ = self._fsdp_graph_settings  # another guard
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
-                tensors, gathered = self._fsdp_tensors(), self._fsdp_gathered
-                return traced_forward(self._fsdp_name, tensors, inner, body, args, kwargs, gathered)
+                return traced_forward(
+                    self._fsdp_name,
+                    self._fsdp_inputs(),
+                    self._fsdp_splits,
+                    inner,
+                    body,
+                    args,
+                    kwargs,
+                    self._fsdp_gathered,
+                )
             if mode == LEAF_MODE and leaves.may_be_leaf(self._fsdp_name, changes_python_state()):
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
@@ -184,19 +194,18 @@ class UnitModule(UserMethods):
             refuse_without_orig_params()
         return self._fsdp_run_hooked(args, kwargs, key)
 
-    def _fsdp_tensors(self) -> TracedTensors:
+    def _fsdp_inputs(self) -> Inputs:
         """This unit's inputs of a graph, in a step that reduces gradients or not (traced)."""
         accumulation = self._fsdp_own_root.accumulation
-        sums: tuple[torch.Tensor | None, ...] = (None,) * len(self._fsdp_shards)
-        carriers = sums
-        if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
-            carriers = self._fsdp_carriers
-        elif accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once
-            sums = tuple([flat.grad_sum.total for flat in self._fsdp_own_unit.flats])
-        secondaries = self._fsdp_secondaries
+        inputs: Inputs = self._fsdp_graph_inputs
         if self._fsdp_full_precision_in_eval and not self.training:
-            secondaries = self._fsdp_full_secondaries
-        return TracedTensors(self._fsdp_shards, self._fsdp_parallel, sums, carriers, secondaries)
+            inputs = self._fsdp_full_graph_inputs
+        if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
+            return [(*t[:3], c) for t, c in zip(inputs, self._fsdp_carriers)]  # noqa: B905  # traced
+        if accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once
+            sums = [flat.grad_sum.total for flat in self._fsdp_own_unit.flats]
+            return [(*t[:2], s, None) for t, s in zip(inputs, sums)]  # noqa: B905  # traced
+        return inputs
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a unit's hooks run eagerly, between compiled regions"

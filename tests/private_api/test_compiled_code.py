@@ -318,7 +318,7 @@ class _Product(torch.autograd.Function):
 
 @pytest.mark.private(
     "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
-    need="AOTAutograd keeps graphs with a traced autograd.Function, as ours",
+    need="AOTAutograd keeps graphs with a traced autograd.Function of the user's",
     instead="nothing: a later start then partitions and plans anew, and only the stretches' code "
     "is kept",
 )

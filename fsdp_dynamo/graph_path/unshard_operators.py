@@ -1,0 +1,296 @@
+"""What a traced unit does to its flat parameters, as two operators of Dynamo's graph.
+
+Dynamo sees one call each and need not trace what is inside, unit by unit. AOTAutograd, which runs
+the graph, sees what they are made of::
+
+    unshard          -> all_gather -> wait, and in the backward reduce_scatter -> wait
+    parameter_views  -> split -> view ...
+
+Every collective is marked where it is made. The constants of a unit are arguments, as text, so
+that they are part of every key of the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import traceback
+
+from fsdp_dynamo.graph_path.offloading import TO_DEVICE, TO_HOST
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, Mark
+
+
+class FlatConstants(NamedTuple):
+    """Constants of the collectives of one flat parameter.
+
+    Attributes:
+        unit: FQN of the unit.
+        group_name: registered name of the group that gathers: the shard group, or this rank's
+            node (no rank number is baked in).
+        world_size: its size.
+        reductions: names of the groups over which gradients are averaged, in order.
+        scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
+            0: all of them have it.
+        is_sharded: whether there is anything to gather.
+        requires_grad: whether there is a gradient to reduce.
+        param_dtype: name of the unsharded flat parameter's dtype.
+        reduce_dtype: name of the reduction's dtype.
+        sum_dtype: name of the dtype of gradients that wait for a reduction.
+        grad_dtype: name of the dtype of the gradient that leaves the graph.
+        grad_scale: factor of reduced gradients.
+        gather_mark: mark of the all-gather.
+        reduce_marks: a mark for each of ``reductions``.
+        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
+            are in one place.
+    """
+
+    unit: str
+    group_name: str
+    world_size: int
+    reductions: Sequence[str]
+    scatters: Sequence[int]
+    is_sharded: bool
+    requires_grad: bool
+    param_dtype: str
+    reduce_dtype: str
+    sum_dtype: str
+    grad_dtype: str
+    grad_scale: float
+    gather_mark: str
+    reduce_marks: Sequence[str]
+    offloaded_from: str
+
+    def encode(self) -> str:
+        """The constants as text."""
+        return json.dumps(self)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def decode(text: str) -> FlatConstants:
+        """Back from ``encode``."""
+        return FlatConstants(*json.loads(text))
+
+
+def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    wanted = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.to(wanted)
+
+
+@contextmanager
+def _marked(marks: dict[str, str]) -> Iterator[None]:
+    """Marks on what is traced inside.
+
+    ``traceback.annotate`` would write them into those of the node that is run, which it shares with
+    others.
+    """
+    meta = traceback.get_current_meta()
+    before = meta.get("custom") or {}
+    meta["custom"] = {**before, **marks}
+    try:
+        yield
+    finally:
+        meta["custom"] = before
+
+
+def _as_in_the_forward(unit: str) -> AbstractContextManager[None]:
+    """Marks of a unit on what is traced in a backward.
+
+    In what it knows to be a backward, AOTAutograd would put those of the forward, the all-gather's,
+    in their place.
+    """
+    node = fx.Graph().create_node("placeholder", "backward")
+    node.meta["custom"] = {UNIT: unit, BODY: "0"}
+    return traceback.set_current_meta(node)
+
+
+def _gather(
+    shard: torch.Tensor, secondary: torch.Tensor | None, flat: FlatConstants
+) -> torch.Tensor:
+    if secondary is not None:
+        shard = secondary
+    elif flat.offloaded_from:
+        shard = TO_DEVICE(shard, flat.offloaded_from, getattr(torch, flat.param_dtype))
+    else:
+        shard = _cast(shard, flat.param_dtype)
+    if not flat.is_sharded:
+        return shard.view_as(shard)
+    with _marked({COLLECTIVE: flat.gather_mark}):
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            shard, flat.world_size, flat.group_name
+        )
+        unsharded: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return unsharded
+
+
+def _reduce(grad: torch.Tensor, flat: FlatConstants) -> torch.Tensor:
+    grad = _cast(grad, flat.reduce_dtype)
+    for group, size, mark in zip(flat.reductions, flat.scatters, flat.reduce_marks, strict=True):
+        with _marked({COLLECTIVE: mark}):
+            if size:
+                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(grad, "avg", size, group)
+            else:
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
+            grad = torch.ops._c10d_functional.wait_tensor(reduced)
+    if flat.grad_scale != 1:
+        grad = grad * flat.grad_scale
+    grad = _cast(grad, flat.grad_dtype)
+    return TO_HOST(grad) if flat.offloaded_from else grad
+
+
+class _Unshard(torch.autograd.Function):
+    """The all-gather is the forward, the reduce-scatter the backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        shard: torch.Tensor,
+        secondary: torch.Tensor | None,
+        total: torch.Tensor | None,
+        carrier: torch.Tensor | None,
+        flat: FlatConstants,
+    ) -> torch.Tensor:
+        ctx.flat, ctx.carries = flat, carrier is not None
+        ctx.save_for_backward(*(() if total is None else (total,)))
+        return _gather(shard, secondary, flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        with _as_in_the_forward(ctx.flat.unit):
+            if ctx.carries:
+                return None, None, None, _cast(grad, ctx.flat.sum_dtype), None
+            for total in ctx.saved_tensors:
+                grad = _cast(grad, ctx.flat.sum_dtype) + total
+            return _reduce(grad, ctx.flat), None, None, None, None
+
+
+def unshard(
+    shard: torch.Tensor,
+    secondary: torch.Tensor | None,
+    total: torch.Tensor | None,
+    carrier: torch.Tensor | None,
+    constants: str,
+) -> torch.Tensor:
+    """The unsharded flat parameter ``(padded_numel,)``; the gradient is the shard's, reduced.
+
+    Args:
+        shard: the sharded flat parameter ``(padded_numel / N,)``.
+        secondary: what is gathered in its place, on nodes of ranks:
+            ``(padded_numel / ranks in a node,)``.
+        total: unsharded gradients of earlier steps, to be reduced with this step's.
+        carrier: in a step that reduces nothing, what takes the unsharded gradient.
+        constants: ``FlatConstants.encode()``.
+    """
+    flat = FlatConstants.decode(constants)
+    if not flat.requires_grad:
+        return _gather(shard, secondary, flat)
+    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, carrier, flat)  # type: ignore[no-untyped-call]
+    return unsharded
+
+
+class ViewConstants(NamedTuple):
+    """How an unsharded flat parameter is cut into parameters. Equal units have equal ones.
+
+    Attributes:
+        split_sizes: numel of each piece.
+        pieces: for each parameter, its piece.
+        shapes: for each parameter, its shape.
+    """
+
+    split_sizes: Sequence[int]
+    pieces: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+
+    def encode(self) -> str:
+        """The constants as text."""
+        return json.dumps(self)
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def decode(text: str) -> ViewConstants:
+        """Back from ``encode``."""
+        return ViewConstants(*json.loads(text))
+
+
+def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
+    """The parameters as views of the unsharded flat parameter.
+
+    Args:
+        unsharded: ``(padded_numel,)``.
+        constants: ``ViewConstants.encode()``.
+    """
+    sizes, pieces, shapes = ViewConstants.decode(constants)
+    with _marked({VIEWS: ""}):
+        cut = torch.split(unsharded, sizes)  # type: ignore[arg-type]
+        return [cut[piece].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+_library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
+for _function, _schema in (
+    (
+        unshard,
+        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? carrier, str constants)"
+        " -> Tensor",
+    ),
+    (parameter_views, "(Tensor(a) unsharded, str constants) -> Tensor(a)[]"),
+):
+    _library.define(_function.__name__ + _schema)
+    # Where a graph ends in a unit they run by themselves, not in graphs of their own.
+    _function = torch.compiler.disable(_function, reason="made of what a graph would hold")
+    _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
+
+UNSHARD = torch.ops.fsdp_dynamo.unshard.default
+PARAMETER_VIEWS = torch.ops.fsdp_dynamo.parameter_views.default
+
+
+# -- in graphs -------------------------------------------------------------------------------------
+
+
+def unshard_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """All calls of ``unshard`` in a graph that Dynamo hands over, and in its subgraphs."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.find_nodes(op="call_function", target=UNSHARD)
+
+
+class Collectives(NamedTuple):
+    """What is known of the collectives that a graph will have.
+
+    Attributes:
+        groups: registered names of their groups, those that gather first.
+        formats: the formats that they have or may have, as text.
+    """
+
+    groups: list[str]
+    formats: list[str]
+
+
+def collectives_of(gm: fx.GraphModule) -> Collectives:
+    """Groups and formats of the collectives of a graph that Dynamo hands over."""
+    gathers: dict[str, None] = {}
+    reductions: dict[str, None] = {}
+    marks: list[str] = []
+    for node in unshard_nodes(gm):
+        *_, carrier, constants = node.args
+        flat = FlatConstants.decode(str(constants))
+        if flat.is_sharded:
+            gathers[flat.group_name] = None
+            marks.append(flat.gather_mark)
+        if carrier is None and node.meta["example_value"].requires_grad:
+            reductions |= dict.fromkeys(flat.reductions)
+            marks += flat.reduce_marks
+    wires = {Mark.decode(mark).wire for mark in marks}
+    return Collectives(list(gathers | reductions), sorted(wires - {""}))
+
+
+def unsharded_behind(node: fx.Node) -> fx.Node | None:
+    """The unsharded flat parameter that a node of such a graph is, or of which it is a view."""
+    if node.target is operator.getitem and node.all_input_nodes[0].target is PARAMETER_VIEWS:
+        return node.all_input_nodes[0].all_input_nodes[0]
+    return node if node.target is UNSHARD else None
