@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
 
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +38,19 @@ from benchmarks.workloads import catalogue
 WORLD = 8
 KEYS = "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor"
 TIMEOUT_S = 900
+PHASES = {
+    "trace": ("bytecode_tracing", "build_guards"),
+    "joint graph": ("aot_collect_metadata", "aot_trace_joint_graph"),
+    "partition": ("Partitioner", "min_cut_rematerialization_partition"),
+    "Inductor": (
+        "_recursive_joint_graph_passes",
+        "_recursive_post_grad_passes",
+        "GraphLowering.run",
+        "GraphLowering.codegen",
+    ),
+    "wait for C++": ("async_compile.wait",),
+}
+"""Names in torch's own record of compile times."""
 MARK = "compile_time: "
 
 
@@ -65,7 +79,17 @@ def measure_here(key: str, depth: int, size: str = "small") -> dict[str, Any]:
         "second_step_s": seconds[1],
         "first_step_cpu_s": cpu_seconds[0],
         "graphs": graphs,
+        "phases_s": phases(seconds[0]),
     }
+
+
+def phases(first_step_s: float) -> dict[str, float]:
+    """Wall seconds of the first step by phase; ``rest`` is what no phase has."""
+    found = {
+        phase: sum(sum(compilation_time_metrics.get(name, ())) for name in names)
+        for phase, names in PHASES.items()
+    }
+    return found | {"rest": first_step_s - sum(found.values())}
 
 
 def _cpu_seconds() -> float:
@@ -110,6 +134,16 @@ def compile_times(keys: list[str], depths: list[int], size: str) -> dict[str, di
     return results
 
 
+def _phase_rows(
+    results: dict[str, dict[str, Any]], titles: dict[str, str]
+) -> Iterator[tuple[str, ...]]:
+    for key, by_depth in results.items():
+        for depth in dict.fromkeys((next(iter(by_depth)), next(reversed(by_depth)))):
+            if "phases_s" in by_depth[depth]:
+                seconds = by_depth[depth]["phases_s"].values()
+                yield f"{titles[key]}, {depth} blocks", *(f"{s:.1f}" for s in seconds)
+
+
 def main() -> None:
     """Print the table; write it as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -132,6 +166,7 @@ def main() -> None:
         for key, by_depth in results.items()
     ]
     print(table(("first step s (warm), by blocks", *map(str, depths)), cells))
+    print(table(("first step s, by phase", *PHASES, "rest"), list(_phase_rows(results, titles))))
     if options.json is not None:
         write(
             options.json,

@@ -486,6 +486,23 @@ def test_graphs_and_graph_breaks_are_counted() -> None:
     assert counters["stats"]["unique_graphs"] - old_graphs == 2
 
 
+@pytest.mark.private(
+    "torch._dynamo.utils.compilation_time_metrics",
+    need="seconds of a first step by phase, in a benchmark",
+    instead="torch._dynamo.utils.compile_times(), whose numbers have been made text",
+)
+def test_compile_times_are_kept_by_phase() -> None:
+    from torch._dynamo.utils import compilation_time_metrics
+
+    def traces() -> list[float]:
+        return list(compilation_time_metrics.get("bytecode_tracing", ()))
+
+    before = traces()
+    torch.compile(torch.sin, backend="eager", fullgraph=True)(X)
+    (seconds,) = traces()[len(before) :]
+    assert seconds > 0
+
+
 @pytest.fixture
 def artifacts() -> Iterator[list[tuple[str, str]]]:
     """Names and texts of what is written to torch's trace log."""
