@@ -7,7 +7,7 @@ inputs that all ranks agree on; nothing here measures anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,8 @@ def _message_bytes(node: fx.Node, size: int) -> int:
 
 def num_flops(node: fx.Node) -> int:
     """Floating-point operations of a node; 0 without metadata."""
+    if _formula_of(node.target, node.kwargs) is None:
+        return 0
     args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
     try:
         flops = operator_flops(node.target, args, kwargs, _value(node))
@@ -231,23 +233,49 @@ def operator_flops(
         kwargs: its keyword arguments.
         output: its result.
     """
-    packet = getattr(operator, "overloadpacket", None)
-    if str(packet) == _CPU_ATTENTION:
-        return hint(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if str(packet) == f"{_CPU_ATTENTION}_backward":
-        return hint(sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))) * 5 // 2
-    if operator is _OPS.flex_attention:
-        return _flex_attention_flops(*args[:3], products_of_keys=1, products_of_values=1)
-    if operator is _OPS.flex_attention_backward:
-        return _flex_attention_flops(*args[:3], products_of_keys=3, products_of_values=2)
-    if operator in (_OPS.triton_kernel_wrapper_functional, _OPS.triton_kernel_wrapper_mutation):
-        packet = _counted_kernel(kwargs["kernel_idx"])
-    formula = flop_registry.get(packet)
+    formula = _formula_of(operator, kwargs)
     return 0 if formula is None else hint(formula(*args, **kwargs, out_val=output))
 
 
-_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+_Formula = Callable[..., Any]
 _OPS = torch.ops.higher_order
+_ON_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _formula_of(operator: Any, kwargs: Mapping[str, Any]) -> _Formula | None:
+    if operator in _FORMULAS:
+        return _FORMULAS[operator]
+    counted = getattr(operator, "overloadpacket", None)
+    if counted in _FORMULAS:
+        return _FORMULAS[counted]
+    if operator in (_OPS.triton_kernel_wrapper_functional, _OPS.triton_kernel_wrapper_mutation):
+        counted = _counted_kernel(kwargs["kernel_idx"])
+    formula: _Formula | None = flop_registry.get(counted)
+    return formula
+
+
+def _attention_on_cpus(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_on_cpus_backward(grad: Any, *args: Any, **kwargs: Any) -> Any:
+    return hint(_attention_on_cpus(*args)) * 5 // 2
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> int:
+    return _flex_attention_flops(*args[:3], products_of_keys=1, products_of_values=1)
+
+
+def _flex_attention_backward(*args: Any, **kwargs: Any) -> int:
+    return _flex_attention_flops(*args[:3], products_of_keys=3, products_of_values=2)
+
+
+_FORMULAS: dict[Any, _Formula] = {
+    getattr(torch.ops.aten, _ON_CPUS): _attention_on_cpus,
+    getattr(torch.ops.aten, f"{_ON_CPUS}_backward"): _attention_on_cpus_backward,
+    _OPS.flex_attention: _flex_attention,
+    _OPS.flex_attention_backward: _flex_attention_backward,
+}
 
 
 def _flex_attention_flops(

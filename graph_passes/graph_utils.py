@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ _WAIT = "_c10d_functional::wait_tensor"
 
 def op_name(node: fx.Node) -> str:
     """Qualified name of the ATen or c10d operator that a node calls; ``""`` for others."""
-    if node.op != "call_function":
-        return ""
-    target = node.target
+    return _name_of(node.target) if node.op == "call_function" else ""
+
+
+@lru_cache(maxsize=4096)
+def _name_of(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.name()).split(".")[0]
     if isinstance(target, torch._ops.OpOverloadPacket):  # in graphs that Dynamo hands over
@@ -132,7 +135,8 @@ def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 def is_backward(graph: fx.Graph) -> bool:
     """Whether a partitioned graph is a backward graph (it has tangents among its inputs)."""
-    return any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+    inputs = graph.find_nodes(op="placeholder", sort=False)
+    return any("tangents" in node.name for node in reversed(inputs))  # they come last
 
 
 _VIEWS = """
