@@ -197,10 +197,10 @@ def _message_bytes(node: fx.Node, size: int) -> int:
 
 def num_flops(node: fx.Node) -> int:
     """Floating-point operations of a node; 0 without metadata."""
-    if _formula_of(node.target, node.kwargs) is None:
-        return 0
-    args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
     try:
+        if _formula_of(node.target, node.kwargs) is None:
+            return 0
+        args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
         flops = operator_flops(node.target, args, kwargs, _value(node))
     except (AttributeError, TypeError, ValueError):  # no metadata
         return 0

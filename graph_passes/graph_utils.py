@@ -129,7 +129,7 @@ def mutates(node: fx.Node, source: fx.Node) -> bool:
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Those of an operator's arguments that its schema says it writes to, lists taken apart."""
-    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | {**kwargs}
+    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     return pytree.tree_leaves([given.get(a.name) for a in schema.arguments if a.is_write])
 
 

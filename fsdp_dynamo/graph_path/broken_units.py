@@ -28,8 +28,8 @@ def warn_if_the_graph_breaks(gm: fx.GraphModule) -> None:
     An unsharded flat parameter, which users do not see, leaves a graph only where one ends before
     the unit's module is called.
     """
-    output = next(node for node in gm.graph.nodes if node.op == "output")
-    if not ends_with_a_break(gm) and not any(n.target is UNSHARD for n in output.all_input_nodes):
+    outputs = gm.graph.output_node().all_input_nodes
+    if not ends_with_a_break(gm) and not any(node.target is UNSHARD for node in outputs):
         return
     units = set(units_that_stay(gm).items()) or {("", 0)}
     if units <= _warned:
@@ -54,9 +54,8 @@ def units_that_stay(gm: fx.GraphModule) -> dict[str, int]:
 
     The root is left out: it stays unsharded until its backward in any case.
     """
-    output = next(node for node in gm.graph.nodes if node.op == "output")
     found: dict[str, int] = {}
-    for source in dict.fromkeys(map(unsharded_behind, output.all_input_nodes)):
+    for source in dict.fromkeys(map(unsharded_behind, gm.graph.output_node().all_input_nodes)):
         if source is None:
             continue
         tensor = source.meta.get("example_value")

@@ -14,7 +14,7 @@ from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.errors import unit_name
-from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants
+from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants, encode
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
@@ -71,9 +71,9 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
         output_dtype,
         device,
         flats=tuple(
-            [_describe_flat(f, unit, i, reshards).encode() for i, f in enumerate(unit.flats)]
+            [encode(_describe_flat(f, unit, i, reshards)) for i, f in enumerate(unit.flats)]
         ),
-        layouts=tuple([_describe_views(flat).encode() for flat in unit.flats]),
+        layouts=tuple([encode(_describe_views(flat)) for flat in unit.flats]),
         places=_places(module),
     )
 

@@ -67,15 +67,30 @@ class FlatConstants(NamedTuple):
     reduce_marks: Sequence[str]
     offloaded_from: str
 
-    def encode(self) -> str:
-        """The constants as text."""
-        return json.dumps(self)
 
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def decode(text: str) -> FlatConstants:
-        """Back from ``encode``."""
-        return FlatConstants(*json.loads(text))
+class ViewConstants(NamedTuple):
+    """How an unsharded flat parameter is cut into parameters. Equal units have equal ones.
+
+    Attributes:
+        split_sizes: numel of each piece.
+        pieces: for each parameter, its piece.
+        shapes: for each parameter, its shape.
+    """
+
+    split_sizes: Sequence[int]
+    pieces: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+
+
+def encode(constants: FlatConstants | ViewConstants) -> str:
+    """Constants as text."""
+    return json.dumps(constants)
+
+
+@lru_cache(maxsize=4096)
+def _decode(kind: Any, text: str) -> Any:
+    """Back from ``encode``."""
+    return kind(*json.loads(text))
 
 
 def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -185,37 +200,13 @@ def unshard(
             ``(padded_numel / ranks in a node,)``.
         total: unsharded gradients of earlier steps, to be reduced with this step's.
         carrier: in a step that reduces nothing, what takes the unsharded gradient.
-        constants: ``FlatConstants.encode()``.
+        constants: ``FlatConstants``, encoded.
     """
-    flat = FlatConstants.decode(constants)
+    flat: FlatConstants = _decode(FlatConstants, constants)
     if not flat.requires_grad:
         return _gather(shard, secondary, flat)
     unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, carrier, flat)  # type: ignore[no-untyped-call]
     return unsharded
-
-
-class ViewConstants(NamedTuple):
-    """How an unsharded flat parameter is cut into parameters. Equal units have equal ones.
-
-    Attributes:
-        split_sizes: numel of each piece.
-        pieces: for each parameter, its piece.
-        shapes: for each parameter, its shape.
-    """
-
-    split_sizes: Sequence[int]
-    pieces: Sequence[int]
-    shapes: Sequence[Sequence[int]]
-
-    def encode(self) -> str:
-        """The constants as text."""
-        return json.dumps(self)
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def decode(text: str) -> ViewConstants:
-        """Back from ``encode``."""
-        return ViewConstants(*json.loads(text))
 
 
 def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
@@ -223,11 +214,11 @@ def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tenso
 
     Args:
         unsharded: ``(padded_numel,)``.
-        constants: ``ViewConstants.encode()``.
+        constants: ``ViewConstants``, encoded.
     """
-    sizes, pieces, shapes = ViewConstants.decode(constants)
+    sizes, pieces, shapes = _decode(ViewConstants, constants)
     with _marked({VIEWS: ""}):
-        cut = torch.split(unsharded, sizes)  # type: ignore[arg-type]
+        cut = torch.split(unsharded, sizes)
         return [cut[piece].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
@@ -278,7 +269,7 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
     marks: list[str] = []
     for node in unshard_nodes(gm):
         *_, carrier, constants = node.args
-        flat = FlatConstants.decode(str(constants))
+        flat: FlatConstants = _decode(FlatConstants, str(constants))
         if flat.is_sharded:
             gathers[flat.group_name] = None
             marks.append(flat.gather_mark)
