@@ -28,6 +28,7 @@ from fsdp_dynamo.checkpoint.rank_coordination import (
     error_text,
     translate_dcp_errors,
 )
+from fsdp_dynamo.checkpoint.staging import in_host_memory
 from fsdp_dynamo.checkpoint.storage_reader import SavePlanner
 from fsdp_dynamo.checkpoint.storage_writer import Writer
 from fsdp_dynamo.checkpoint.throttle import Throttle
@@ -221,7 +222,7 @@ def _prepare(
         random_state = auxiliary_states.random_state()
         return _Content(
             step,
-            optim_state.copied(state, to_cpu=True, is_deep=True) if copied else state,
+            in_host_memory(state) if copied else state,
             auxiliary_states.serialize({"shared": shared_states, "model": others}),
             auxiliary_states.serialize({"random": random_state, "per_rank": own_states}),
             names,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
 from modes import in_mode
 from pool import RankPool
+from staged_copies import as_if_on_a_device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -435,7 +437,12 @@ def test_one_rank_that_fails_alone(ranks: RankPool, tmp_path: Path) -> None:
 # -- in the background ---------------------------------------------------------------------------
 
 
-def _in_the_background(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+def _in_the_background(rank: int, world_size: int, folder: str, staged: bool) -> dict[str, bool]:
+    with as_if_on_a_device() if staged else nullcontext():
+        return _saved_in_the_background(rank, folder)
+
+
+def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
     """Training goes on for two steps before the first byte is written."""
     may_write = threading.Event()
     write = storage_writer.Writer.write_data
@@ -472,8 +479,9 @@ def _in_the_background(rank: int, world_size: int, folder: str) -> dict[str, boo
     }
 
 
-def test_saving_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(_in_the_background, 2, str(tmp_path)):
+@pytest.mark.parametrize("staged", [False, True])
+def test_saving_in_the_background(ranks: RankPool, tmp_path: Path, staged: bool) -> None:
+    for found in ranks.run(_in_the_background, 2, str(tmp_path), staged):
         assert [what for what, holds in found.items() if not holds] == []
 
 

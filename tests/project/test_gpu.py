@@ -15,7 +15,8 @@ import torch.distributed as dist
 from models import make_transformer, wrap
 from modes import in_mode
 
-from fsdp_dynamo import CPUOffload
+from fsdp_dynamo import CPUOffload, checkpoint
+from fsdp_dynamo.checkpoint import staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,3 +85,22 @@ def test_gpu_memory_stats() -> None:
     done = subprocess.run(command, env=os.environ | rank | address, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "PyTorch CUDA memory summary" in done.stdout
+
+
+def test_a_checkpoint_is_as_it_was_when_saved(nccl: torch.device, tmp_path: Path) -> None:
+    model = wrap(make_transformer(num_blocks=2), device_id=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(31, (2, 8), device=nccl)
+    for step in range(2):
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        saving = checkpoint.async_save(tmp_path, model, optimizer, step=step)
+    saved = [parameter.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    saving.wait()
+    checkpoint.load(tmp_path, model, optimizer)
+    for parameter, value in zip(model.parameters(), saved, strict=True):
+        assert torch.equal(parameter, value)
+    assert staging.in_host_memory(saved)[-1].is_pinned()

@@ -1,0 +1,55 @@
+"""Copies in host memory of what a checkpoint holds, so that training may go on."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fsdp_dynamo.state_dict.optim_state import copied
+from fsdp_dynamo.state_dict.tensor_shard import TensorShard
+
+
+def in_host_memory(state: Any) -> Any:
+    """A copy of a nested state, with all of its tensors in host memory.
+
+    Tensors of a device are copied into pinned memory, which is kept as long as they live: the next
+    copy overwrites this one. It is complete when this returns, so no later write can get into it,
+    whoever makes it and on whichever stream.
+    """
+    elements: dict[Any, torch.Tensor] = {
+        id(leaf): _elements(leaf) for leaf in tree_leaves(state) if _is_on_device(leaf)
+    }
+    staged: Any = _stager().stage(elements) if elements else {}
+
+    def in_host(leaf: Any) -> Any:
+        if id(leaf) not in staged:
+            return copied(leaf, to_cpu=True, is_deep=True)
+        values = staged[id(leaf)]
+        return leaf.like(values) if isinstance(leaf, TensorShard) else values
+
+    return tree_map(in_host, state)
+
+
+def _is_on_device(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has memory: torch's stager copies whole storages, each once."""
+    return tensor.held_elements() if isinstance(tensor, TensorShard) else tensor.detach()
+
+
+@cache
+def _stager() -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=True,
+        )
+    )

@@ -1,0 +1,65 @@
+"""Copies of what is saved, with tensors of the host in the place of a device's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import torch
+from staged_copies import as_if_on_a_device
+
+from fsdp_dynamo.checkpoint import staging
+from fsdp_dynamo.state_dict.tensor_shard import TensorShard
+
+
+def _shards(flat: torch.Tensor) -> dict[str, TensorShard]:
+    """Parts of two tensors of six elements, in one memory."""
+    return {"a": TensorShard(flat[:4], (2, 3), 2), "b": TensorShard(flat[4:], (3, 2), 0)}
+
+
+def test_a_copy_is_what_was_there() -> None:
+    flat, step, options = torch.arange(6.0), torch.tensor(3.0), {"betas": [0.9, 0.95]}
+    state = {"model": _shards(flat), "optim": [{"step": step}, options]}
+    with as_if_on_a_device():
+        copy = staging.in_host_memory(state)
+    flat.zero_(), step.zero_(), options["betas"].clear()
+    assert copy["model"]["a"].held_elements().tolist() == [0, 1, 2, 3]
+    assert copy["model"]["b"].held_elements().tolist() == [4, 5]
+    assert copy["model"]["a"].held_chunks() == state["model"]["a"].held_chunks()  # type: ignore[index]
+    assert copy["model"]["a"].shape == (2, 3)
+    assert copy["optim"] == [{"step": torch.tensor(3.0)}, {"betas": [0.9, 0.95]}]
+
+
+def test_memory_is_kept_for_the_next_copy() -> None:
+    flat = torch.arange(6.0)
+    with as_if_on_a_device():
+        first = staging.in_host_memory(_shards(flat))
+        flat.add_(1)
+        second = staging.in_host_memory(_shards(flat))
+    pointers = [
+        {k: v.held_elements().data_ptr() for k, v in one.items()} for one in (first, second)
+    ]
+    assert pointers[0] == pointers[1]
+    assert second["b"].held_elements().tolist() == [5, 6]
+
+
+def test_memory_goes_with_what_was_copied() -> None:
+    flat = torch.arange(6.0)
+    with as_if_on_a_device():
+        copy = staging.in_host_memory(_shards(flat))
+        kept = weakref.ref(copy["a"].held_elements().untyped_storage())
+        del copy
+        gc.collect()
+        assert kept() is not None
+        del flat
+        gc.collect()
+        assert kept() is None
+
+
+def test_tensors_of_the_host_are_copied_each_time() -> None:
+    state: dict[str, Any] = {"a": torch.arange(6.0)}
+    with mock.patch.object(staging, "_stager", side_effect=AssertionError):
+        first, second = staging.in_host_memory(state), staging.in_host_memory(state)
+    assert first["a"].data_ptr() != second["a"].data_ptr()

@@ -1,0 +1,23 @@
+"""Copies that checkpoints make of a device's tensors, without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from fsdp_dynamo.checkpoint import staging
+
+
+@contextmanager
+def as_if_on_a_device() -> Iterator[None]:
+    """All tensors are taken for a device's, and copied by torch's stager."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    with (
+        mock.patch.object(staging, "_is_on_device", lambda leaf: isinstance(leaf, torch.Tensor)),
+        mock.patch.object(staging, "_stager", return_value=stager),
+    ):
+        yield
