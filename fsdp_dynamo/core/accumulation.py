@@ -84,6 +84,7 @@ class UnshardedSum:
         self._views: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor | None] = []  # that are kept apart
         self._trained: set[int] = set()  # of which something may be in the sum
+        self._trained_in_partial: set[int] = set()
 
     @torch.no_grad()
     def put(self, total: torch.Tensor, unused: Collection[int] | None = None) -> None:
@@ -140,11 +141,42 @@ class UnshardedSum:
         self._trained = set()
         return total if has_grad else None
 
+    # -- what waits for the reduction over replicas -----------------------------------------------
+
+    def leave_to_replicas(self, grad: torch.Tensor) -> None:
+        """Let a gradient that is reduced in its shard group wait, with those that wait already."""
+        if self.partial is not None:
+            grad.add_(self.partial)
+        self.partial = grad
+        self._trained_in_partial.update(self._now_trained())
+
+    def take_partial(self) -> torch.Tensor | None:
+        """What waits for the reduction over replicas, and waits no more."""
+        partial, self.partial = self.partial, None
+        self._trained_in_partial = set()
+        return partial
+
+    def frozen_in_partial(self) -> set[int]:
+        """As ``frozen_since``, of what waits for the reduction over replicas."""
+        return self._trained_in_partial.difference(self._now_trained())
+
+    def give_partial(self, parts: Sequence[torch.Tensor], frozen: Collection[int]) -> None:
+        """Give what waited, reduced, to the parameters: those that are frozen by now, too."""
+        if self.total is not None:
+            self.add_reduced(parts)
+            self.keep_reduced(frozen, parts)
+            return
+        for original, part, has in zip(self._originals, parts, has_value(parts), strict=True):
+            if has:
+                original.add_grad(part)
+
     # -- parameters that are frozen while it waits ------------------------------------------------
 
+    def _now_trained(self) -> list[int]:
+        return [index for index, one in enumerate(self._originals) if one.param.requires_grad]
+
     def _note_trained(self) -> None:
-        trained = [index for index, one in enumerate(self._originals) if one.param.requires_grad]
-        self._trained.update(trained)
+        self._trained.update(self._now_trained())
 
     def frozen_since(self) -> set[int]:
         """Indices of parameters that were trained when the sum was made, and are frozen now.

@@ -74,9 +74,7 @@ class PendingReduce:
         self.held = ()
         waiting = flat.grad_sum
         if self.is_partial:
-            if waiting.partial is not None:
-                self.sharded_grad.add_(waiting.partial)
-            waiting.partial = self.sharded_grad
+            waiting.leave_to_replicas(self.sharded_grad)
             return None
         if waiting.settings.all_reduce_hook is not None:
             waiting.settings.all_reduce_hook(self.sharded_grad)
@@ -143,6 +141,7 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
     """
     for flat in flats:
         waiting = flat.grad_sum
+        _reduce_frozen_partial(flat)
         frozen = waiting.frozen_since()
         if not frozen:
             continue
@@ -152,6 +151,20 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
             reduced = flat.as_grad(reduced).to(flat.home)
             waiting.keep_reduced(frozen, flat.shard_layout.split(reduced))
         waiting.accumulation.refresh()
+
+
+def _reduce_frozen_partial(flat: FlatParameter) -> None:
+    """The same of what has been reduced in its shard group, all of it at once."""
+    waiting = flat.grad_sum
+    frozen, grad = waiting.frozen_in_partial(), waiting.partial
+    if not frozen or grad is None:
+        return
+    waiting.take_partial()
+    in_flight = _issue_mean(flat, flat.groups.reductions[-1], grad, grad, flat.replica_wire)
+    reduced = PendingReduce(flat, in_flight, grad).finish()
+    assert reduced is not None
+    parts = flat.shard_layout.split(flat.as_grad(reduced).to(flat.home))
+    waiting.give_partial(parts, frozen)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
@@ -169,9 +182,9 @@ def _issue_over_replicas(
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
     """Add what earlier backwards have left to the reduction over replicas."""
-    if flat.grad_sum.partial is not None:
-        grad.add_(flat.grad_sum.partial)
-        flat.grad_sum.partial = None
+    partial_grad = flat.grad_sum.take_partial()
+    if partial_grad is not None:
+        grad.add_(partial_grad)
 
 
 def _issue_mean(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as upstream
-from models import Block, batch, loss_of, make_transformer, train
+from models import Block, average_gradients, batch, loss_of, make_transformer, train
 from modes import in_mode
 from pool import RankPool
 from torch import nn
@@ -187,6 +187,41 @@ def test_replicas(ranks: RankPool) -> None:
     for wrong, counts in ranks.run(_replicas, 4):
         assert wrong == []
         assert counts == [0, 3]
+
+
+def _frozen_before_the_mean(
+    rank: int, world_size: int, shape: tuple[int, ...], frozen: str
+) -> list[str]:
+    """Names of gradients that are not one process's: of what is frozen, the first step's."""
+
+    def accumulate(model: Any, wait_for_replicas: Callable[[bool], None]) -> None:
+        wait_for_replicas(False)
+        _backwards(model, rank, 0)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(frozen))
+        wait_for_replicas(True)
+        _backwards(model, rank, 1)
+
+    plain = make_transformer(num_blocks=2)
+    accumulate(plain, lambda _: None)
+    average_gradients(plain)
+    model = _shard(fsdp_dynamo, shape)
+    accumulate(model, model.set_requires_all_reduce)
+    got = _grads(model)
+    return [
+        name
+        for name, param in plain.named_parameters()
+        if got[name] is None or not torch.allclose(got[name], param.grad, 1e-4, 1e-6)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("frozen", ["blocks.0.up.bias", "blocks.0"])
+def test_a_parameter_frozen_before_the_mean_over_replicas(
+    ranks: RankPool, shape: tuple[int, ...], frozen: str
+) -> None:
+    """What it has waits for no later backward, which may not come to it."""
+    assert ranks.run(_frozen_before_the_mean, 4, shape, frozen) == [[]] * 4
 
 
 # -- what is gathered, and when --------------------------------------------------------------------
