@@ -42,6 +42,8 @@ class Root:
 
     Attributes:
         secondary: the secondary shards of its units.
+        trained: which parameters are trained, one after the other, as text. Compiled code in which
+            units are leaves is guarded by it: what a leaf returns has a gradient, or none.
         is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
@@ -49,6 +51,7 @@ class Root:
     def __init__(self, units: Sequence[tuple[UnitPaths, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
+        self.trained = ""
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.is_last_backward = True
         self.ends_backward_by_hand = False
@@ -68,6 +71,11 @@ class Root:
         self.accumulation = Accumulation([flat.grad_sum for flat in flats])
         self.accumulation.refresh()
         self.secondary = SecondaryShards(self.units, self.accumulation)
+
+    def note_trained(self) -> None:
+        """Set ``trained``, which the user may have changed since the last forward."""
+        originals = (original for unit in self.units for original in unit.originals())
+        self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
 
     @property
     def is_outside(self) -> bool:

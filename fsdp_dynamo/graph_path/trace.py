@@ -90,6 +90,7 @@ def place_of(name: str, has_grad: bool) -> str:
 
 def traced_forward(
     name: str,
+    settings: str,
     inputs: Inputs,
     splits: tuple[tuple[int, TensorParallel], ...],
     module: Any,
@@ -106,6 +107,7 @@ def traced_forward(
 
     Args:
         name: the unit module's registered name.
+        settings: ``UnitSettings.in_graphs``.
         inputs: of the graph.
         splits: positions of the parameters that tensor parallelism has split, and how.
         module: the unit's module.
@@ -115,7 +117,7 @@ def traced_forward(
         gathered: unsharded flat parameters of units of several modules, by unit, in a forward of
             the outermost one; ``None`` where there is no such unit.
     """
-    fqn, input_dtype, output_dtype, device, flats, layouts, places = constants_of(name)
+    fqn, input_dtype, output_dtype, device, flats, layouts, places = constants_of(name, settings)
     if input_dtype or device:
         dtype = getattr(torch, input_dtype) if input_dtype else None
         target = torch.device(device) if device else None

@@ -176,9 +176,13 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def constants_of(name: str) -> tuple[Any, ...]:
+def constants_of(name: str, settings: str) -> tuple[Any, ...]:
     """``TracedUnit`` of the unit module of this name, at the time of the trace, as a plain
     tuple.
+
+    Args:
+        name: the unit module's registered name.
+        settings: ``UnitSettings.in_graphs``: Dynamo guards what it passes on.
 
     Raises:
         CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be

@@ -93,8 +93,10 @@ def _has_hooks(module: UnitModuleProtocol) -> bool:
 
 def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     body = module._fsdp_compiled_bodies.get(key)
+    nested = module._fsdp_has_nested
+    if nested:
+        module._fsdp_root.note_trained()
     if body is None:
-        nested = module._fsdp_has_nested
         refuse_cuda_graphs(module, backend_of(key))
         backend = _segment_backend(key) if nested else backend_of(key)
         shapes = None if nested else module._fsdp_unit.shapes
@@ -113,12 +115,17 @@ def call_as_leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def may_be_leaf(leaf_id: str, changes_state: bool) -> bool:
+def may_be_leaf(leaf_id: str, changes_state: bool, trained: str) -> bool:
     """Whether a nested unit may be a node of the graph that is traced (by Dynamo, as a constant).
 
     Python state that the code around it changes (a list that layers append to, say) would change
     only after the graph, and be read before it. Such a model's graphs end at every unit; others end
     at units with hooks of the user inside.
+
+    Args:
+        leaf_id: the unit module's registered name.
+        changes_state: whether code before it in the graph changes Python state.
+        trained: ``Root.trained``. Dynamo guards what it passes on, and so what leaves return.
     """
     module = registered(leaf_id)
     root = module._fsdp_root
@@ -240,9 +247,9 @@ def fake_forward(
                     slot.shape,
                     dtype=flat.dtypes(unit.wants_full_precision).param,
                     device=flat.device,
-                    requires_grad=flat.is_trainable,
+                    requires_grad=original.param.requires_grad,
                 )
-                for slot in flat.layout.slots
+                for slot, original in zip(flat.layout.slots, flat.originals, strict=True)
             ]
         )
     try:

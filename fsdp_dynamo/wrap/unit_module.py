@@ -171,11 +171,11 @@ class UnitModule(UserMethods):
             if self._fsdp_full_precision_in_eval:
                 _ = self.training  # a guard: graphs for training and evaluation differ
             if mode == GRAPH_MODE:
-                _ = self._fsdp_graph_settings  # another guard
                 inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
                 return traced_forward(
                     self._fsdp_name,
+                    self._fsdp_graph_settings,
                     self._fsdp_inputs(),
                     self._fsdp_splits,
                     inner,
@@ -184,7 +184,9 @@ class UnitModule(UserMethods):
                     kwargs,
                     self._fsdp_gathered,
                 )
-            if mode == LEAF_MODE and leaves.may_be_leaf(self._fsdp_name, changes_python_state()):
+            if mode == LEAF_MODE and leaves.may_be_leaf(
+                self._fsdp_name, changes_python_state(), self._fsdp_own_root.trained
+            ):
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
         if leaves.is_faking():

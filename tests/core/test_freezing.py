@@ -78,6 +78,35 @@ def test_between_steps(ranks: RankPool, mode: str, before: str) -> None:
         assert got[0] == pytest.approx(expected[0], rel=1e-5)
 
 
+def _thawed(rank: int, world_size: int, mode: str) -> list[tuple[str, bool]]:
+    """Trained parameters, and whether their gradients are one process's.
+
+    A forward with gradients has come before, when all parameters were frozen.
+    """
+    plain = make_transformer(num_blocks=2).requires_grad_(False)
+    model = wrap(copy.deepcopy(plain))
+    run = _called_again(in_mode(model, mode))
+    for net, call in ((plain, plain), (model, run)):
+        loss_of(call, batch(rank, 0))  # type: ignore[arg-type]
+        for name, param in net.named_parameters():
+            param.requires_grad_(name.startswith("blocks.1.up"))
+        loss_of(call, batch(rank, 1)).backward()  # type: ignore[arg-type]
+    average_gradients(plain)
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    with FSDP.summon_full_params(model, with_grads=True):
+        got = {name: param.grad for name, param in model.named_parameters()}
+    trained = [name for name, grad in expected.items() if grad is not None]
+    assert trained == [name for name, grad in got.items() if grad is not None]
+    return [(name, torch.allclose(got[name], expected[name], 1e-4, 1e-6)) for name in trained]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trained_after_a_forward(ranks: RankPool, mode: str) -> None:
+    """Code that was made while a unit's output needed no gradient is not used any more."""
+    names = ["blocks.1.up.weight", "blocks.1.up.bias"]
+    assert ranks.run(_thawed, 2, mode) == [[(name, True) for name in names]] * 2
+
+
 def _frozen_units(rank: int, world_size: int, mode: str) -> list[str]:
     model = wrap(make_transformer(num_blocks=2))
     call = in_mode(model, mode)

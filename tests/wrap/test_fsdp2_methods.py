@@ -60,9 +60,10 @@ def _divided(model: Any, run: nn.Module, rank: int) -> None:
             module, fsdp_dynamo.FSDPModule
         ):
             module.set_force_sum_reduction_for_comms(True)
+    _backwards(run, rank, 0)
     model.set_gradient_divide_factor(5.0)
     model.blocks[1].set_gradient_divide_factor(0.5)
-    _backwards(run, rank, 0, 1)
+    _backwards(run, rank, 1, 2)
 
 
 def _accumulated(model: Any, run: nn.Module, rank: int) -> None:
