@@ -9,18 +9,23 @@ import torch
 from torch import fx
 
 
-def value_key(value: Any) -> Any:
+def value_key(value: Any, is_placed: bool = True) -> Any:
     """Hashable key, equal for values that are the same to a compiled graph.
 
     Tensors are compared by shape, stride, offset, dtype, device and whether they require a
     gradient; objects that are neither tensors nor plain constants by identity.
+
+    Args:
+        value: of a node.
+        is_placed: whether it matters where in its memory a tensor begins. That differs between
+            ranks whose batches are parts of one tensor.
     """
     if isinstance(value, torch.Tensor):
         return (
             type(value),
             tuple(map(str, value.shape)),
             tuple(map(str, value.stride())),
-            str(value.storage_offset()),
+            str(value.storage_offset()) if is_placed else "",
             value.dtype,
             value.device,
             value.requires_grad,

@@ -147,7 +147,7 @@ def _key(run: Run) -> tuple[Any, ...]:
 def _input_key(node: fx.Node) -> Any:
     """Key of interchangeable inputs; a module in the graph equals only itself."""
     value = node.meta.get("example_value")
-    return ("attribute", node.target) if value is None else value_key(value)
+    return ("attribute", node.target) if value is None else value_key(value, is_placed=False)
 
 
 def _why_alone(run: Run) -> str:

@@ -269,6 +269,17 @@ def test_equal_bodies_share_a_region() -> None:
     assert sum(map(is_region, gm.graph.nodes)) == 3
 
 
+def test_where_an_input_begins_does_not_matter() -> None:
+    """Batches that are parts of one tensor begin elsewhere on each rank, which have one plan."""
+    builder = _Builder()
+    weights = [builder.input(f"w{i}") for i in range(2)]
+    whole = weights[1].meta["example_value"].new_empty(8, 4)
+    weights[1].meta["example_value"] = whole[4:]
+    results = [builder.call(f"u{i}", torch.mul, weight, 2) for i, weight in enumerate(weights)]
+    report = outline_regions(builder.done(*results))
+    assert report.regions == [["u0", "u1"]]
+
+
 def test_regions_that_follow_one_another() -> None:
     lines, gm = _units(2.0, 3.0, 2.0, 3.0)
     assert lines == ["region of 2: u0, u2", "region of 2: u1, u3"]
