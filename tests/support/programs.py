@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp1_programs import draw_branch, leaves_of, map_leaves
 from modes import in_mode
 from torch import nn
+from torch.func import functional_call
 
 from fsdp_dynamo import FSDP, FSDPStateError, MixedPrecision, ShardingStrategy, checkpoint
 from fsdp_dynamo.wrap_policy import CustomPolicy
@@ -138,7 +139,7 @@ class _Pair:
 
     def __init__(self, program: Program, rank: int, world_size: int, folder: str) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, Path(folder)
-        self.mode = program.mode
+        self.mode, self.is_widened = program.mode, program.widened
         self.plain = trees.build(_tree_of(program))
         self.model = _wrapped(program)
         self.saved: list[Any] = []
@@ -295,10 +296,17 @@ class _Pair:
             output = model(x)
         return output
 
+    def _reference(self, x: torch.Tensor) -> torch.Tensor:
+        """The plain model's output; computed in float64 where the other one does."""
+        if not self.is_widened:
+            return self.plain(x)
+        wide = {name: param.double() for name, param in self.plain.named_parameters()}
+        return functional_call(self.plain, wide, (x.double(),))
+
     def _both(self, seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of the reference, over all ranks, and of the model; outputs are compared."""
         inputs = self._inputs(seed, rows)
-        outputs = [self.plain(x) for x in inputs]
+        outputs = [self._reference(x) for x in inputs]
         largest = torch.stack([output.detach().abs().max() for output in outputs]).max()
         self.has_left_range |= not largest < _MAX_OUTPUT
         mine = self._call(self.run, inputs[self.rank])
