@@ -116,7 +116,7 @@ def _before(piece: Piece) -> Piece | None:
     if name in _RESHAPES:
         try:
             return Piece(source, slot.view(source.meta["val"].shape))
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # on meta tensors, and on fake ones
             return None
     if name in _TRANSPOSES:
         return Piece(source, slot.permute(_inverse(node, slot.dim())))

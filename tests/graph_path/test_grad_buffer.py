@@ -351,6 +351,21 @@ class Twice(nn.Module):
         return self.head(self.norm(self.shared(x)))
 
 
+class Spread(nn.Module):
+    """Weights of three dimensions, whose gradients are transposed views of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.apart = nn.Parameter(torch.randn(8, 4, 2))
+        self.together = nn.Parameter(torch.randn(8, 4, 2))
+        self.head = nn.Linear(8, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("ibh,hnd->ibnd", self.embed(tokens), self.apart)
+        return self.head(torch.einsum("ibnd,hnd->ibh", x, self.together))
+
+
 def _frozen() -> Transformer:
     model = make_transformer(num_blocks=2)
     for block in model.blocks:
@@ -367,6 +382,7 @@ _CASES: dict[str, Callable[[], FSDP]] = {
     "mixed": lambda: wrap(make_transformer(num_blocks=1), mixed_precision=_MIXED),
     "frozen": lambda: wrap(_frozen()),
     "twice": lambda: FSDP(Twice()),
+    "spread": lambda: FSDP(Spread()),
 }
 
 
@@ -428,8 +444,9 @@ def test_results_are_those_without_the_pass(ranks: RankPool, case: str, world_si
                 assert torch.equal(got, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["mixed", "twice"])
+@pytest.mark.parametrize(
+    "case", ["spread", *(pytest.param(case, marks=pytest.mark.slow) for case in ("mixed", "twice"))]
+)
 def test_results_under_inductor(ranks: RankPool, case: str) -> None:
     """Sums and casts of low precision may be fused otherwise: equal to rounding."""
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if case == "mixed" else {"rtol": 1e-5, "atol": 1e-7}
