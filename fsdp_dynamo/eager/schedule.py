@@ -42,8 +42,9 @@ class Root:
 
     Attributes:
         secondary: the secondary shards of its units.
-        trained: which parameters are trained, one after the other, as text. Compiled code in which
-            units are leaves is guarded by it: what a leaf returns has a gradient, or none.
+        trained: which parameters are trained, one after the other, as text, as of the beginning of
+            the forward. Compiled code in which units are leaves is guarded by it: what a leaf
+            returns has a gradient, or none. ``None``: there is no such code yet.
         is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
@@ -51,7 +52,7 @@ class Root:
     def __init__(self, units: Sequence[tuple[UnitPaths, Unit]]) -> None:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
-        self.trained = ""
+        self.trained: str | None = None
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.is_last_backward = True
         self.ends_backward_by_hand = False
@@ -73,7 +74,7 @@ class Root:
         self.secondary = SecondaryShards(self.units, self.accumulation)
 
     def note_trained(self) -> None:
-        """Set ``trained``, which the user may have changed since the last forward."""
+        """Set ``trained``."""
         originals = (original for unit in self.units for original in unit.originals())
         self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
 
@@ -172,6 +173,8 @@ class Root:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
         self.execution_order.begin()
+        if self.trained is not None:
+            self.note_trained()
         self.secondary.begin_forward()
         for unit in self.units:
             reduce_frozen(unit.flats)

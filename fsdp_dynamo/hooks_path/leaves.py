@@ -94,7 +94,7 @@ def _has_hooks(module: UnitModuleProtocol) -> bool:
 def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     body = module._fsdp_compiled_bodies.get(key)
     nested = module._fsdp_has_nested
-    if nested:
+    if nested and module._fsdp_root.trained is None:
         module._fsdp_root.note_trained()
     if body is None:
         refuse_cuda_graphs(module, backend_of(key))
