@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.exchange import wait_for_keys, wait_for_texts
-from fsdp_dynamo.agreement.late_ranks import Awaited
+from fsdp_dynamo.agreement.late_ranks import Awaited, ranges_of
 from fsdp_dynamo.agreement.store import next_round, shared_store
 
 
@@ -103,18 +103,7 @@ def _packed(texts: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
-    return json.dumps([[text, _ranges(ranks)] for text, ranks in ranks_of.items()])
-
-
-def _ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last ranks of those without a gap."""
-    found: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
+    return json.dumps([[text, ranges_of(ranks)] for text, ranks in ranks_of.items()])
 
 
 def _unpacked(content: str) -> dict[int, str]:

@@ -154,7 +154,7 @@ class LateRanks:
     def _raise_on_evidence(self, missing: Sequence[int]) -> None:
         if not self._is_announced:
             self._is_announced = True
-            record = [self._keys, self._awaited.name]
+            record = [_packed(self._keys), self._awaited.name]
             self._store.set(_wait_key(dist.get_rank()), json.dumps(record))
         try:
             self.raise_if_gone(missing)
@@ -206,13 +206,45 @@ def _issued_instead(missing: Sequence[int]) -> tuple[int, str] | None:
 
 def _awaited_instead(group: dist.ProcessGroup, missing: Sequence[int]) -> tuple[int, str] | None:
     """A rank that waits for this one elsewhere, and what for."""
-    own = str(dist.get_rank())
+    own = dist.get_rank()
     for ranks, store in stores_with(group).items():
         for rank in [rank for rank in missing if rank in ranks]:
             key = _wait_key(rank)
             record = store.get(key).decode() if store.check([key]) else ""
             if record:
-                keys, name = json.loads(record)
-                if own in keys and not store.check([keys[own]]):
+                packed, name = json.loads(record)
+                awaited = _key_in(packed, own)
+                if awaited is not None and not store.check([awaited]):
                     return rank, f"a wait for the {name}"
     return None
+
+
+def _packed(keys: Mapping[int, str]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Keys of ranks, as all ranks that wait for this one read them: short, however many there are.
+
+    What keys ``base/rank`` have in common, or else a key, and its ranks as ranges.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, key in keys.items():
+        common = key[: -len(str(rank))] if key.endswith(f"/{rank}") else key
+        ranks_of.setdefault(common, []).append(rank)
+    return [(key, ranges_of(ranks)) for key, ranks in ranks_of.items()]
+
+
+def _key_in(packed: list[tuple[str, list[tuple[int, int]]]], rank: int) -> str | None:
+    """The key of a rank."""
+    for key, ranges in packed:
+        if any(first <= rank <= last for first, last in ranges):
+            return f"{key}{rank}" if key.endswith("/") else key
+    return None
+
+
+def ranges_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last ranks of those without a gap."""
+    found: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1] = (found[-1][0], rank)
+        else:
+            found.append((rank, rank))
+    return found

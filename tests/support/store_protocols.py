@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from fsdp_dynamo.agreement.comparison import awaited, require_same, share_from_f
 from fsdp_dynamo.agreement.gathering import texts_over
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.checkpoint.coordination_group import Meeting
-from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm import collective_log, watchdog
 from graph_passes.text.fingerprint import SEPARATOR
 
 _NUM_UNITS = 100
@@ -27,6 +28,14 @@ def _entries(group: Any, odd: bool) -> list[str]:
 
 def _options(group: Any) -> None:
     require_same(group, "options", "bucket=True " * 20)
+
+
+def _late(group: Any) -> None:
+    """The last rank is late: the others look more than once what the first one waits for."""
+    group.meeting.wait()
+    if group.rank() == group.size() - 1:
+        time.sleep(2.5 * watchdog.PERIOD_S)
+    _options(group)
 
 
 def _graph(group: Any, odd: bool = False) -> None:
@@ -68,6 +77,7 @@ def _announce(group: Any) -> None:
 
 PROTOCOLS: dict[str, Callable[[Any], Any]] = {
     "options are compared": _options,
+    "options are compared, one rank is late": _late,
     "a graph of 100 units is compared": _graph,
     "one rank has another graph": _other_graph,
     "rates that one rank has measured": _rates,
