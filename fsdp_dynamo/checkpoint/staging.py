@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_dynamo.state_dict.optim_state import copied
@@ -23,7 +23,9 @@ def in_host_memory(state: Any) -> Any:
     elements: dict[Any, torch.Tensor] = {
         id(leaf): _elements(leaf) for leaf in tree_leaves(state) if _is_on_device(leaf)
     }
-    staged: Any = _stager().stage(elements) if elements else {}
+    staged: Any = _stager().stage(elements, non_blocking=True) if elements else {}
+    for device in {tensor.device for tensor in elements.values()}:
+        torch.accelerator.synchronize(device)
 
     def in_host(leaf: Any) -> Any:
         if id(leaf) not in staged:
@@ -44,12 +46,5 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _stager() -> DefaultStager:
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=True,
-        )
-    )
+def _stager() -> StateDictStager:
+    return StateDictStager(pin_memory=torch.cuda.is_available())

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from fsdp_dynamo.checkpoint import staging
 
@@ -15,9 +15,10 @@ from fsdp_dynamo.checkpoint import staging
 @contextmanager
 def as_if_on_a_device() -> Iterator[None]:
     """All tensors are taken for a device's, and copied by torch's stager."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = StateDictStager()
     with (
         mock.patch.object(staging, "_is_on_device", lambda leaf: isinstance(leaf, torch.Tensor)),
         mock.patch.object(staging, "_stager", return_value=stager),
+        mock.patch.object(torch.accelerator, "synchronize"),
     ):
         yield
