@@ -33,7 +33,7 @@ SETTINGS = {
 """What may be asked of an architecture beside the mode, and what it means."""
 
 ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
-COMMON_SETTINGS = ("defaults", "autocast", "frozen")
+COMMON_SETTINGS = ("defaults", "autocast", "frozen", "inductor")
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _of_timm() -> list[Architecture]:
     mixer = {"img_size": 64, "patch_size": 16, "embed_dim": 32, "num_blocks": 2}
     stages = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32), "drop_path_rate": 0.1}
     return [
-        _timm("resnet18", ("BasicBlock",), ("checkpointing", "inductor"), 64, layers=(1, 1, 1, 1)),
+        _timm("resnet18", ("BasicBlock",), ("checkpointing",), 64, layers=(1, 1, 1, 1)),
         _timm("efficientnet_b0", ("InvertedResidual",), size=64, drop_path_rate=0.2),
         _timm("mobilenetv3_small_050", ("InvertedResidual",), size=64),
         _timm("convnext_atto", ("ConvNeXtBlock",), **stages),
@@ -137,7 +137,7 @@ def _of_torchvision() -> list[Architecture]:
         return models.SwinTransformer(**sizes, window_size=[4, 4], num_classes=4)
 
     return [
-        _torchvision("resnet", resnet, ("BasicBlock",), 64, more=("inductor",)),
+        _torchvision("resnet", resnet, ("BasicBlock",), 64),
         _torchvision("mobilenet_v3", mobilenet, ("InvertedResidual",), 64),
         _torchvision("shufflenet_v2", shufflenet, ("InvertedResidual",), 64),
         _torchvision("googlenet", googlenet, ("Inception", "InceptionAux"), 64),

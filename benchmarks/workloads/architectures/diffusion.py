@@ -127,7 +127,7 @@ def architectures() -> list[Architecture]:
             },
             _noisy,
             ("ResnetBlock2D",),
-            ("checkpointing", "inductor"),
+            ("checkpointing",),
         ),
         _model(
             "unet_conditional",

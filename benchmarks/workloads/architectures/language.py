@@ -57,8 +57,8 @@ def _causal() -> list[Architecture]:
     gpt2 |= {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
     neo = {**SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
     return [
-        _model("llama", "LlamaForCausalLM", GROUPED, more=(*ATTENTION, "flex", "inductor")),
-        _model("gpt2", "GPT2LMHeadModel", gpt2, more=(*ATTENTION, "inductor")),
+        _model("llama", "LlamaForCausalLM", GROUPED, more=(*ATTENTION, "flex")),
+        _model("gpt2", "GPT2LMHeadModel", gpt2, more=ATTENTION),
         _model("gpt_neo", "GPTNeoForCausalLM", neo),
         _model("gpt_neox", "GPTNeoXForCausalLM", SIZES),
         _model("gptj", "GPTJForCausalLM", {**gpt2, "rotary_dim": 4}),
@@ -93,7 +93,7 @@ def _masked() -> list[Architecture]:
     bert_like = {**SIZES, "embedding_size": 32}
     mobile = {**bert_like, "intra_bottleneck_size": 32, "true_hidden_size": 32}
     return [
-        _model("bert", "BertForMaskedLM", SIZES, more=(*ATTENTION, "inductor")),
+        _model("bert", "BertForMaskedLM", SIZES, more=ATTENTION),
         _model("roberta", "RobertaForMaskedLM", SIZES),
         _model(
             "albert", "AlbertForMaskedLM", bert_like, blocks=("AlbertLayer",), settings=no_switch
@@ -126,7 +126,8 @@ def _masked() -> list[Architecture]:
             "BigBirdForMaskedLM",
             {**SIZES, "block_size": 2, "num_random_blocks": 1},
             blocks=("BigBirdLayer",),
-            settings=("defaults", "frozen", "checkpointing"),  # autocast: an error in eager mode
+            # autocast: an error in eager mode
+            settings=("defaults", "frozen", "inductor", "checkpointing"),
         ),
         _model("fnet", "FNetForMaskedLM", SIZES, blocks=("FNetLayer",)),
         _model("convbert", "ConvBertForMaskedLM", bert_like, blocks=("ConvBertLayer",)),
@@ -156,7 +157,7 @@ def _sequence_to_sequence() -> list[Architecture]:
     led = {**ENCODER_DECODER, "attention_window": 8, "max_encoder_position_embeddings": 64}
     side = {**GROUPED, "head_dim": 8}
     return [
-        _model("t5", "T5ForConditionalGeneration", T5_SIZES, more=("inductor",)),
+        _model("t5", "T5ForConditionalGeneration", T5_SIZES),
         _model("longt5", "LongT5ForConditionalGeneration", {**T5_SIZES, "local_radius": 4}),
         _model("bart", "BartForConditionalGeneration", ENCODER_DECODER, more=ATTENTION),
         _model(

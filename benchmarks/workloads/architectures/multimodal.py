@@ -94,7 +94,7 @@ def architectures() -> list[Architecture]:
     }
     special = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 62}
     return [
-        _model("clip", "CLIPModel", two_towers, batch=_pairs, more=("inductor",)),
+        _model("clip", "CLIPModel", two_towers, batch=_pairs),
         _model("siglip", "SiglipModel", two_towers, batch=_pairs),
         _model("blip", "BlipForConditionalGeneration", two_towers, batch=_captioned),
         _model(

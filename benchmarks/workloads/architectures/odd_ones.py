@@ -469,7 +469,7 @@ def _computations() -> list[Architecture]:
         _model("replaced_buffer", ReplacedBuffer),
         _model("own_checkpoint", Checkpointed),
         _model("autograd_function", StraightThrough),
-        _model("gradient_penalty", GradientPenalty, settings=("defaults", "frozen")),
+        _model("gradient_penalty", GradientPenalty, settings=("defaults", "frozen", "inductor")),
         _model("data_dependent_shape", DataDependent),
         _model("in_place", InPlace),
     ]

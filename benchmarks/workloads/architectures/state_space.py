@@ -35,7 +35,7 @@ def architectures() -> list[Architecture]:
     rwkv = {**SIZES, "context_length": 64, "attention_hidden_size": 32}
     griffin = {**GROUPED, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
     return [
-        _model("mamba", "MambaForCausalLM", mamba, more=("inductor",)),
+        _model("mamba", "MambaForCausalLM", mamba),
         _model("mamba2", "Mamba2ForCausalLM", mamba2),
         _model("falcon_mamba", "FalconMambaForCausalLM", mamba),
         _model("jamba", "JambaForCausalLM", jamba),

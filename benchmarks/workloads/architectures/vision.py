@@ -74,7 +74,7 @@ def _transformers() -> list[Architecture]:
     mae = {**PATCHES, "decoder_num_hidden_layers": 2, "decoder_hidden_size": 32}
     mae |= {"decoder_num_attention_heads": 4, "decoder_intermediate_size": 64}
     return [
-        _model("vit", "ViTForImageClassification", PATCHES, more=("sdpa", "eager", "inductor")),
+        _model("vit", "ViTForImageClassification", PATCHES, more=("sdpa", "eager")),
         _model("deit", "DeiTForImageClassification", PATCHES),
         _model("beit", "BeitForImageClassification", PATCHES),
         _model("swin", "SwinForImageClassification", swin),
@@ -168,7 +168,6 @@ def _convolutions() -> list[Architecture]:
             },
             blocks=("ResNetBasicLayer",),
             settings=plain,
-            more=("inductor",),
         ),
         _model(
             "regnet",
