@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.exchange import wait_for_keys, wait_for_texts
-from fsdp_dynamo.agreement.late_ranks import Awaited, ranges_of
+from fsdp_dynamo.agreement.late_ranks import Awaited
+from fsdp_dynamo.agreement.rank_ranges import ranges_by_text
 from fsdp_dynamo.agreement.store import next_round, shared_store
 
 
@@ -100,10 +101,7 @@ class _Beats:
 
 def _packed(texts: Mapping[int, str]) -> str:
     """Each distinct text once, with its ranks as ranges."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks_of.setdefault(text, []).append(rank)
-    return json.dumps([[text, ranges_of(ranks)] for text, ranks in ranks_of.items()])
+    return json.dumps(ranges_by_text(texts))
 
 
 def _unpacked(content: str) -> dict[int, str]:

@@ -25,6 +25,7 @@ from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.collective_order import issued_by
 from fsdp_dynamo.agreement.linked_groups import linked_groups, linked_stores, stores_with
 from fsdp_dynamo.agreement.notices import raise_if_noticed
+from fsdp_dynamo.agreement.rank_ranges import Ranges, ranges_by_text
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.comm.new_groups import group_timeout_s
 from fsdp_dynamo.comm.peer_failure import GONE, GONE_FIX, gone_ranks
@@ -219,32 +220,22 @@ def _awaited_instead(group: dist.ProcessGroup, missing: Sequence[int]) -> tuple[
     return None
 
 
-def _packed(keys: Mapping[int, str]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Keys of ranks, as all ranks that wait for this one read them: short, however many there are.
+def _packed(keys: Mapping[int, str]) -> list[tuple[str, Ranges]]:
+    """Keys of ranks, as all ranks that wait for this one read them.
 
-    What keys ``base/rank`` have in common, or else a key, and its ranks as ranges.
+    Each is what keys ``base/rank`` have in common, or else a key, and its ranks.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, key in keys.items():
-        common = key[: -len(str(rank))] if key.endswith(f"/{rank}") else key
-        ranks_of.setdefault(common, []).append(rank)
-    return [(key, ranges_of(ranks)) for key, ranks in ranks_of.items()]
+    return ranges_by_text(
+        {
+            rank: key[: -len(str(rank))] if key.endswith(f"/{rank}") else key
+            for rank, key in keys.items()
+        }
+    )
 
 
-def _key_in(packed: list[tuple[str, list[tuple[int, int]]]], rank: int) -> str | None:
+def _key_in(packed: list[tuple[str, Ranges]], rank: int) -> str | None:
     """The key of a rank."""
     for key, ranges in packed:
         if any(first <= rank <= last for first, last in ranges):
             return f"{key}{rank}" if key.endswith("/") else key
     return None
-
-
-def ranges_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last ranks of those without a gap."""
-    found: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found

@@ -156,10 +156,11 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
 def _reduce_frozen_partial(flat: FlatParameter) -> None:
     """The same of what has been reduced in its shard group, all of it at once."""
     waiting = flat.grad_sum
-    frozen, grad = waiting.frozen_in_partial(), waiting.partial
-    if not frozen or grad is None:
+    frozen = waiting.frozen_in_partial()
+    if not frozen:
         return
-    waiting.take_partial()
+    grad = waiting.take_partial()
+    assert grad is not None
     in_flight = _issue_mean(flat, flat.groups.reductions[-1], grad, grad, flat.replica_wire)
     reduced = PendingReduce(flat, in_flight, grad).finish()
     assert reduced is not None
