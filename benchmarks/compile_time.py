@@ -3,9 +3,11 @@
 Each measurement is a process of its own with an empty Inductor cache, rank 0 of a fake process
 group of 8 (collectives return at once), one thread, a decoder with 4, 8, 16, 32, 64 blocks. The
 first step compiles forward and backward; the second shows the time without compilation. A second
-process then starts with the cache that the first has filled (``warm_...``).
+process then starts with the cache that the first has filled (``warm_...``), and, where more numbers
+of ranks are given, one with each of these (``ranks_16_...``).
 
-    python benchmarks/compile_time.py [--depths 4,8] [--size small] [--peers KEYS] [--json FILE]
+    python benchmarks/compile_time.py [--depths 4,8] [--size small] [--peers KEYS] [--ranks 8,16]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
 from benchmarks.workloads import catalogue
 
-WORLD = 8
 KEYS = "plain_inductor,fsdp2_inductor,simple_fsdp_inductor,ours_hooks_inductor,ours_graph_inductor"
 TIMEOUT_S = 900
 PHASES = {
@@ -54,11 +55,11 @@ PHASES = {
 MARK = "compile_time: "
 
 
-def measure_here(key: str, depth: int, size: str = "small") -> dict[str, Any]:
+def measure_here(key: str, depth: int, size: str = "small", num_ranks: int = 8) -> dict[str, Any]:
     """First and second step of one peer in this process."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    dist.init_process_group("fake", rank=0, world_size=num_ranks)
     task = catalogue.decoder(size, num_blocks=depth)
     device = torch.device("cpu")
     (peer,) = named([key])
@@ -98,19 +99,25 @@ def _cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, who))
 
 
-def measure(key: str, depth: int, size: str) -> dict[str, Any]:
-    """In a process with an empty cache, then in one that finds it filled."""
+def measure(key: str, depth: int, size: str, ranks: list[int]) -> dict[str, Any]:
+    """In a process with an empty cache, then in some that find it filled."""
+    later = {"warm": ranks[0], **{f"ranks_{num_ranks}": num_ranks for num_ranks in ranks[1:]}}
     with tempfile.TemporaryDirectory() as cache:
-        result = _measure_with(cache, key, depth, size)
-        warm = {} if "reason" in result else _measure_with(cache, key, depth, size)
-    names = ("first_step_s", "first_step_cpu_s")
-    return result | {f"warm_{name}": warm[name] for name in names if name in warm}
+        result = _measure_with(cache, key, depth, size, ranks[0])
+        if "reason" in result:
+            return result
+        for prefix, num_ranks in later.items():
+            found = _measure_with(cache, key, depth, size, num_ranks)
+            names = ("reason", "first_step_s", "first_step_cpu_s")
+            result |= {f"{prefix}_{name}": found[name] for name in names if name in found}
+    return result
 
 
-def _measure_with(cache: str, key: str, depth: int, size: str) -> dict[str, Any]:
+def _measure_with(cache: str, key: str, depth: int, size: str, num_ranks: int) -> dict[str, Any]:
     """The same in a separate process with this cache; a failure gives its last line."""
     environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache)
     command = [sys.executable, __file__, "--one", key, "--depths", str(depth), "--size", size]
+    command += ["--ranks", str(num_ranks)]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -124,12 +131,14 @@ def _measure_with(cache: str, key: str, depth: int, size: str) -> dict[str, Any]
     return {"reason": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
-def compile_times(keys: list[str], depths: list[int], size: str) -> dict[str, dict[str, Any]]:
+def compile_times(
+    keys: list[str], depths: list[int], size: str, ranks: list[int]
+) -> dict[str, dict[str, Any]]:
     """Results by peer and depth, the peers interleaved."""
     results: dict[str, dict[str, Any]] = {key: {} for key in keys}
     for depth in depths:
         for key in keys:
-            results[key][str(depth)] = measure(key, depth, size)
+            results[key][str(depth)] = measure(key, depth, size, ranks)
             print(f"{key}, {depth} blocks: {results[key][str(depth)]}", flush=True)
     return results
 
@@ -150,16 +159,18 @@ def main() -> None:
     parser.add_argument("--depths", type=numbers, default=[4, 8, 16, 32, 64])
     parser.add_argument("--size", default="small", choices=list(catalogue.DECODER_SIZES))
     parser.add_argument("--peers", default=KEYS)
+    parser.add_argument("--ranks", type=numbers, default=[8], help="in the cache of the first")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     with one_line_on_bad_input():
         depths = options.depths
         if options.one is not None:
-            print(MARK + json.dumps(measure_here(options.one, depths[0], options.size)))
+            found = measure_here(options.one, depths[0], options.size, options.ranks[0])
+            print(MARK + json.dumps(found))
             return
         peers = named(options.peers.split(","))
-    results = compile_times([peer.key for peer in peers], depths, options.size)
+    results = compile_times([peer.key for peer in peers], depths, options.size, options.ranks)
     titles = {peer.key: peer.title for peer in peers}
     cells = [
         (titles[key], *(_cell(by_depth[str(depth)]) for depth in depths))
@@ -170,7 +181,14 @@ def main() -> None:
     if options.json is not None:
         write(
             options.json,
-            record("compile_time", depths=depths, size=options.size, rows=results, titles=titles),
+            record(
+                "compile_time",
+                depths=depths,
+                size=options.size,
+                ranks=options.ranks,
+                rows=results,
+                titles=titles,
+            ),
         )
 
 

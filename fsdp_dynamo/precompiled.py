@@ -1,13 +1,16 @@
 """Compiled code in one file: written by one job, loaded by every rank of later ones.
 
 The file is a zip of a compile cache that has been filled by ``warmup`` alone, and of what it is
-good for. Graphs hold nothing of a rank, so what the first rank has compiled serves all.
+good for. Graphs hold nothing of a rank, so what the first rank has compiled serves all. Kernels
+hold nothing of the number of ranks, either: in groups of other sizes graphs are divided and planned
+anew, and most of their stretches are found in the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -38,6 +41,8 @@ from fsdp_dynamo.graph_path.traced_unit import groups_in_graph
 from fsdp_dynamo.version import __version__
 from fsdp_dynamo.warmup import Step, warmup
 
+_log = logging.getLogger(__name__)
+
 _MANIFEST = "manifest.json"
 _FILES = "cache/"
 _WHAT = "precompiled file"
@@ -66,13 +71,15 @@ def precompile(
     """
     module, facts = _facts_of(model, "precompile()")
     units = units_in(module)
+    groups = _groups_of(units)
     group = units[0].config.groups.all[0]
     torch.compiler.reset()
     with ExitStack() as stack:
         if dist.get_rank() == dist.get_process_group_ranks(group)[0]:
             stack.enter_context(fresh_cache())
         warmup(model, batches, step)
-        manifest = {"facts": facts, "rates": known_rates(_groups_of(units))}
+        sizes = [one.size() for one in groups]
+        manifest = {"facts": facts, "ranks": sizes, "rates": known_rates(groups)}
         share_from_first(group, _WHAT, lambda: _write(Path(path), manifest))
 
 
@@ -80,8 +87,9 @@ def load_precompiled(model: nn.Module, path: str | Path) -> None:
     """Put the code of a file of ``precompile`` into this machine's compile cache.
 
     Every rank calls it, before the first step. The first step then traces the model and loads its
-    code; whatever the file does not have is compiled as always. As code is run from it, load only
-    files that you would run.
+    code; whatever the file does not have is compiled as always. Where the job has another number of
+    ranks than the file's, graphs are made anew, and their kernels are loaded. As code is run from
+    it, load only files that you would run.
 
     Args:
         model: compiled as it was for ``precompile``.
@@ -89,7 +97,7 @@ def load_precompiled(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         FSDPValueError: on all ranks: the file cannot be read, or is for another model, other
-            options, versions, world size or processor; the message says what differs.
+            options, versions, strategies or processor; the message says what differs.
         DivergenceError: on all ranks: they have different files.
     """
     module, facts = _facts_of(model, "load_precompiled()")
@@ -108,7 +116,18 @@ def load_precompiled(model: nn.Module, path: str | Path) -> None:
         for name in archive.namelist():
             if name.startswith(_FILES):
                 _unpack(archive, name)
-    adopt_rates(_groups_of(units), manifest["rates"])
+    groups = _groups_of(units)
+    sizes = [one.size() for one in groups]
+    if sizes == manifest["ranks"]:
+        adopt_rates(groups, manifest["rates"])
+    else:
+        _log.info(
+            "%s is of a job whose groups had %s ranks; these have %s. Graphs are made anew, "
+            "kernels are loaded.",
+            path,
+            manifest["ranks"],
+            sizes,
+        )
 
 
 # -- what the code is good for -------------------------------------------------------------------
@@ -159,17 +178,17 @@ def _processor(units: list[Unit]) -> str:
 
 
 def _lines_of(units: list[Unit]) -> Iterator[str]:
-    """A line for each parameter, with the ranks that it is sharded over."""
+    """A line for each parameter, with the groups that it is gathered and reduced in."""
+    groups = _groups_of(units)
     for unit in units:
         for flat in unit.flats:
             dtypes = f"{flat.param_dtype}, reduced as {flat.reduce_dtype}"
             gathers, reductions = groups_in_graph(flat)
-            over = f"over {flat.group.size()} ranks, {len(reductions)} reductions"
-            if flat.hierarchy is not None:
-                over += f", {gathers.size()} ranks in a node"
+            reduced_in = ", ".join(str(groups.index(group)) for group in reductions)
+            where = f"gathered in group {groups.index(gathers)}, reduced in {reduced_in or 'none'}"
             for original, slot in zip(flat.originals, flat.layout.slots, strict=True):
                 shape = "x".join(map(str, slot.shape))
-                yield f"unit '{unit.fqn}': {original.fqn} {shape} {dtypes}, {over}"
+                yield f"unit '{unit.fqn}': {original.fqn} {shape} {dtypes}, {where}"
 
 
 def _groups_of(units: list[Unit]) -> list[dist.ProcessGroup]:

@@ -76,13 +76,16 @@ class StretchCompiler:
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Each has an entry of its own in Inductor's cache, which models of any depth share, as its
-        # code depends on nothing around it. (That all outputs keep their strides is not in
+        # Each has an entry of its own in Inductor's cache, which models of any depth, options and
+        # numbers of ranks share, as its code depends on nothing around it: not on the partition,
+        # whose key has all of these. (That all outputs keep their strides is not in
         # Inductor's key; the uuid of a pass that no one else has stands for it.)
         with (
             no_output_strides(),
             torch._functorch.config.patch(bundled_autograd_cache=False),
-            torch._inductor.config.patch(post_grad_custom_post_pass=LowerWrites()),
+            torch._inductor.config.patch(
+                custom_partitioner_fn=None, post_grad_custom_post_pass=LowerWrites()
+            ),
         ):
             return self._inner_compile(body, inputs, **kwargs)
 

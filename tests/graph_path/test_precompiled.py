@@ -104,10 +104,30 @@ def _write_and_load(rank: int, world_size: int, root: str) -> dict[str, Any]:
     return found
 
 
+def _load_with_more_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """The file of two ranks, and what is compiled where there is none."""
+    folder = Path(root)
+    found: dict[str, Any] = {}
+    for name in ("loaded", "cold"):
+        with using_cache(folder / f"{world_size}.{name}{rank}"):
+            model = make_compiled_products()
+            if name == "loaded":
+                load_precompiled(model, folder / "code.zip")
+            found[name] = losses_of(model, rank)
+            found[f"{name}: hits"] = counters["inductor"]["fxgraph_cache_hit"]
+            found[f"{name}: compiled"] = counters["inductor"]["fxgraph_cache_miss"]
+    return found
+
+
 @pytest.fixture(scope="module")
-def outcomes(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("precompiled"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: RankPool, root: str) -> list[dict[str, Any]]:
     """Of both ranks."""
-    return ranks.run(_write_and_load, 2, str(tmp_path_factory.mktemp("precompiled")))
+    return ranks.run(_write_and_load, 2, root)
 
 
 def test_every_rank_of_a_later_job_loads(outcomes: list[dict[str, Any]]) -> None:
@@ -115,6 +135,16 @@ def test_every_rank_of_a_later_job_loads(outcomes: list[dict[str, Any]]) -> None
     for found in outcomes:
         assert (found["hits"], found["compiled"]) == (1, 0)
         assert found["loaded"] == found["written"] == found["cold"]
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_more_ranks_load_what_holds_no_number_of_ranks(ranks: RankPool, root: str) -> None:
+    """Units that need no padding have the same stretches, whatever the number of ranks."""
+    for found in ranks.run(_load_with_more_ranks, 4, root):
+        assert found["cold: hits"] == 0 < found["cold: compiled"]
+        assert found["loaded: hits"] == found["cold: compiled"]
+        assert found["loaded: compiled"] == 0
+        assert found["loaded"] == found["cold"]
 
 
 REFUSALS = {
