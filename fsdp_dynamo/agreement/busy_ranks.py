@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # no public API reports compilations
 
 from fsdp_dynamo.agreement.store import PREFIX, default_store
+from fsdp_dynamo.untraced import untraced
+
+UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
 
 _num_reasons = 0
 
@@ -42,6 +45,7 @@ def process_of(rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else "of an unknown process"
 
 
+@untraced(UNDER_LOCK)
 def _begin(_: object = None) -> None:
     global _num_reasons
     _num_reasons += 1
@@ -49,6 +53,7 @@ def _begin(_: object = None) -> None:
         _publish(is_busy=True)
 
 
+@untraced(UNDER_LOCK)
 def _end(_: object = None) -> None:
     global _num_reasons
     _num_reasons = max(0, _num_reasons - 1)

@@ -25,6 +25,7 @@ from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
 from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+from fsdp_dynamo.untraced import untraced
 
 _LIBRARIES = frozenset(
     {
@@ -83,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_sums(optimizer)
 
 
-@torch.compiler.disable(reason="an optimizer is checked once, eagerly")  # type: ignore[untyped-decorator]
+@untraced("an optimizer is checked once, eagerly")
 def _check(optimizer: Optimizer) -> None:
     _refuse_replaced(optimizer)
     managed = list(_managed_parameters(optimizer))
@@ -144,7 +145,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
                 )
 
 
-@torch.compiler.disable(reason="looks at gradients eagerly")  # type: ignore[untyped-decorator]
+@untraced("looks at gradients eagerly")
 def _refuse_sums(optimizer: Optimizer) -> None:
     """Raise where the gradient of a DTensor is a plain tensor: a sum that was not reduced.
 

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 @dataclass(eq=False)
@@ -135,6 +136,7 @@ class _UnshardedViews(torch.autograd.Function):
         return tuple(view for flat in call.trainable for view in flat.make_views())
 
     @staticmethod
+    @untraced(BY_AUTOGRAD)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         unit, schedule = ctx.unit(), ctx.schedule()
         if unit is not None and schedule is not None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
 from fsdp_dynamo.pytree import map_output, map_tensors, tensors_of
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 def run_unit(
@@ -76,13 +78,15 @@ def hint_at_cause(error: BaseException) -> None:
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
     """Start the unit's backward with the first gradient of an output."""
-
-    def pre_backward(grad: torch.Tensor) -> None:
-        root.pre_backward(call)
-
+    hook = partial(_pre_backward, root, call)
     for tensor in tensors_of(output):
         if tensor.requires_grad:
-            tensor.register_hook(pre_backward)
+            tensor.register_hook(hook)
+
+
+@untraced(BY_AUTOGRAD)
+def _pre_backward(root: Root, call: ForwardCall, grad: torch.Tensor) -> None:
+    root.pre_backward(call)
 
 
 def prepare_inputs(

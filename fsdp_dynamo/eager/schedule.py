@@ -31,6 +31,7 @@ from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
 from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 class Root:
@@ -311,6 +312,7 @@ class Root:
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
+    @untraced(BY_AUTOGRAD)
     @torch.no_grad()
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""

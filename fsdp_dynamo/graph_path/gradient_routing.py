@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -14,6 +15,7 @@ from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_path import offloading, operators, recording
 from fsdp_dynamo.graph_path.secondary_inputs import SecondaryInputs
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 from graph_passes.gradients.absent import Ranges
 from graph_passes.markers import NO_VALUE
 
@@ -106,6 +108,7 @@ class _RouteGradients(torch.autograd.Function):
         return tuple([tensor.view_as(tensor) for tensor in inputs])
 
     @staticmethod
+    @untraced(BY_AUTOGRAD)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         recording.current().end_of_graph()
         with torch.no_grad():
@@ -161,13 +164,15 @@ def _drop_dropped_before_backward(inputs: Sequence[Any], outputs: Sequence[Any])
     if not summed:
         return
 
-    def drop_dropped(grad: torch.Tensor) -> None:
-        for flat in summed:
-            flat.grad_sum.drop_dropped()
-
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(drop_dropped)
+            output.register_hook(partial(_drop_dropped, summed))
+
+
+@untraced(BY_AUTOGRAD)
+def _drop_dropped(flats: Sequence[FlatParameter], grad: torch.Tensor) -> None:
+    for flat in flats:
+        flat.grad_sum.drop_dropped()
 
 
 def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:

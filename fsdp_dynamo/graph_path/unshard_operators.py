@@ -24,6 +24,7 @@ from torch import fx
 from torch.fx import traceback
 
 from fsdp_dynamo.graph_path.offloading import TO_DEVICE, TO_HOST
+from fsdp_dynamo.untraced import untraced
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, Mark
 
 
@@ -233,7 +234,7 @@ for _function, _schema in (
 ):
     _library.define(_function.__name__ + _schema)
     # Where a graph ends in a unit they run by themselves, not in graphs of their own.
-    _function = torch.compiler.disable(_function, reason="made of what a graph would hold")
+    _function = untraced("made of what a graph would hold")(_function)
     _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
 
 UNSHARD = torch.ops.fsdp_dynamo.unshard.default

@@ -283,12 +283,22 @@ def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
     derived = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
     if not (derived or is_traceable_wrapper_subclass(param)) or isinstance(param, DTensor):
         return
+    if hasattr(param, "fsdp_pre_all_gather"):
+        fix = (
+            "FSDP2's extensions of gathers are not called here. Make the model without them "
+            "(torchao: enable_fsdp_float8_all_gather=False), and let shards travel as float8: "
+            'collective_precision=CollectivePrecision(all_gather="float8").'
+        )
+    else:
+        fix = (
+            "Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
+            f"model.parameters() if isinstance(p, {kind.__name__})]."
+        )
     raise FSDPValueError(
         expected="a plain tensor, which can be flattened and sharded",
         got=f"a {kind.__module__}.{kind.__qualname__} (quantised, perhaps)",
         where=f"parameter '{fqn}'",
-        fix="Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
-        f"model.parameters() if isinstance(p, {kind.__name__})].",
+        fix=fix,
     )
 
 

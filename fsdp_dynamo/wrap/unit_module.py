@@ -38,6 +38,7 @@ from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.state_dict import model
+from fsdp_dynamo.untraced import untraced
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.deep_copy import deep_copy, finished_copies
@@ -209,9 +210,7 @@ class UnitModule(UserMethods):
             return [(*t[:2], s, None) for t, s in zip(inputs, sums)]  # noqa: B905  # traced
         return inputs
 
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        reason="a unit's hooks run eagerly, between compiled regions"
-    )
+    @untraced("a unit's hooks run eagerly, between compiled regions")
     def _fsdp_run_hooked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], backend_key: int
     ) -> Any:

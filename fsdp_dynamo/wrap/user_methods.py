@@ -27,6 +27,7 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
     unit_name,
 )
+from fsdp_dynamo.untraced import untraced
 
 
 class UserMethods(nn.Module):
@@ -186,9 +187,7 @@ class UserMethods(nn.Module):
         run = self._fsdp_iterate if isgeneratorfunction(method) else self._fsdp_run_method
         self.__dict__[name] = partial(run, method)
 
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        reason="a unit's hooks run eagerly"
-    )
+    @untraced("a unit's hooks run eagerly")
     def _fsdp_run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         root, unit = self._fsdp_root, self._fsdp_unit
         self._fsdp_runs_method = True

@@ -1,0 +1,30 @@
+"""Code that Dynamo must not trace, also where it is called from a function that is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+BY_AUTOGRAD = "what autograd calls runs eagerly"
+"""Where a compiled function calls ``backward()``, Dynamo sees the Python that the engine calls."""
+
+
+def untraced(reason: str) -> Callable[[Function], Function]:
+    """Decorate a function that runs eagerly, with all that it calls.
+
+    Args:
+        reason: what Dynamo says where the function breaks a graph.
+    """
+
+    def decorate(function: Function) -> Function:
+        decorated: Function = torch.compiler.disable(function, reason=reason)
+        return decorated
+
+    return decorate
+
+
+__all__ = ["BY_AUTOGRAD", "untraced"]
