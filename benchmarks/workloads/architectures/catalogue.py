@@ -14,6 +14,7 @@ from benchmarks.workloads.architectures import (
     language,
     multimodal,
     odd_ones,
+    research,
     state_space,
     torch_layers,
     vision,
@@ -31,6 +32,7 @@ FAMILIES = (
     diffusion,
     torch_layers,
     odd_ones,
+    research,
 )
 
 
