@@ -10,9 +10,10 @@ import torch.distributed as dist
 from fsdp_dynamo.agreement.busy_ranks import busy
 from fsdp_dynamo.agreement.exchange import wait_for_texts
 from fsdp_dynamo.agreement.gathering import exchange_texts
-from fsdp_dynamo.agreement.late_ranks import Awaited, listed
+from fsdp_dynamo.agreement.late_ranks import Awaited
 from fsdp_dynamo.agreement.linked_groups import stores_with
 from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks
+from fsdp_dynamo.agreement.rank_ranges import listed
 from fsdp_dynamo.agreement.store import next_round, shared_store
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fsdp_dynamo.agreement.rank_ranges import listed
 from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.errors import RankFailedError
 
@@ -94,5 +95,4 @@ def _compare_logs(ranks: tuple[int, ...], logs: Logs) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks))
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"

@@ -25,7 +25,7 @@ from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.collective_order import issued_by
 from fsdp_dynamo.agreement.linked_groups import linked_groups, linked_stores, stores_with
 from fsdp_dynamo.agreement.notices import raise_if_noticed
-from fsdp_dynamo.agreement.rank_ranges import Ranges, ranges_by_text
+from fsdp_dynamo.agreement.rank_ranges import Ranges, listed, ranges_by_text
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.comm.new_groups import group_timeout_s
 from fsdp_dynamo.comm.peer_failure import GONE, GONE_FIX, gone_ranks
@@ -44,6 +44,8 @@ LEAST_S = 10.0
 
 _MAX_LOOKED_AT = 16
 """Ranks that are looked at each time."""
+_MAX_NAMED = 4
+"""Late ranks of which a warning says which process they are."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,6 @@ class Awaited:
 
     name: str
     expected: Callable[[Sequence[int]], str]
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks, for messages."""
-    return ", ".join(map(str, ranks))
 
 
 class LateRanks:
@@ -179,7 +176,9 @@ class LateRanks:
         )
 
     def _warn(self, missing: Sequence[int], late_s: float) -> None:
-        each = ", ".join(f"{rank} ({busy_ranks.process_of(rank)})" for rank in missing)
+        first, others = missing[:_MAX_NAMED], missing[_MAX_NAMED:]
+        each = ", ".join(f"{rank} ({busy_ranks.process_of(rank)})" for rank in first)
+        each += f", {listed(others)}" if others else ""
         warnings.warn(
             f"{self._awaited.name}: rank {dist.get_rank()} has waited {late_s:.0f} s for rank(s) "
             f"{each}. They neither compile nor have failed: perhaps they load data, write a file "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_dynamo.agreement.rank_ranges import listed
 from fsdp_dynamo.checkpoint.coordination_group import Meeting, arrival_timeout
 from fsdp_dynamo.comm.watchdog import interruptible, notice_for
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
@@ -143,7 +144,7 @@ def _raise_divergence(what: str, texts: list[str]) -> None:
     differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
     raise DivergenceError(
         expected=f"the same arguments on all ranks, {texts[0]} as on rank 0",
-        got=f"{texts[differing[0]]} on rank(s) {', '.join(map(str, differing))}",
+        got=f"{texts[differing[0]]} on rank(s) {listed(differing)}",
         where=what,
         fix="Call it with the same arguments on all ranks. Nothing was changed.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from simulated_ranks import simulate
 from store_protocols import PROTOCOLS
 
 from fsdp_dynamo import CheckpointError, DivergenceError
+from fsdp_dynamo.agreement import late_ranks
 from fsdp_dynamo.agreement.collective_order import _compared_with, find_order_mismatch
 from fsdp_dynamo.agreement.comparison import require_same
+from fsdp_dynamo.agreement.rank_ranges import listed
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.checkpoint import integrity
 from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
@@ -75,6 +78,34 @@ def test_the_rank_that_reads_for_all_is_stopped() -> None:
     for error in (first, other):
         assert isinstance(error, DivergenceError)
         assert "the plan of rank(s) 1" in str(error)
+
+
+def test_messages_are_short_however_many_ranks_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_ranks, "WARN_S", 0.1)
+
+    def job(group: Any) -> None:
+        if group.rank() == 0:
+            require_same(group, "plan", "text")
+
+    with pytest.warns(UserWarning, match=r"rank 0 has waited 0 s for rank\(s\) 1 \(") as told:
+        error, *_ = simulate(MANY, job, timeout_s=0.5)[0]
+    assert f"the plan of rank(s) 1 to {MANY - 1}, got" in str(error)
+    assert f", 5 to {MANY - 1}. They" in str(told[0].message)
+    assert len(str(error)) + len(str(told[0].message)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "3"),
+        ([4, 0, 1], "0, 1, 4"),
+        (range(9), "0 to 8"),
+        ([0, 1, 2, 5, *range(7, 4096)], "0 to 2, 5, 7 to 4095"),
+        (range(0, 4096, 2), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 and 2036 more"),
+    ],
+)
+def test_ranks_in_messages(ranks: Sequence[int], text: str) -> None:
+    assert listed(ranks) == text
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 100])
