@@ -13,7 +13,8 @@ code is shared), ``cached_backends`` (to let go of such an object with what it c
 ``GraphModule.compile_subgraph_reason`` (whether a graph break ends the graph that is compiled),
 ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
 of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
-state dict has plain names, so it must also load them; there is no hook on a class).
+state dict has plain names, so it must also load them; there is no hook on a class),
+``compiled_autograd.in_compiled_autograd_region`` (whether a backward runs in a graph of its own).
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class CompileRefusedError(FSDPStateError, PackageError):
 _numbers = itertools.count()
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 _keys: dict[int, int] = {}  # of the backends that are alive, by id
+
+
+def in_compiled_autograd() -> bool:
+    """Whether hooks and backwards are called by a graph that torch has made of a backward."""
+    return torch._dynamo.compiled_autograd.in_compiled_autograd_region
 
 
 def declare_mode(backend: Backend, mode: str) -> None:

@@ -25,6 +25,7 @@ from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
 from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
@@ -304,6 +305,14 @@ class Root:
 
     def _begin_backward(self) -> None:
         # Before any state changes: it may raise.
+        if in_compiled_autograd():
+            raise UnsupportedError(
+                expected="a backward that autograd runs",
+                got="one that compiled autograd has made a graph of",
+                where="eager and hooks mode",
+                fix="Leave torch._dynamo.config.compiled_autograd off, or use graph mode: "
+                'torch.compile(model, fullgraph=True, backend="fsdp_dynamo").',
+            )
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)

@@ -487,6 +487,32 @@ def test_graphs_and_graph_breaks_are_counted() -> None:
 
 
 @pytest.mark.private(
+    "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
+    need="hooks refuse a backward that compiled autograd runs: it would lose gradients, silently",
+    instead="torch._dynamo.config.compiled_autograd, which says less: whether it may be used",
+)
+def test_a_hook_knows_compiled_autograd() -> None:
+    compiled_autograd = torch._dynamo.compiled_autograd
+    seen: list[bool] = []
+
+    @torch.compiler.disable
+    def hook(grad: torch.Tensor) -> None:
+        seen.append(compiled_autograd.in_compiled_autograd_region)
+
+    def step(x: torch.Tensor) -> None:
+        y = x.sin()
+        y.register_hook(hook)
+        y.sum().backward()
+
+    x = torch.ones(2, requires_grad=True)
+    step(x)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="eager")(x)
+    assert seen == [False, True]
+    assert not compiled_autograd.in_compiled_autograd_region
+
+
+@pytest.mark.private(
     "torch._dynamo.utils.compilation_time_metrics",
     need="seconds of a first step by phase, in a benchmark",
     instead="torch._dynamo.utils.compile_times(), whose numbers have been made text",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Batch, classification_loss, clip, examples, make_classifier, shard
+from loops import Batch, classification_loss, clip, error_of, examples, make_classifier, shard
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -66,3 +66,25 @@ def test_trains_as_ddp(ranks: RankPool, wrapper: str, backend: str) -> None:
     expected = ranks.run(_losses, 2, "ddp", None)
     for found, wanted in zip(ranks.run(_losses, 2, wrapper, backend), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# -- with compiled autograd ------------------------------------------------------------------------
+
+
+def _losses_with_compiled_autograd(rank: int, world_size: int, backend: str) -> Any:
+    found: list[float] = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        error = error_of(lambda: found.extend(_losses(rank, world_size, "wrapper", backend)))
+    return error or found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_autograd_is_right_or_refused(ranks: RankPool, backend: str) -> None:
+    """Graph mode's backward is a graph already; the other modes' hooks would lose gradients."""
+    expected = ranks.run(_losses, 2, "ddp", None)
+    found = ranks.run(_losses_with_compiled_autograd, 2, backend)
+    for one, wanted in zip(found, expected, strict=True):
+        if backend == "fsdp_dynamo_aot_eager":
+            assert one == pytest.approx(wanted, rel=1e-5)
+        else:
+            assert one.startswith("UnsupportedError: eager and hooks mode: expected a backward")
