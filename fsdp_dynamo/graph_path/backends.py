@@ -49,11 +49,13 @@ from fsdp_dynamo.graph_path.planning import (
     note_traced_alone,
     planner_for,
 )
+from fsdp_dynamo.graph_path.program import loaded_programs
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from fsdp_dynamo.graph_path.unshard_operators import collectives_of
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
+from graph_passes.planner import Planner
 from graph_passes.regions.outlining import outline_regions
 
 _log = logging.getLogger(__name__)
@@ -128,6 +130,17 @@ def fsdp_dynamo_aot_eager(
         return route_gradients(compile_(gm, example_inputs))
 
 
+def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
+    """Compile, and once more where code came from a cache that was planned otherwise."""
+    with loaded_programs() as programs:
+        compiled = compile_()
+    plans = [program.plan for program in programs if program.plan is not None]
+    if planner.agree is None or planner.agree.are_followed(plans):
+        return compiled
+    planner.last = None
+    return compile_()
+
+
 _SETTINGS = {
     # Dynamo's graph holds all of a user's Function that it has traced: it is key enough.
     "autograd_cache_allow_custom_autograd_functions": True,
@@ -165,20 +178,24 @@ def fsdp_dynamo(
     pipeline = _pipeline(passes)
     partitioner = Partitioner(planner, parsed.selective_unshard)
     marks = marks_key(gm)
-    config = settings | inductor_settings(partitioner, pipeline, marks)
-    key = None
-    if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
-        parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
-        key = graph_key(gm, example_inputs, *parts)
-    compiler = StretchCompiler(pipeline, compile_fx_inner)
+    compiler = StretchCompiler(pipeline, planner, compile_fx_inner)
 
     def compile_() -> Any:
-        with built_together(example_inputs):
-            return compile_fx(gm, example_inputs, compiler, config_patches=config)
+        config = settings | inductor_settings(partitioner, pipeline, marks)
+        key = None
+        if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
+            parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
+            key = graph_key(gm, example_inputs, *parts)
+
+        def run() -> Any:
+            with built_together(example_inputs):
+                return compile_fx(gm, example_inputs, compiler, config_patches=config)
+
+        return compile_once(key, run)
 
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     with one_schema_a_region(), settings_of_autograd, told("compiling the graph"):
-        return route_gradients(compile_once(key, compile_))
+        return route_gradients(_planned_alike(planner, compile_))
 
 
 for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):

@@ -1,8 +1,9 @@
 """Inputs of the planner, from a traced graph and the user's options.
 
 All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
-what is decided follows from those and the graph alone. Where a compiled graph comes from a cache,
-nothing is decided at all; that all ranks run the same graph is checked before its first run.
+what is decided follows from those and the graph alone; where graphs differ, as batches do, the
+others follow what one has decided (``shared_plans``). That all ranks run the same graph is checked
+before its first run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fsdp_dynamo.agreement.comparison import require_same, share_from_first
 from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
+from fsdp_dynamo.graph_path.shared_plans import SharedPlans
 from fsdp_dynamo.graph_path.unshard_operators import collectives_of, unshard_nodes
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.memory.inductor_liveness import as_generated
@@ -134,7 +136,7 @@ def planner_for(
         DivergenceError: ranks were given different options, or one has not come.
     """
     cost = CostModel()
-    names, formats = collectives_of(gm)
+    names, formats, _ = collectives_of(gm)
     if names:
         group = _resolve(names[0])
         text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
@@ -146,7 +148,10 @@ def planner_for(
     observe = _observe if is_recording() else None
     in_flight = receive_buffer_bytes if cost.receives_apart else no_bytes
     live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
-    return Planner(options.scheduling(cost=cost), live, options.plan, observe)
+    agree = None
+    if names and options.plan is None and options.memory_budget_bytes is None:
+        agree = SharedPlans(gm, f"{options.text()} {live_bytes_of.__name__}")
+    return Planner(options.scheduling(cost=cost), live, options.plan, observe, agree)
 
 
 def _cost_model(

@@ -40,6 +40,7 @@ from fsdp_dynamo.graph_path import operators
 from fsdp_dynamo.graph_path.lowering import BOUNDARIES
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
+from graph_passes.plan import GraphPlan
 from graph_passes.stretches.cutting import Cutting, Stretch, root_of
 
 
@@ -63,6 +64,20 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
+_loaded: list[Program] | None = None
+
+
+@contextmanager
+def loaded_programs() -> Iterator[list[Program]]:
+    """The programs that are compiled, or come from a cache, while the context is open."""
+    global _loaded
+    before, _loaded = _loaded, []
+    try:
+        yield _loaded
+    finally:
+        _loaded = before
+
+
 class Program(OutputCode):
     """A scheduled graph that can be run, and kept in AOTAutograd's cache.
 
@@ -70,12 +85,18 @@ class Program(OutputCode):
         source: Python code of a function ``run(args)``.
         stretches: what Inductor made of the distinct stretches, by their names in the source.
         constants: tensors of the graph, by their names in the source.
+        plan: where its collectives are; ``None``: it has none.
     """
 
     def __init__(
-        self, source: str, stretches: Mapping[str, Any], constants: Mapping[str, torch.Tensor]
+        self,
+        source: str,
+        stretches: Mapping[str, Any],
+        constants: Mapping[str, torch.Tensor],
+        plan: GraphPlan | None = None,
     ) -> None:
         super().__init__()
+        self.plan = plan
         self._boxed_call = True  # of the object: torch looks into its __dict__
         self.source = source
         self.stretches = dict(stretches)
@@ -84,6 +105,8 @@ class Program(OutputCode):
         self._load()
 
     def _load(self) -> None:
+        if _loaded is not None:
+            _loaded.append(self)
         names = {**_GLOBALS, **self.constants, **self.stretches}
         exec(compile(self.source, "<fsdp_dynamo program>", "exec"), names)
         self._run = names["run"]

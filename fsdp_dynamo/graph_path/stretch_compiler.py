@@ -15,6 +15,7 @@ from fsdp_dynamo.graph_path.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_path.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
+from graph_passes.planner import Planner
 from graph_passes.stretches.bodies import example_inputs, graph_of, is_one_operator, key_of
 from graph_passes.stretches.cutting import Stretch, cut
 
@@ -41,11 +42,15 @@ class StretchCompiler:
 
     Args:
         pipeline: of passes over the whole graph.
+        planner: the one among them.
         inner_compile: Inductor's, for one stretch.
     """
 
-    def __init__(self, pipeline: Pipeline, inner_compile: Callable[..., Any]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, planner: Planner, inner_compile: Callable[..., Any]
+    ) -> None:
         self._pipeline = pipeline
+        self._planner = planner
         self._inner_compile = inner_compile
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Program:
@@ -71,7 +76,7 @@ class StretchCompiler:
         name = f"{artifacts.PREFIX}{phase}.inductor"
         artifacts.emit(name, lambda: _all_sources(source, compiled))
         _report_strides(gm.graph)
-        return Program(source, compiled, constants)
+        return Program(source, compiled, constants, self._planner.last)
 
     def _compile(self, body: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         (output,) = body.graph.find_nodes(op="output")

@@ -257,28 +257,32 @@ class Collectives(NamedTuple):
     Attributes:
         groups: registered names of their groups, those that gather first.
         formats: the formats that they have or may have, as text.
+        marks: of each of them, and how many elements it has unsharded.
     """
 
     groups: list[str]
     formats: list[str]
+    marks: list[str]
 
 
 def collectives_of(gm: fx.GraphModule) -> Collectives:
     """Groups and formats of the collectives of a graph that Dynamo hands over."""
     gathers: dict[str, None] = {}
     reductions: dict[str, None] = {}
-    marks: list[str] = []
+    marks: list[tuple[str, int]] = []
     for node in unshard_nodes(gm):
         *_, carrier, constants = node.args
         flat: FlatConstants = _decode(FlatConstants, str(constants))
+        unsharded = node.meta["example_value"]
         if flat.is_sharded:
             gathers[flat.group_name] = None
-            marks.append(flat.gather_mark)
-        if carrier is None and node.meta["example_value"].requires_grad:
+            marks.append((flat.gather_mark, unsharded.numel()))
+        if carrier is None and unsharded.requires_grad:
             reductions |= dict.fromkeys(flat.reductions)
-            marks += flat.reduce_marks
-    wires = {Mark.decode(mark).wire for mark in marks}
-    return Collectives(list(gathers | reductions), sorted(wires - {""}))
+            marks += [(mark, unsharded.numel()) for mark in flat.reduce_marks]
+    wires = {Mark.decode(mark).wire for mark, _ in marks}
+    texts = [f"{mark} {numel}" for mark, numel in marks]
+    return Collectives(list(gathers | reductions), sorted(wires - {""}), texts)
 
 
 def unsharded_behind(node: fx.Node) -> fx.Node | None:

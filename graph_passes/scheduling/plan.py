@@ -112,7 +112,7 @@ class Plan:
         if version != VERSION:
             raise PlanError(f"plan: expected version {VERSION}, got {version!r}. Make it anew.")
         try:
-            graphs = tuple(_graph_from(graph) for graph in data["graphs"])
+            graphs = tuple(graph_from(graph) for graph in data["graphs"])
             return Plan(data["inputs"], tuple(data["kept"]), graphs)
         except (KeyError, TypeError) as error:
             raise PlanError(f"plan: expected the fields of version {VERSION}: {error}") from error
@@ -154,7 +154,8 @@ class Plan:
         return lines
 
 
-def _graph_from(data: Mapping[str, Any]) -> GraphPlan:
+def graph_from(data: Mapping[str, Any]) -> GraphPlan:
+    """Back from ``dataclasses.asdict``."""
     names = {field.name for field in fields(PlannedTransfer)}
     transfers = []
     for item in data["transfers"]:
@@ -221,6 +222,15 @@ def plan_of(
     return GraphPlan(phase_of(parts), digest_of(parts), problem.num_steps, tuple(transfers))
 
 
+def indices_by_name(problem: Problem) -> dict[tuple[str, str, int], list[int]]:
+    """Indices of transfers by unit, kind and ordinal, in their order."""
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for index, transfer in enumerate(problem.transfers):
+        mark = transfer.mark
+        found.setdefault((mark.unit, mark.kind, mark.ordinal), []).append(index)
+    return found
+
+
 def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]:
     """A plan's places for a problem, checked; and the launch of each transfer.
 
@@ -229,10 +239,7 @@ def schedule_from(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int
             before what it needs or behind what needs it; or collectives are launched together that
             cannot be.
     """
-    left: dict[tuple[str, str, int], list[int]] = {}
-    for index, transfer in enumerate(problem.transfers):
-        mark = transfer.mark
-        left.setdefault((mark.unit, mark.kind, mark.ordinal), []).append(index)
+    left = indices_by_name(problem)
     schedule = []
     launches = {}
     for planned in plan.transfers:

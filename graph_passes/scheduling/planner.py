@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import fx
 
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives
 from graph_passes.markers import choose_format, has_optional_format, mark_of, set_launch
+from graph_passes.scheduling.following import follow, launches_of
 from graph_passes.scheduling.format_choice import FASTER, FormatChoice, choose_formats
 from graph_passes.scheduling.limits import BudgetError, too_small
 from graph_passes.scheduling.plan import (
@@ -75,6 +77,23 @@ class _Placed:
     launches: dict[int, int]
     exposed_ms: Mapping[fx.Node, float] = field(default_factory=dict)
 
+    def plan(self) -> GraphPlan:
+        """The same as data."""
+        return plan_of(self.parts, self.problem, self.schedule, self.launches)
+
+
+class Agreement(Protocol):
+    """What makes ranks do the same."""
+
+    def __call__(self, plan: GraphPlan) -> GraphPlan:
+        """What all ranks do in such a graph, for which this one has decided this."""
+
+    def are_followed(self, plans: Sequence[GraphPlan]) -> bool:
+        """Whether all ranks follow these; if not, ``cache_key`` is another one from now on."""
+
+    def cache_key(self) -> str:
+        """Which plans are followed, where code that was compiled for others must not be taken."""
+
 
 class Planner(GraphPass):
     """Place all collectives, so that they run while something else is computed.
@@ -84,6 +103,8 @@ class Planner(GraphPass):
         live_bytes_of: bytes alive at every node of a graph; ``None``: they are not limited.
         plan: places to take instead of deciding; graphs that it does not know are an error.
         observe: called with what was done to each graph.
+        agree: called with what was decided; returns what all ranks do. The order of its launches is
+            followed where it is another one.
     """
 
     name = "planner"
@@ -99,15 +120,19 @@ class Planner(GraphPass):
         live_bytes_of: Callable[[fx.Graph], Sequence[int]] | None = None,
         plan: Plan | None = None,
         observe: Callable[[Planned], None] | None = None,
+        agree: Agreement | None = None,
     ) -> None:
         self.options = options or Options()
         self.live_bytes_of = live_bytes_of
         self.plan = plan
         self.observe = observe
+        self.agree = agree
+        self.last: GraphPlan | None = None  # what was done to the graph before
 
     def cache_key(self) -> str:
         """Everything that a decision follows from."""
-        return f"{self.options!r} {self.plan.digest() if self.plan else ''}"
+        agreed = self.agree.cache_key() if self.agree else ""
+        return f"{self.options!r} {self.plan.digest() if self.plan else ''} {agreed}"
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder a graph in place.
@@ -116,12 +141,13 @@ class Planner(GraphPass):
             BudgetError: the memory budget is too small for the graph as it is.
             PlanError: the plan was made for another graph, or cannot be applied.
         """
+        self.last = None
         if next(collectives(graph), None) is None:
             return
-        placed = self._decided(graph) if self.plan is None else self._given(graph, self.plan)
+        placed = self._agreed(graph) if self.plan is None else self._given(graph, self.plan)
         self._mark_launches(placed.parts, placed.launches)
+        self.last = plan = placed.plan()
         if self.observe is not None:
-            plan = plan_of(placed.parts, placed.problem, placed.schedule, placed.launches)
             exposed = tuple(
                 placed.exposed_ms[chain.collective]
                 for chain in placed.parts.chains
@@ -129,6 +155,30 @@ class Planner(GraphPass):
             )
             found = (placed.problem, placed.schedule, plan, self.options, self._peak(graph))
             self.observe(Planned(*found, exposed))
+
+    def _agreed(self, graph: fx.Graph) -> _Placed:
+        """Places as decided, or as other ranks have decided, where their launches differ."""
+        order = list(graph.nodes)
+        placed = self._decided(graph)
+        if self.agree is None:
+            return placed
+        own = placed.plan()
+        agreed = self.agree(own)
+        if launches_of(agreed) == launches_of(own):
+            return placed
+        try:
+            return self._following(graph, order, agreed)
+        except PlanError:  # other collectives: the comparison of graphs tells it
+            return self._following(graph, order, own)
+
+    def _following(self, graph: fx.Graph, order: Sequence[fx.Node], plan: GraphPlan) -> _Placed:
+        """Places in the order of a plan for another graph, or for this one."""
+        _put_back(graph, order)
+        _choose(graph, _formats_of(plan, graph))
+        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
+        schedule, launches = follow(plan, problem)
+        apply(graph, schedule, parts)
+        return _Placed(parts, problem, schedule, launches)
 
     def _given(self, graph: fx.Graph, plan: Plan) -> _Placed:
         """Places and formats of a plan."""

@@ -22,8 +22,8 @@ from benchmarks.workloads.architectures.base import SETTINGS, Architecture
 HEAD = """# Models of other people
 
 Architectures of transformers, diffusers, timm, torchvision, vit-pytorch, x-transformers and
-`torch.nn`, and small ones that each do one unusual thing, trained unchanged in the three modes. This
-page is written by
+`torch.nn`, and small ones that each do one unusual thing, trained unchanged in the three modes.
+This page is written by
 
 ```
 pip install ".[models]"

@@ -1,0 +1,68 @@
+"""A plan followed by graphs of other shapes: the launches and their order are the plan's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from problems import random_problem
+
+from graph_passes.plan import GraphPlan, PlanError, PlannedTransfer, launches_of
+from graph_passes.scheduling.following import follow
+from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.schedule import Options, decide
+from graph_passes.scheduling.simulation import Schedule
+
+
+def _plan(problem: Problem, schedule: Schedule, launches: Mapping[int, int]) -> GraphPlan:
+    transfers = []
+    for place in schedule:
+        transfer = problem.transfers[place.transfer]
+        name = (transfer.mark.unit, transfer.mark.kind, transfer.mark.ordinal)
+        launch = launches[place.transfer]
+        transfers.append(PlannedTransfer(*name, place.issue, place.wait, launch, transfer.wire))
+    return GraphPlan("backward", "", problem.num_steps, tuple(transfers))
+
+
+def _decided(seed: int, steps_per_unit: int) -> tuple[Problem, GraphPlan]:
+    problem = random_problem(random.Random(seed), 5, steps_per_unit, backward=True)
+    return problem, _plan(problem, *decide(problem, Options()))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_launches_are_the_plans(seed: int) -> None:
+    """In a graph of other times and bytes, with as many steps or another number of them."""
+    _, plan = _decided(seed, 3)
+    for steps in (3, 2, 7):
+        problem, _ = _decided(seed + 1000, steps)
+        schedule, launches = follow(plan, problem)
+        assert launches_of(_plan(problem, schedule, launches)) == launches_of(plan)
+        for place in schedule:
+            transfer = problem.transfers[place.transfer]
+            assert transfer.ready <= place.issue <= place.wait <= transfer.need
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_its_own_graph_nothing_moves(seed: int) -> None:
+    problem, plan = _decided(seed, 3)
+    schedule, launches = follow(plan, problem)
+    followed = _plan(problem, schedule, launches)
+    assert sorted(followed.transfers, key=repr) == sorted(plan.transfers, key=repr)
+
+
+def test_graphs_differ_enough_to_be_decided_otherwise() -> None:
+    decided = {launches_of(_decided(seed, 3)[1]) for seed in range(10)}
+    assert len(decided) > 1
+
+
+def test_a_plan_for_other_collectives() -> None:
+    problem, plan = _decided(0, 3)
+    for wrong in (
+        replace(plan, transfers=plan.transfers[1:]),
+        replace(plan, transfers=(*plan.transfers, plan.transfers[0])),
+        replace(plan, transfers=(replace(plan.transfers[0], wire="int8/64"), *plan.transfers[1:])),
+    ):
+        with pytest.raises(PlanError):
+            follow(wrong, problem)
