@@ -7,10 +7,11 @@ otherwise; so one decides, and the others follow.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterator
+from itertools import accumulate, groupby
 
 from graph_passes.scheduling.plan import GraphPlan, PlanError, PlannedTransfer, indices_by_name
-from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
 
 Launches = tuple[tuple[tuple[str, str, int, str], ...], ...]
@@ -32,27 +33,41 @@ def follow(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]
     Raises:
         PlanError: the graph has other collectives, or does not allow the order.
     """
-    left = indices_by_name(problem)
+    found = list(_found(plan, problem))
+    # No later than whatever comes behind it can be.
+    latest = list(accumulate((min(t.need for _, _, t in one) for one in found[::-1]), min))[::-1]
     scale = problem.num_steps / max(1, plan.num_steps)
     schedule = []
     launches = {}
     gap = 0
-    for planned in _in_order(plan):
-        found = [(t, left.get((t.unit, t.kind, t.ordinal), [])) for t in planned]
-        if not all(indices for _, indices in found):
-            raise PlanError(f"plan: {planned[0].name}: expected a collective of the graph")
-        members = [(t, indices.pop(0)) for t, indices in found]
-        transfers = [problem.transfers[index] for _, index in members]
-        gap = max(gap, round(planned[0].issue * scale), *(t.ready for t in transfers))
-        if any(gap > t.need or t.wire != p.wire for t, p in zip(transfers, planned, strict=True)):
-            raise PlanError(f"plan: {planned[0].name}: expected a place and format of the graph")
-        for (one, index), transfer in zip(members, transfers, strict=True):
-            wait = min(max(round(one.wait * scale), gap), transfer.need)
+    for members, most in zip(found, latest, strict=True):
+        least = max(gap, *(transfer.ready for _, _, transfer in members))
+        if least > most:
+            raise PlanError(f"plan: {members[0][0].name}: expected a place before it is needed")
+        gap = max(least, min(round(members[0][0].issue * scale), most))
+        for planned, index, transfer in members:
+            wait = min(max(round(planned.wait * scale), gap), transfer.need)
             schedule.append(Placement(index, gap, wait))
-            launches[index] = one.launch
+            launches[index] = planned.launch
+    return tuple(schedule), launches
+
+
+def _found(
+    plan: GraphPlan, problem: Problem
+) -> Iterator[list[tuple[PlannedTransfer, int, Transfer]]]:
+    """The members of each launch, with their indices in a problem."""
+    left = indices_by_name(problem)
+    for launch in _in_order(plan):
+        members = []
+        for planned in launch:
+            indices = left.get((planned.unit, planned.kind, planned.ordinal))
+            if not indices or problem.transfers[indices[0]].wire != planned.wire:
+                raise PlanError(f"plan: {planned.name}: expected it in the graph, in this format")
+            index = indices.pop(0)
+            members.append((planned, index, problem.transfers[index]))
+        yield members
     if any(left.values()):
         raise PlanError("plan: expected every collective of the graph")
-    return tuple(schedule), launches
 
 
 def _in_order(plan: GraphPlan) -> list[list[PlannedTransfer]]:
