@@ -13,7 +13,7 @@ from graph_passes.plan import GraphPlan, PlanError, PlannedTransfer, launches_of
 from graph_passes.scheduling.following import follow
 from graph_passes.scheduling.problem import Problem
 from graph_passes.scheduling.schedule import Options, decide
-from graph_passes.scheduling.simulation import Schedule
+from graph_passes.scheduling.simulation import Placement, Schedule
 
 
 def _plan(problem: Problem, schedule: Schedule, launches: Mapping[int, int]) -> GraphPlan:
@@ -50,6 +50,35 @@ def test_in_its_own_graph_nothing_moves(seed: int) -> None:
     schedule, launches = follow(plan, problem)
     followed = _plan(problem, schedule, launches)
     assert sorted(followed.transfers, key=repr) == sorted(plan.transfers, key=repr)
+
+
+def _gathers(*needs: int) -> Problem:
+    """Gathers of some units, which are needed before these steps of twelve."""
+    problem = random_problem(random.Random(0), len(needs), 4, backward=False)
+    transfers = zip(problem.transfers, needs, strict=True)
+    return replace(problem, transfers=tuple(replace(t, need=need) for t, need in transfers))
+
+
+def test_a_place_moves_to_where_the_graph_needs_it() -> None:
+    late, early = _gathers(0, 8, 10), _gathers(0, 1, 10)
+    at_last = tuple(Placement(i, t.need, t.need) for i, t in enumerate(late.transfers))
+    schedule, _ = follow(_plan(late, at_last, {i: i for i in range(3)}), early)
+    assert [place.issue for place in schedule] == [0, 1, 10]
+
+
+def test_an_order_that_the_graph_does_not_allow() -> None:
+    late, other = _gathers(0, 8, 10), _gathers(0, 8, 3)
+    other = replace(
+        other,
+        transfers=(
+            *other.transfers[:1],
+            replace(other.transfers[1], ready=5),
+            *other.transfers[2:],
+        ),
+    )
+    at_last = tuple(Placement(i, t.need, t.need) for i, t in enumerate(late.transfers))
+    with pytest.raises(PlanError, match="before it is needed"):
+        follow(_plan(late, at_last, {i: i for i in range(3)}), other)
 
 
 def test_graphs_differ_enough_to_be_decided_otherwise() -> None:
