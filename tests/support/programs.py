@@ -282,9 +282,11 @@ class _Pair:
         """Whether there is neither a forward to go back through nor a gradient to reduce."""
         return not self.losses and not self.is_unsynced
 
-    def _inputs(self, seed: int, rows: int) -> torch.Tensor:
+    def _inputs(self, seed: int, rows: int) -> list[torch.Tensor]:
+        """Of all ranks; of two seeds in three, each rank has other numbers of rows."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.world_size, rows, trees.WIDTH, generator=generator)
+        sizes = [rows + seed % 3 * rank for rank in range(self.world_size)]
+        return [torch.randn(size, trees.WIDTH, generator=generator) for size in sizes]
 
     def _call(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A whole graph notices what is trained anew, and is made anew by the call that follows."""
