@@ -55,7 +55,7 @@ PHASES = {
 MARK = "compile_time: "
 
 
-def measure_here(key: str, depth: int, size: str = "small", num_ranks: int = 8) -> dict[str, Any]:
+def measure_here(key: str, depth: int, size: str, num_ranks: int) -> dict[str, Any]:
     """First and second step of one peer in this process."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

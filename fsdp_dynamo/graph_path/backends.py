@@ -137,7 +137,7 @@ def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
     plans = [program.plan for program in programs if program.plan is not None]
     if planner.agree is None or planner.agree.are_followed(plans):
         return compiled
-    planner.last = None
+    planner.last = None  # keys of caches hold the planner
     return compile_()
 
 

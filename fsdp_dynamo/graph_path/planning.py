@@ -136,7 +136,7 @@ def planner_for(
         DivergenceError: ranks were given different options, or one has not come.
     """
     cost = CostModel()
-    names, formats, _ = collectives_of(gm)
+    names, formats, marks = collectives_of(gm)
     if names:
         group = _resolve(names[0])
         text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
@@ -150,7 +150,7 @@ def planner_for(
     live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
     agree = None
     if names and options.plan is None and options.memory_budget_bytes is None:
-        agree = SharedPlans(gm, f"{options.text()} {live_bytes_of.__name__}")
+        agree = SharedPlans(marks, f"{options.text()} {live_bytes_of.__name__}")
     return Planner(options.scheduling(cost=cost), live, options.plan, observe, agree)
 
 

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 import torch
-from torch import fx
 
 from fsdp_dynamo.agreement.store import PREFIX, default_store
 from fsdp_dynamo.graph_path.cache_keys import source_key
-from fsdp_dynamo.graph_path.unshard_operators import collectives_of
 from graph_passes.plan import GraphPlan, graph_from, launches_of
 
 
@@ -32,12 +30,12 @@ class SharedPlans:
     """The plans that ranks follow in the graphs that are made of one of Dynamo's.
 
     Args:
-        gm: that graph; graphs with the same collectives share their plans.
+        marks: of the collectives; graphs with the same ones share their plans.
         decided_by: what plans follow from besides it, the same on all ranks.
     """
 
-    def __init__(self, gm: fx.GraphModule, decided_by: str) -> None:
-        parts = (*collectives_of(gm).marks, decided_by, source_key(), str(torch.is_grad_enabled()))
+    def __init__(self, marks: Sequence[str], decided_by: str) -> None:
+        parts = (*marks, decided_by, source_key(), str(torch.is_grad_enabled()))
         self._key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
         self._others: dict[str, str] = {}
 
@@ -61,13 +59,10 @@ class SharedPlans:
 
     def are_followed(self, plans: Iterable[GraphPlan]) -> bool:
         """Whether these are the ranks' plans; if not, ``cache_key`` is another one from now on."""
-        found = True
-        for plan in plans:
-            agreed = _digest(self(plan))
-            if agreed != _digest(plan):
-                found = self._others.get(plan.phase) == agreed and found
-                self._others[plan.phase] = agreed
-        return found
+        agreed = [(plan, _digest(self(plan))) for plan in plans]
+        others = {plan.phase: digest for plan, digest in agreed if digest != _digest(plan)}
+        self._others |= others
+        return not others
 
 
 def _digest(plan: GraphPlan) -> str:

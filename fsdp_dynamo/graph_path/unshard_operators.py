@@ -266,7 +266,7 @@ class Collectives(NamedTuple):
 
 
 def collectives_of(gm: fx.GraphModule) -> Collectives:
-    """Groups and formats of the collectives of a graph that Dynamo hands over."""
+    """The collectives of a graph that Dynamo hands over."""
     gathers: dict[str, None] = {}
     reductions: dict[str, None] = {}
     marks: list[tuple[str, int]] = []

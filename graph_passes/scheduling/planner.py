@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from torch import fx
@@ -77,9 +78,14 @@ class _Placed:
     launches: dict[int, int]
     exposed_ms: Mapping[fx.Node, float] = field(default_factory=dict)
 
+    @cached_property
     def plan(self) -> GraphPlan:
         """The same as data."""
         return plan_of(self.parts, self.problem, self.schedule, self.launches)
+
+
+Places = Callable[[GraphPlan, Problem], tuple[Schedule, dict[int, int]]]
+"""A plan's places in a problem, and the launch of each transfer."""
 
 
 class Agreement(Protocol):
@@ -146,14 +152,14 @@ class Planner(GraphPass):
             return
         placed = self._agreed(graph) if self.plan is None else self._given(graph, self.plan)
         self._mark_launches(placed.parts, placed.launches)
-        self.last = plan = placed.plan()
+        self.last = placed.plan
         if self.observe is not None:
             exposed = tuple(
                 placed.exposed_ms[chain.collective]
                 for chain in placed.parts.chains
                 if placed.exposed_ms
             )
-            found = (placed.problem, placed.schedule, plan, self.options, self._peak(graph))
+            found = (placed.problem, placed.schedule, placed.plan, self.options, self._peak(graph))
             self.observe(Planned(*found, exposed))
 
     def _agreed(self, graph: fx.Graph) -> _Placed:
@@ -162,30 +168,25 @@ class Planner(GraphPass):
         placed = self._decided(graph)
         if self.agree is None:
             return placed
-        own = placed.plan()
-        agreed = self.agree(own)
-        if launches_of(agreed) == launches_of(own):
+        agreed = self.agree(placed.plan)
+        if launches_of(agreed) == launches_of(placed.plan):
             return placed
-        try:
-            return self._following(graph, order, agreed)
-        except PlanError:  # other collectives: the comparison of graphs tells it
-            return self._following(graph, order, own)
-
-    def _following(self, graph: fx.Graph, order: Sequence[fx.Node], plan: GraphPlan) -> _Placed:
-        """Places in the order of a plan for another graph, or for this one."""
         _put_back(graph, order)
-        _choose(graph, _formats_of(plan, graph))
-        parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
-        schedule, launches = follow(plan, problem)
-        apply(graph, schedule, parts)
-        return _Placed(parts, problem, schedule, launches)
+        try:
+            return self._placed_as(graph, agreed, follow)
+        except PlanError:  # other collectives: the comparison of graphs tells it
+            _put_back(graph, order)
+            return self._placed_as(graph, placed.plan, follow)
 
     def _given(self, graph: fx.Graph, plan: Plan) -> _Placed:
-        """Places and formats of a plan."""
-        graph_plan = _plan_for(plan, dissect(graph))
-        _choose(graph, _formats_of(graph_plan, graph))
+        """Places and formats of a plan that was made for this graph."""
+        return self._placed_as(graph, _plan_for(plan, dissect(graph)), schedule_from)
+
+    def _placed_as(self, graph: fx.Graph, plan: GraphPlan, places: Places) -> _Placed:
+        """Formats of a plan, and the places that it has in this graph."""
+        _choose(graph, _formats_of(plan, graph))
         parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
-        schedule, launches = schedule_from(graph_plan, problem)
+        schedule, launches = places(plan, problem)
         apply(graph, schedule, parts)
         return _Placed(parts, problem, schedule, launches)
 

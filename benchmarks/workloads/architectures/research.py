@@ -6,7 +6,7 @@ Their blocks are small modules in lists of lists, called by the model itself, an
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ SIZES: dict[str, Any] = {"dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64, "num_
 PATCHES: dict[str, Any] = {**SIZES, "image_size": 32, "patch_size": 8, "dim_head": 16}
 
 
-def _images(argument: str, batch: int = 2) -> Callable[[Generator], Batch]:
-    return lambda generator: {argument: image(generator, batch=batch)}
+def _images(argument: str, size: int = 32, batch: int = 2) -> Callable[[Generator], Batch]:
+    return lambda generator: {argument: image(generator, size, batch=batch)}
 
 
 def _videos(generator: Generator) -> Batch:
@@ -55,7 +55,6 @@ def _vit(
     sizes: dict[str, Any] | None = None,
     blocks: tuple[str, ...] = PARTS,
     batch: Callable[[Generator], Batch] | None = None,
-    name: str = "",
     **more: Any,
 ) -> Architecture:
     """A model of one file of ``vit_pytorch``; ``sizes`` in place of those of most."""
@@ -65,7 +64,7 @@ def _vit(
         return getattr(file, class_name)(**(PATCHES if sizes is None else sizes), **more)
 
     return Architecture(
-        name=f"vitp_{name or module}",
+        name=f"vitp_{module}",
         family=VIT,
         build=build,
         batch=batch or _images("img"),
@@ -84,7 +83,6 @@ def _x(
     name: str,
     build: Callable[[Any], nn.Module],
     batch: Callable[[Generator], Batch] = _ids,
-    blocks: tuple[str, ...] = PARTS,
 ) -> Architecture:
     """``build`` gets the package."""
     return Architecture(
@@ -93,19 +91,24 @@ def _x(
         build=lambda attention: build(importlib.import_module(X)),
         batch=batch,
         loss=projection,
-        blocks=blocks,
+        blocks=PARTS,
         settings=COMMON_SETTINGS,
         packages=(X,),
     )
 
 
-def _decoder(name: str, is_trained_by_wrapper: bool = False, **options: Any) -> Architecture:
-    """A decoder of tokens with options of the layers."""
+def _decoder(
+    name: str,
+    is_trained_by_wrapper: bool = False,
+    around: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Architecture:
+    """A decoder of tokens with options of the layers, and some of what is ``around`` them."""
 
     def build(package: Any) -> nn.Module:
         layers = package.Decoder(dim=32, depth=2, heads=2, attn_dim_head=16, **options)
         model = package.TransformerWrapper(
-            num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers
+            num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers, **(around or {})
         )
         return package.AutoregressiveWrapper(model) if is_trained_by_wrapper else model
 
@@ -132,15 +135,8 @@ def _of_vit_pytorch() -> list[Architecture]:
     maxvit = {"num_classes": 4, "dim_conv_stem": 8, "dim": 16, "dim_head": 8, "depth": (1, 1)}
     maxvit |= {"window_size": 4, "mbconv_expansion_rate": 2, "mbconv_shrinkage_rate": 0.5}
     frames = {**PATCHES, "frames": 4, "frame_patch_size": 2}
-    image_patches = {key: value for key, value in frames.items() if key != "patch_size"}
-    image_patches["image_patch_size"] = 8
-    spatial = {key: value for key, value in image_patches.items() if key != "depth"}
-
-    def cct(generator: Generator) -> Batch:
-        return {"x": image(generator)}
-
-    def of_size_64(generator: Generator) -> Batch:
-        return {"img": image(generator, 64, batch=8)}
+    frames["image_patch_size"] = frames.pop("patch_size")
+    spatial = {key: value for key, value in frames.items() if key != "depth"}
 
     return [
         _vit("vit", "ViT", dropout=0.1, emb_dropout=0.1),
@@ -153,7 +149,7 @@ def _of_vit_pytorch() -> list[Architecture]:
             "CCT",
             {"img_size": 32, "embedding_dim": 32, "num_layers": 2, "num_heads": 2, "mlp_ratio": 2},
             blocks=("TransformerEncoderLayer",),
-            batch=cct,
+            batch=_images("x"),
             num_classes=4,
         ),
         _vit(
@@ -169,23 +165,23 @@ def _of_vit_pytorch() -> list[Architecture]:
             lg_enc_mlp_dim=32,
         ),
         _vit("pit", "PiT", {**PATCHES, "depth": (1, 1)}),
-        _vit("levit", "LeViT", levit, blocks=("Transformer",), batch=of_size_64),
+        _vit("levit", "LeViT", levit, blocks=("Transformer",), batch=_images("img", 64, 8)),
         _vit("nest", "NesT", nest, blocks=("Transformer",)),
         _vit(
             "mobile_vit",
             "MobileViT",
             mobile,
             blocks=("MV2Block", "MobileViTBlock"),
-            batch=lambda generator: {"x": image(generator, 64, batch=8)},
+            batch=_images("x", 64, 8),
         ),
         _vit(
             "twins_svt",
             "TwinsSVT",
             twins,
             blocks=("Transformer",),
-            batch=lambda generator: {"x": image(generator)},
+            batch=_images("x"),
         ),
-        _vit("max_vit", "MaxViT", maxvit, batch=lambda g: {"x": image(g, 64, batch=8)}),
+        _vit("max_vit", "MaxViT", maxvit, batch=_images("x", 64, 8)),
         _vit("rvt", "RvT"),
         _vit("xcit", "XCiT", cls_depth=1),
         _vit("parallel_vit", "ViT", num_parallel_branches=2),
@@ -222,7 +218,7 @@ def _of_vit_pytorch() -> list[Architecture]:
             token_dropout_prob=0.1,
             batch=lambda g: {"images": [torch.rand(3, 32, 16, generator=g), image(g)[0]]},
         ),
-        _vit("vit_3d", "ViT", image_patches, batch=_videos),
+        _vit("vit_3d", "ViT", frames, batch=_videos),
         _vit("vivit", "ViViT", spatial, batch=_videos, spatial_depth=1, temporal_depth=1),
     ]
 
@@ -253,17 +249,7 @@ def _of_x_transformers() -> list[Architecture]:
     def waves(generator: Generator) -> Batch:
         return {"x": torch.rand(2, LENGTH, 8, generator=generator)}
 
-    def memories(package: Any) -> nn.Module:
-        layers = package.Decoder(dim=32, depth=2, heads=2, attn_dim_head=16, rel_pos_bias=True)
-        return package.TransformerWrapper(
-            num_tokens=VOCABULARY,
-            max_seq_len=LENGTH,
-            max_mem_len=LENGTH,
-            num_memory_tokens=3,
-            emb_dropout=0.1,
-            attn_layers=layers,
-        )
-
+    memories = {"max_mem_len": LENGTH, "num_memory_tokens": 3, "emb_dropout": 0.1}
     return [
         _decoder("decoder"),
         _decoder("autoregressive", is_trained_by_wrapper=True, rotary_pos_emb=True),
@@ -279,5 +265,5 @@ def _of_x_transformers() -> list[Architecture]:
         _decoder("dynamic_positions", dynamic_pos_bias=True, dynamic_pos_bias_log_distance=False),
         _x("encoder_decoder", translator, pairs),
         _x("continuous", continuous, waves),
-        _x("memory_tokens", memories),
+        _decoder("memory_tokens", around=memories, rel_pos_bias=True),
     ]
