@@ -74,6 +74,10 @@ class SideStreams:
 
     # -- reductions ----------------------------------------------------------------------------
 
+    def on_current(self) -> AbstractContextManager[object]:
+        """Issue what follows on the stream that is current now."""
+        return self._module.stream(self._module.current_stream())  # type: ignore[no-any-return]
+
     def over_replicas(self) -> AbstractContextManager[object]:
         """Enqueue what is issued inside on the stream of means over replicas."""
         return self._module.stream(self._replicas)  # type: ignore[no-any-return]

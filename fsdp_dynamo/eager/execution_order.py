@@ -20,17 +20,19 @@ from fsdp_dynamo.errors import unit_name
 
 
 class ExecutionOrder:
-    """Units in the order of their forwards.
+    """Units in the order of their forwards; calls of one unit in a row count as one.
 
     Attributes:
         fqns: of the first training step, or ``None`` before its end.
+        repeated: units that have been called twice in a row.
     """
 
     def __init__(self) -> None:
         self.fqns: tuple[str, ...] | None = None
+        self.repeated: set[Unit] = set()
         self._last: list[Unit] = []  # in the order in which forwards began, in the last step
         self._began: list[Unit] = []  # the same in the step that runs now
-        self._ended: list[Unit] = []  # of each call, in the order in which forwards ended
+        self._ended: list[Unit] = []  # in the order in which forwards ended, in this step
         self._agreed: set[tuple[str, ...]] = set()  # calls before backwards with all-reduces
         self._is_paused = False
         self._warned = False
@@ -42,7 +44,10 @@ class ExecutionOrder:
 
     def add(self, unit: Unit) -> None:
         """Take a unit whose forward begins."""
-        self._began.append(unit)
+        if self._began and self._began[-1] is unit:
+            self.repeated.add(unit)
+        else:
+            self._began.append(unit)
 
     def following(self) -> Unit | None:
         """The unit that came after the newest one in the last step, if both were there."""
@@ -53,8 +58,9 @@ class ExecutionOrder:
 
     def end_call(self, call: ForwardCall) -> None:
         """Take a call whose forward ends and whose backward may follow."""
-        call.order = len(self._ended)
-        self._ended.append(call.unit)
+        if not self._ended or self._ended[-1] is not call.unit:
+            self._ended.append(call.unit)
+        call.order = len(self._ended) - 1
 
     def ended_before(self, call: ForwardCall) -> Iterator[Unit]:
         """Units whose forwards ended before a call's, the newest first."""

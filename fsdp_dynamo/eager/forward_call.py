@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.eager.end_of_calls import EndOfCalls, sums
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
@@ -65,12 +66,8 @@ class ForwardCall:
 
     def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients that one segment gives the views."""
-        if self.segment_grads is None:
-            self.segment_grads = list(grads)
-            return
-        for i, (total, grad) in enumerate(zip(self.segment_grads, grads, strict=True)):
-            if grad is not None:
-                self.segment_grads[i] = grad if total is None else total + grad
+        before = self.segment_grads
+        self.segment_grads = list(grads) if before is None else sums(before, grads)
 
 
 class Schedule(Protocol):
@@ -81,28 +78,28 @@ class Schedule(Protocol):
 
 
 def begin_call(
-    unit: Unit, schedule: Schedule, left: Iterable[nn.Module] | None = None
+    unit: Unit, schedule: Schedule, end: EndOfCalls | None, left: Iterable[nn.Module] | None = None
 ) -> ForwardCall:
     """Show the modules of an unsharded unit views of its flat parameters, tied into autograd.
 
     Args:
         unit: an unsharded unit.
         schedule: told when the last gradient of the views has come.
+        end: of the unit; ``None`` ties nothing into autograd.
         left: modules of the unit that this call is for; all.
     """
     call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
     call.left = set(unit.modules if left is None else left)
     tracked: tuple[torch.Tensor, ...] = ()
-    if call.trainable and torch.is_grad_enabled():
-        shards = [flat.sharded for flat in call.trainable]
+    if call.trainable and end is not None:
         call.is_tracked = True
-        tracked = _UnshardedViews.apply(call, schedule, *shards)  # type: ignore[no-untyped-call]
+        tracked = _UnshardedViews.apply(call, schedule, end.leaf)  # type: ignore[no-untyped-call]
     position = 0
     for flat in unit.flats:
         if tracked and flat.is_trainable:
-            end = position + len(flat.originals)
-            views = list(tracked[position:end])
-            position = end
+            after = position + len(flat.originals)
+            views = list(tracked[position:after])
+            position = after
             for index in flat.module_parameters.frozen:
                 views[index] = views[index].detach()
         else:
@@ -116,13 +113,13 @@ class _UnshardedViews(torch.autograd.Function):
     """Forward: the parameter views. Backward: all their gradients at once.
 
     The engine runs the backward when every use of every view has given its gradient: that is
-    the end of the unit's backward. (Reentrant checkpointing has one more for each segment.) The
-    shards' own gradients are set by the reduction later, so none is returned.
+    the end of the call's backward. (Reentrant checkpointing has one more for each segment.) The
+    parameters' own gradients are set by the reduction later, so none is returned.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: ForwardCall, schedule: Schedule, *shards: torch.Tensor
+        ctx: Any, call: ForwardCall, schedule: Schedule, end: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Weak: the call holds the views, whose grad_fn is this node. What keeps the call and the
@@ -132,15 +129,13 @@ class _UnshardedViews(torch.autograd.Function):
         ctx.call = ref(call)
         ctx.unit = ref(call.unit)
         ctx.schedule = ref(schedule)
-        ctx.num_shards = len(shards)
         return tuple(view for flat in call.trainable for view in flat.make_views())
 
     @staticmethod
     @untraced(BY_AUTOGRAD)
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         unit, schedule = ctx.unit(), ctx.schedule()
         if unit is not None and schedule is not None:
             call = ctx.call() or ForwardCall(unit, unit.trainable)
             schedule.post_backward(call, grads)
-        num_shards: int = ctx.num_shards
-        return (None,) * (num_shards + 2)
+        return None, None, None

@@ -26,6 +26,7 @@ from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
+from fsdp_dynamo.eager.end_of_calls import EndOfCalls
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
 from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
@@ -65,6 +66,8 @@ class Root:
         self._reduces = ReduceQueue()
         self._open: dict[Unit, ForwardCall] = {}  # calls of units of several modules
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
+        self._ends: dict[Unit, EndOfCalls | None] = {}
+        self._kept: tuple[Unit, events.Phase] | None = None  # for a call that may follow
         self.execution_order = ExecutionOrder()
         for paths, unit in units:
             unit.rename(paths)
@@ -112,6 +115,7 @@ class Root:
             collective_log.begin_step()
             self._begin_forward()
         if not recomputes:
+            self._release_kept(unit)
             unit.drop_outdated()
         if not recomputes and (unit.is_ahead or not unit.is_unsharded):
             unit.check_originals()
@@ -122,7 +126,7 @@ class Root:
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
-        call = begin_call(unit, self)
+        call = begin_call(unit, self, self._end_of_calls(unit))
         if len(unit.modules) > 1 and not recomputes:
             self._open[unit] = call
         unit.event = events.begin(unit.fqn, "forward", "forward")
@@ -135,8 +139,17 @@ class Root:
         if call.is_tracked or not torch.is_grad_enabled():
             call.show_views()  # a trace may have hidden them
             return call
-        call = self._open[unit] = begin_call(unit, self, call.left)
+        call = self._open[unit] = begin_call(unit, self, self._end_of_calls(unit), call.left)
         return call
+
+    def _end_of_calls(self, unit: Unit) -> EndOfCalls | None:
+        """What ties a call of the unit into autograd, if it is to be."""
+        if not torch.is_grad_enabled() or not unit.flats:
+            return None
+        end = self._ends.get(unit)
+        if end is None or end.device != unit.flats[0].device:
+            end = self._ends[unit] = EndOfCalls(unit, self.reached_end_of_calls)
+        return end
 
     def post_forward(self, unit: Unit, call: ForwardCall, module: nn.Module) -> None:
         """End the forward of one of the unit's modules, which may be that of the unit."""
@@ -165,10 +178,35 @@ class Root:
             if self._reshards_after_forward(unit, outermost):
                 if torch.is_grad_enabled():
                     unit.keep_pieces()
-                unit.reshard("forward")
+                self._keep_or_reshard(unit)
             else:
                 unit.stay_unsharded()
         unit.machine.advance(UnitState.IDLE)
+
+    def _keep_or_reshard(self, unit: Unit) -> None:
+        """Reshard a unit after its forward; one that may be called again, when another one is."""
+        self._keep(unit, "forward")
+        if unit in self.execution_order.repeated:
+            unit.stay_unsharded()
+        else:
+            self._release_kept()
+
+    def _keep(self, unit: Unit, phase: events.Phase) -> None:
+        """Keep a unit unsharded for another call, in place of the one that was kept before."""
+        self._release_kept(unit)
+        self._kept = unit, phase
+
+    def _release_kept(self, next_unit: Unit | None = None) -> None:
+        """Reshard the unit that was kept unsharded for another call, unless this is the call."""
+        if self._kept is None:
+            return
+        (unit, phase), self._kept = self._kept, None
+        if unit is next_unit:
+            return
+        if phase == "forward":
+            unit.reshard("forward")
+        else:
+            unit.end_backward()
 
     def _begin_forward(self) -> None:
         if self._needs_planner is not None:
@@ -188,6 +226,7 @@ class Root:
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
+        self._release_kept()
         root = self.units[0]
         self.secondary.end_forward()
         if not torch.is_grad_enabled():  # no backward begins with the last unit
@@ -227,6 +266,7 @@ class Root:
             return
         self._finish_segments(call)
         unit = call.unit
+        self._release_kept(unit)
         unit.machine.advance(UnitState.BACKWARD_PRE)
         call.backward_id = self._backward_id
         call.graph_task = current_graph_task()
@@ -287,9 +327,10 @@ class Root:
             self._waiting.remove(call)
             grads, call.segment_grads = call.segment_grads, None
             self._finish_backward(call, grads or ())
+            self.reached_end_of_calls(call.unit)
 
     def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reshard a unit whose backward is done, and start to reduce its gradients."""
+        """Reshard a unit whose backward is done, and take its gradients."""
         unit = call.unit
         events.finish(unit.event)
         if unit.machine.state is UnitState.BACKWARD_PRE:
@@ -298,10 +339,15 @@ class Root:
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
             if not self._stays_unsharded:
-                unit.end_backward()
+                self._keep(unit, "backward")
+                if unit not in self.execution_order.repeated:
+                    self._release_kept()
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(call)
-        self._reduce(call, grads)
+        end = self._ends[unit]
+        assert end is not None
+        for flat, own in call.grads_by_flat(grads):
+            end.add(flat, own)
 
     def _begin_backward(self) -> None:
         # Before any state changes: it may raise.
@@ -326,6 +372,7 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
+        self._kept = None
         if self.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
         self._stays_unsharded = self._creates_graph
@@ -347,20 +394,27 @@ class Root:
         """Issue the all-gathers that the user wants, or of what ended before in the forward."""
         chosen = call.unit.settings.backward_prefetch
         for unit in chosen or self.execution_order.ended_before(call):
-            if not unit.is_unsharded and unit.needs_unshard and unit.settings.unshards_in_backward:
+            if not unit.needs_unshard or not unit.settings.unshards_in_backward:
+                continue
+            if chosen:
                 unit.issue_unshard("backward")
-                if not chosen:
-                    return
+            elif unit is not call.unit and not unit.is_ahead:
+                unit.issue_unshard("backward")  # of the nearest: it may have been issued before
+                return
 
     @torch.no_grad()
-    def _reduce(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        self._reduces.advance()
-        for flat, own in call.grads_by_flat(grads):
-            if flat.grad_sum.settings.reduces:
-                self._reduces.make_room()  # before the next flat gradient is made
-                self._reduces.issue(flat, flat.grad_to_reduce(own), unused_of(own))
-            else:
-                flat.keep_grads(own, unused_of(own))
+    def reached_end_of_calls(self, unit: Unit) -> None:
+        """Start to reduce the sums of the gradients of a unit's calls, if there are any."""
+        end = self._ends[unit]
+        assert end is not None
+        with end.on_stream():
+            self._reduces.advance()
+            for flat, grads in end.take().items():
+                if flat.grad_sum.settings.reduces:
+                    self._reduces.make_room()  # before the next flat gradient is made
+                    self._reduces.issue(flat, flat.grad_to_reduce(grads), unused_of(grads))
+                else:
+                    flat.keep_grads(grads, unused_of(grads))
 
     # -- errors and contexts -----------------------------------------------------------------
 
@@ -378,6 +432,9 @@ class Root:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
         self._open = {}
+        for end in filter(None, self._ends.values()):
+            end.take()
+        self._kept = None
         self._stays_unsharded = False
         self._reduces.abandon()
         for unit in self.units:

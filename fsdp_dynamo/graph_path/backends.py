@@ -52,7 +52,7 @@ from fsdp_dynamo.graph_path.planning import (
 from fsdp_dynamo.graph_path.program import loaded_programs
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
-from fsdp_dynamo.graph_path.unshard_operators import collectives_of
+from fsdp_dynamo.graph_path.unshard_operators import collectives_of, share_unshards
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.planner import Planner
@@ -86,10 +86,11 @@ Options = Mapping[str, Any] | None
 
 
 def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
-    """Read the options; make equal unit bodies regions, if the user asked for it."""
+    """Read the options; unshard units once, and make equal bodies regions if the user wants it."""
     announce_this_compilation()
     warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
+    share_unshards(gm)
     if parsed.regions:
         report = outline_regions(gm)
         _log.info("%s", report.text())

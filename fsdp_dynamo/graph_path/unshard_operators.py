@@ -251,6 +251,22 @@ def unshard_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.find_nodes(op="call_function", target=UNSHARD)
 
 
+def share_unshards(gm: fx.GraphModule) -> None:
+    """Let all calls of a unit in a graph have one ``unshard``, so that it is reduced once.
+
+    Autograd then sums the gradients of the calls before the reduction and not behind it. Calls with
+    gradients and calls without them stay apart.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in [*unshard_nodes(gm)]:
+        key = (node.graph, node.args, node.meta["example_value"].requires_grad)
+        same = first.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            node.graph.erase_node(node)
+    gm.recompile()
+
+
 class Collectives(NamedTuple):
     """What is known of the collectives that a graph will have.
 

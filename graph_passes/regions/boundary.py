@@ -2,31 +2,32 @@
 
 Before::
 
-    y, flat', x', s = region_forward(flat, x)        flat' is flat, x' is x
-    grads = region_backward(flat', x', s, grad_y)
+    y, flat', w', s = region_forward(flat, w)        flat' is flat, w' is a view of w
+    grads = region_backward(flat', w', s, grad_y)
 
 After::
 
-    y, s = region_forward(flat, x)
-    grads = region_backward(flat, x, s, grad_y)
+    y, s = region_forward(flat, w)
+    grads = region_backward(flat, w.t(), s, grad_y)
 
 What a region saves of its inputs is the input itself, so the partition of the graph around it can
-gather ``flat`` again for the backward.
+gather what ``flat`` and ``w`` are parts of again for the backward.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from graph_passes.graph_utils import is_region
+from graph_passes.graph_utils import is_region, is_view
 
 
 def tidy_region_boundaries(gm: fx.GraphModule) -> None:
-    """Return no inputs from the regions of a joint graph, and tell the values of its calls apart.
+    """Return no inputs, nor views of them, from regions, and tell the values of their calls apart.
 
     Args:
         gm: the joint graph, its regions partitioned already; changed in place.
@@ -35,13 +36,18 @@ def tidy_region_boundaries(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if is_region(node):
             calls.setdefault(node.args[0].target, []).append(node)
+    views: list[fx.Node] = []
     for name, nodes in calls.items():
         body = gm.get_submodule(name)
         assert isinstance(body, fx.GraphModule)
-        _lead_inputs_past(body, nodes)
+        views += _lead_inputs_past(body, nodes)
         body.recompile()
         for node in nodes:
             _give_own_values(node)
+    for view in views:
+        arguments = fx.map_arg(view.args, lambda node: node.meta["val"])
+        with view.all_input_nodes[0].meta["val"].fake_mode:
+            view.meta["val"] = cast(Any, view.target)(*arguments, **view.kwargs)
 
 
 def _output_of(body: fx.GraphModule) -> fx.Node:
@@ -59,14 +65,17 @@ def _items(call: fx.Node) -> dict[int, list[fx.Node]]:
     return items
 
 
-def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> None:
-    """Drop outputs that are inputs; their users take what the region was called with."""
+def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> list[fx.Node]:
+    """Drop outputs that are inputs or views of one; their users take what the region was called
+    with. Returns the views that are taken of it, without values."""
     position = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
     output = _output_of(body)
     outputs = list(output.args[0])  # type: ignore[arg-type]
-    kept = [i for i, node in enumerate(outputs) if node not in position]
-    if len(kept) == len(outputs):
-        return
+    views = {i: found for i, n in enumerate(outputs) if (found := _views_of_input(n)) is not None}
+    made: list[fx.Node] = []
+    if not views:
+        return made
+    kept = [i for i in range(len(outputs)) if i not in views]
     number = {old: new for new, old in enumerate(kept)}
     output.args = (tuple(outputs[i] for i in kept),)
     for call in calls:
@@ -74,11 +83,39 @@ def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> None:
             for item in items:
                 if index in number:
                     item.args = (call, number[index])
-                else:
-                    operand = call.args[2 + position[outputs[index]]]
-                    item.replace_all_uses_with(cast(fx.Node, operand))
-                    item.graph.erase_node(item)
+                    continue
+                source, *chain = views[index]
+                copies = {source: cast(fx.Node, call.args[2 + position[source]])}
+                made += _copied(item, chain, copies)
+                item.replace_all_uses_with(copies[outputs[index]])
+                item.graph.erase_node(item)
         call.meta["val"] = tuple(call.meta["val"][i] for i in kept)
+    body.graph.eliminate_dead_code()
+    return made
+
+
+def _views_of_input(node: Any) -> list[fx.Node] | None:
+    """The input of a body that a node is or is a view of, and the views up to the node."""
+    chain: list[fx.Node] = []
+    while isinstance(node, fx.Node):
+        chain.insert(0, node)
+        if node.op == "placeholder":
+            return chain
+        if not is_view(node) or len(node.all_input_nodes) != 1:
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _copied(
+    item: fx.Node, chain: list[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> Iterator[fx.Node]:
+    """The views of a chain, put in the place of an item of a region's call."""
+    for node in chain:
+        with item.graph.inserting_before(item):
+            copies[node] = item.graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {"custom": dict(item.meta.get("custom") or {})}
+        yield copies[node]
 
 
 def _give_own_values(call: fx.Node) -> None:

@@ -52,6 +52,23 @@ def follow(plan: GraphPlan, problem: Problem) -> tuple[Schedule, dict[int, int]]
     return tuple(schedule), launches
 
 
+def without_plan(problem: Problem) -> tuple[Schedule, dict[int, int]]:
+    """Places, and a launch for each transfer, that follow from nothing but the order of steps.
+
+    A gather is issued where the one before is needed, a reduction where its gradient is there; both
+    are waited for where they are needed. Graphs of other shapes have the same launches.
+    """
+    before = 0
+    schedule = []
+    for index, transfer in enumerate(problem.transfers):
+        issue = transfer.ready
+        if transfer.is_gather:
+            issue, before = min(max(issue, before), transfer.need), transfer.need
+        schedule.append(Placement(index, issue, transfer.need))
+    schedule.sort(key=lambda place: (place.issue, place.transfer))
+    return tuple(schedule), {place.transfer: i for i, place in enumerate(schedule)}
+
+
 def _found(
     plan: GraphPlan, problem: Problem
 ) -> Iterator[list[tuple[PlannedTransfer, int, Transfer]]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from torch import fx
@@ -27,7 +27,7 @@ from torch import fx
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives
 from graph_passes.markers import choose_format, has_optional_format, mark_of, set_launch
-from graph_passes.scheduling.following import follow, launches_of
+from graph_passes.scheduling.following import follow, launches_of, without_plan
 from graph_passes.scheduling.format_choice import FASTER, FormatChoice, choose_formats
 from graph_passes.scheduling.limits import BudgetError, too_small
 from graph_passes.scheduling.plan import (
@@ -84,7 +84,7 @@ class _Placed:
         return plan_of(self.parts, self.problem, self.schedule, self.launches)
 
 
-Places = Callable[[GraphPlan, Problem], tuple[Schedule, dict[int, int]]]
+Places = Callable[[Problem], tuple[Schedule, dict[int, int]]]
 """A plan's places in a problem, and the launch of each transfer."""
 
 
@@ -163,7 +163,10 @@ class Planner(GraphPass):
             self.observe(Planned(*found, exposed))
 
     def _agreed(self, graph: fx.Graph) -> _Placed:
-        """Places as decided, or as other ranks have decided, where their launches differ."""
+        """Places as decided, or as other ranks have decided, where their launches differ.
+
+        Ranks whose graphs do not allow that have the same order of steps in common.
+        """
         order = list(graph.nodes)
         placed = self._decided(graph)
         if self.agree is None:
@@ -173,20 +176,21 @@ class Planner(GraphPass):
             return placed
         _put_back(graph, order)
         try:
-            return self._placed_as(graph, agreed, follow)
-        except PlanError:  # other collectives: the comparison of graphs tells it
+            return self._placed(graph, _formats_of(agreed, graph), partial(follow, agreed))
+        except PlanError:
             _put_back(graph, order)
-            return self._placed_as(graph, placed.plan, follow)
+            return self._placed(graph, (), without_plan)
 
     def _given(self, graph: fx.Graph, plan: Plan) -> _Placed:
         """Places and formats of a plan that was made for this graph."""
-        return self._placed_as(graph, _plan_for(plan, dissect(graph)), schedule_from)
+        given = _plan_for(plan, dissect(graph))
+        return self._placed(graph, _formats_of(given, graph), partial(schedule_from, given))
 
-    def _placed_as(self, graph: fx.Graph, plan: GraphPlan, places: Places) -> _Placed:
-        """Formats of a plan, and the places that it has in this graph."""
-        _choose(graph, _formats_of(plan, graph))
+    def _placed(self, graph: fx.Graph, chosen: Collection[fx.Node], places: Places) -> _Placed:
+        """The places of these collectives in their formats, and of all others in none."""
+        _choose(graph, chosen)
         parts, problem = pose(graph, self.options.cost, self.live_bytes_of)
-        schedule, launches = places(plan, problem)
+        schedule, launches = places(problem)
         apply(graph, schedule, parts)
         return _Placed(parts, problem, schedule, launches)
 

@@ -10,7 +10,7 @@ import pytest
 from problems import random_problem
 
 from graph_passes.plan import GraphPlan, PlanError, PlannedTransfer, launches_of
-from graph_passes.scheduling.following import follow
+from graph_passes.scheduling.following import follow, without_plan
 from graph_passes.scheduling.problem import Problem
 from graph_passes.scheduling.schedule import Options, decide
 from graph_passes.scheduling.simulation import Placement, Schedule
@@ -79,6 +79,21 @@ def test_an_order_that_the_graph_does_not_allow() -> None:
     at_last = tuple(Placement(i, t.need, t.need) for i, t in enumerate(late.transfers))
     with pytest.raises(PlanError, match="before it is needed"):
         follow(_plan(late, at_last, {i: i for i in range(3)}), other)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_without_a_plan_graphs_of_other_times_have_the_same_launches(seed: int) -> None:
+    found = set()
+    for other in (seed, seed + 1000):
+        problem, _ = _decided(other, 3)
+        schedule, launches = without_plan(problem)
+        found.add(launches_of(_plan(problem, schedule, launches)))
+        assert len(set(launches.values())) == len(problem.transfers)
+        assert [place.issue for place in schedule] == sorted(place.issue for place in schedule)
+        for place in schedule:
+            transfer = problem.transfers[place.transfer]
+            assert transfer.ready <= place.issue <= place.wait == transfer.need
+    assert len(found) == 1
 
 
 def test_graphs_differ_enough_to_be_decided_otherwise() -> None:

@@ -388,3 +388,44 @@ def test_two_names_for_one_memory_are_left() -> None:
         results.append(builder.call(f"u{i}", torch.matmul, weight, view))
     report = outline_regions(builder.done(*results))
     assert {reason for _, reason in report.left} == {"an input or an output is a view of another"}
+
+
+class _Nested(nn.Module):
+    """A unit that computes with its own weight only after a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def _nested(rank: int, world_size: int, has_regions: bool) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    units = ModuleWrapPolicy({_Nested, nn.LayerNorm})
+    wrapped = FSDP(nn.Sequential(*(_Nested() for _ in range(3))), auto_wrap_policy=units)
+    options = {"regions": has_regions}
+    backend = "fsdp_dynamo_aot_eager"
+    model = torch.compile(wrapped, fullgraph=True, backend=backend, options=options)
+    with nothing_cached():
+        model(torch.full((4, 8), rank + 1.0)).square().mean().backward()
+    with events.record_events() as log:
+        loss = model(torch.full((4, 8), rank + 2.0)).square().mean()
+        loss.backward()
+    gradients = [p.grad.norm().item() for p in wrapped.parameters() if p.grad is not None]
+    gathers = [e.unit for e in log if e.kind == "all_gather" and e.phase == "backward"]
+    return sorted(gathers), [loss.item(), *gradients]
+
+
+def test_a_view_of_a_parameter_that_a_region_saves_is_taken_again(ranks: RankPool) -> None:
+    """Saved, it would keep the parameters of its unit from forward to backward."""
+    expected = ranks.run(_nested, 2, False)
+    for (gathers, numbers), (wanted, values) in zip(
+        ranks.run(_nested, 2, True), expected, strict=True
+    ):
+        assert {"0", "1", "2"} <= set(gathers)
+        assert gathers == wanted
+        assert numbers == pytest.approx(values, rel=1e-6)

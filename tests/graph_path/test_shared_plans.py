@@ -22,7 +22,8 @@ from fsdp_dynamo.agreement.store import default_store
 from fsdp_dynamo.graph_path import shared_plans
 from fsdp_dynamo.graph_path.shared_plans import SharedPlans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.plan import GraphPlan, launches_of
+from graph_passes.plan import GraphPlan, PlanError, launches_of
+from graph_passes.scheduling import planner
 
 LENGTHS = ((3, 48), (5, 8), (17, 5), (31, 48))
 """Of both ranks, step by step: ranks compile in different steps."""
@@ -70,6 +71,18 @@ def test_batches_of_other_lengths_on_each_rank(ranks: RankPool) -> None:
         assert one["error"] == ""
         assert one["graph"] == pytest.approx(one["eager"], rel=1e-5)
     assert any(one["given up"] for one in found)
+
+
+def _train_without_following(rank: int, world_size: int) -> dict[str, Any]:
+    """As in a graph that does not allow the order of the plan that others have made."""
+    with mock.patch.object(planner, "follow", side_effect=PlanError("plan: not this order")):
+        return _train(rank, world_size, is_shared=True)
+
+
+def test_ranks_whose_graphs_do_not_allow_the_plan_have_one_order(ranks: RankPool) -> None:
+    for one in ranks.run(_train_without_following, 2):
+        assert one["error"] == ""
+        assert one["graph"] == pytest.approx(one["eager"], rel=1e-5)
 
 
 def test_without_the_others_plan_ranks_diverge(ranks: RankPool) -> None:

@@ -1,0 +1,80 @@
+"""The end of all calls of a unit in a backward, and the sum of the gradients that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from fsdp_dynamo.comm.streams import side_streams
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
+
+Grads = list[torch.Tensor | None]
+
+
+class EndOfCalls:
+    """A leaf of autograd's graph that all calls of one unit depend on.
+
+    The engine counts which nodes a backward reaches. It runs the leaf's after those of all the
+    unit's calls among them, and at once, as it runs leaves' first. So a unit that is called several
+    times, in one forward or in several, is reduced once, when its gradients are whole.
+
+    Args:
+        unit: called.
+        reached: told of the unit at that point; a method, whose object is not kept alive.
+
+    Attributes:
+        leaf: an input of the node that makes a call's views; without elements, on the device that
+            computes. It never has a gradient.
+    """
+
+    def __init__(self, unit: Unit, reached: Callable[[Unit], None]) -> None:
+        self.device = unit.flats[0].device
+        self.leaf = torch.empty(0, device=self.device, requires_grad=True)
+        self._grads: dict[FlatParameter, Grads] = {}
+        self._stream: AbstractContextManager[object] = nullcontext()
+        self._node = get_gradient_edge(self.leaf).node
+        unit_ref, method = ref(unit), WeakMethod(reached)
+
+        @untraced(BY_AUTOGRAD)
+        def tell(_inputs: Any, _outputs: Any) -> None:
+            told, unit = method(), unit_ref()
+            if told is not None and unit is not None:
+                told(unit)
+
+        self._node.register_hook(tell)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the unit has its own."""
+
+    def add(self, flat: FlatParameter, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of one call's views of a flat parameter."""
+        streams = side_streams(self.device)
+        if streams is not None:
+            self._stream = streams.on_current()
+        before = self._grads.get(flat)
+        self._grads[flat] = list(grads) if before is None else sums(before, grads)
+
+    def take(self) -> dict[FlatParameter, Grads]:
+        """The sums by flat parameter; nothing is left."""
+        grads, self._grads = self._grads, {}
+        return grads
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Issue what follows on the stream on which the last gradient was computed."""
+        stream, self._stream = self._stream, nullcontext()
+        return stream
+
+
+def sums(totals: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> Grads:
+    """Their sums, one by one; where neither has a value, ``None``."""
+    return [
+        total if grad is None else grad if total is None else total + grad
+        for total, grad in zip(totals, grads, strict=True)
+    ]
