@@ -23,6 +23,7 @@ from modes import MODES, in_mode
 from fsdp_dynamo import FSDP, checkpoint
 
 SAVE_EVERY = 20
+_LATE_S = 2.5
 _SAMPLE_S = 1.0
 
 
@@ -71,12 +72,16 @@ def run(
 ) -> Record:
     """Go on from the newest checkpoints, for so many seconds or up to a round.
 
-    Ends in the middle between two checkpoints, and with no save in progress.
+    Ends in the middle between two checkpoints, and with no save in progress. Each rank is late once
+    at the beginning: whoever waits for a rank puts what it has issued into the store, under one key
+    from then on, and would do so at any time on a busy machine.
     """
     trained = [_Trained(mode, Path(folder) / mode) for mode in MODES]
     first = trained[0].first
     record, began, sampled = Record([], {}), time.monotonic(), 0.0
     for number in _rounds(first, began + seconds, until):
+        if number == first + 1 + rank:
+            time.sleep(_LATE_S)
         record.numbers[number] = [one.step(rank, number) for one in trained]
         if number % SAVE_EVERY == 0 and number > first:
             for one in trained:
