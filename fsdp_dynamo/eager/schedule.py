@@ -26,6 +26,7 @@ from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
+from fsdp_dynamo.eager.calls_in_a_row import CallsInARow
 from fsdp_dynamo.eager.end_of_calls import EndOfCalls
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
@@ -67,7 +68,7 @@ class Root:
         self._open: dict[Unit, ForwardCall] = {}  # calls of units of several modules
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
         self._ends: dict[Unit, EndOfCalls | None] = {}
-        self._kept: tuple[Unit, events.Phase] | None = None  # for a call that may follow
+        self._in_a_row = CallsInARow()
         self.execution_order = ExecutionOrder()
         for paths, unit in units:
             unit.rename(paths)
@@ -115,7 +116,7 @@ class Root:
             collective_log.begin_step()
             self._begin_forward()
         if not recomputes:
-            self._release_kept(unit)
+            self._in_a_row.begin(unit)
             unit.drop_outdated()
         if not recomputes and (unit.is_ahead or not unit.is_unsharded):
             unit.check_originals()
@@ -126,7 +127,7 @@ class Root:
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
-        call = begin_call(unit, self, self._end_of_calls(unit))
+        call = begin_call(unit, self, self._tie(unit))
         if len(unit.modules) > 1 and not recomputes:
             self._open[unit] = call
         unit.event = events.begin(unit.fqn, "forward", "forward")
@@ -139,13 +140,14 @@ class Root:
         if call.is_tracked or not torch.is_grad_enabled():
             call.show_views()  # a trace may have hidden them
             return call
-        call = self._open[unit] = begin_call(unit, self, self._end_of_calls(unit), call.left)
+        call = self._open[unit] = begin_call(unit, self, self._tie(unit), call.left)
         return call
 
-    def _end_of_calls(self, unit: Unit) -> EndOfCalls | None:
+    def _tie(self, unit: Unit) -> EndOfCalls | None:
         """What ties a call of the unit into autograd, if it is to be."""
-        if not torch.is_grad_enabled() or not unit.flats:
-            return None
+        return self._end_of_calls(unit) if torch.is_grad_enabled() and unit.flats else None
+
+    def _end_of_calls(self, unit: Unit) -> EndOfCalls:
         end = self._ends.get(unit)
         if end is None or end.device != unit.flats[0].device:
             end = self._ends[unit] = EndOfCalls(unit, self.reached_end_of_calls)
@@ -178,35 +180,10 @@ class Root:
             if self._reshards_after_forward(unit, outermost):
                 if torch.is_grad_enabled():
                     unit.keep_pieces()
-                self._keep_or_reshard(unit)
+                self._in_a_row.keep(unit, "forward", unit in self.execution_order.repeated)
             else:
                 unit.stay_unsharded()
         unit.machine.advance(UnitState.IDLE)
-
-    def _keep_or_reshard(self, unit: Unit) -> None:
-        """Reshard a unit after its forward; one that may be called again, when another one is."""
-        self._keep(unit, "forward")
-        if unit in self.execution_order.repeated:
-            unit.stay_unsharded()
-        else:
-            self._release_kept()
-
-    def _keep(self, unit: Unit, phase: events.Phase) -> None:
-        """Keep a unit unsharded for another call, in place of the one that was kept before."""
-        self._release_kept(unit)
-        self._kept = unit, phase
-
-    def _release_kept(self, next_unit: Unit | None = None) -> None:
-        """Reshard the unit that was kept unsharded for another call, unless this is the call."""
-        if self._kept is None:
-            return
-        (unit, phase), self._kept = self._kept, None
-        if unit is next_unit:
-            return
-        if phase == "forward":
-            unit.reshard("forward")
-        else:
-            unit.end_backward()
 
     def _begin_forward(self) -> None:
         if self._needs_planner is not None:
@@ -226,7 +203,7 @@ class Root:
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
-        self._release_kept()
+        self._in_a_row.end()
         root = self.units[0]
         self.secondary.end_forward()
         if not torch.is_grad_enabled():  # no backward begins with the last unit
@@ -266,7 +243,7 @@ class Root:
             return
         self._finish_segments(call)
         unit = call.unit
-        self._release_kept(unit)
+        self._in_a_row.begin(unit)
         unit.machine.advance(UnitState.BACKWARD_PRE)
         call.backward_id = self._backward_id
         call.graph_task = current_graph_task()
@@ -339,15 +316,11 @@ class Root:
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
             if not self._stays_unsharded:
-                self._keep(unit, "backward")
-                if unit not in self.execution_order.repeated:
-                    self._release_kept()
+                self._in_a_row.keep(unit, "backward", unit in self.execution_order.repeated)
         if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(call)
-        end = self._ends[unit]
-        assert end is not None
         for flat, own in call.grads_by_flat(grads):
-            end.add(flat, own)
+            self._end_of_calls(unit).add(flat, own)
 
     def _begin_backward(self) -> None:
         # Before any state changes: it may raise.
@@ -372,7 +345,7 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
-        self._kept = None
+        self._in_a_row.forget()
         if self.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
         self._stays_unsharded = self._creates_graph
@@ -405,8 +378,7 @@ class Root:
     @torch.no_grad()
     def reached_end_of_calls(self, unit: Unit) -> None:
         """Start to reduce the sums of the gradients of a unit's calls, if there are any."""
-        end = self._ends[unit]
-        assert end is not None
+        end = self._end_of_calls(unit)
         with end.on_stream():
             self._reduces.advance()
             for flat, grads in end.take().items():
@@ -434,7 +406,7 @@ class Root:
         self._open = {}
         for end in filter(None, self._ends.values()):
             end.take()
-        self._kept = None
+        self._in_a_row.forget()
         self._stays_unsharded = False
         self._reduces.abandon()
         for unit in self.units:
