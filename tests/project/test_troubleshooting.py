@@ -118,10 +118,10 @@ def _graph_of_one_rank(on_all: int) -> None:
     """The first rank makes one step more than the others, of other units."""
     plain = _Skipping(num_blocks=2)
     model = torch.compile(wrap(plain), **GRAPH)
+    for step in range(on_all):
+        loss_of(model, batch(dist.get_rank(), step)).backward()
     set_agreement_timeout(1.0)
     try:
-        for step in range(on_all):
-            loss_of(model, batch(dist.get_rank(), step)).backward()
         if dist.get_rank() == 0:
             plain.skips = True
             loss_of(model, batch(0, on_all))
