@@ -120,7 +120,7 @@ class _Ordered(Transformer):
         return self.head(self.norm(x)) * self.scale
 
 
-ORDERS = {"swapped": (1, 0, 2), "left out": (0, 1), "once more": (0, 1, 1, 2)}
+ORDERS = {"swapped": (1, 0, 2), "left out": (0, 1), "once more": (0, 1, 2, 1)}
 
 
 def _at_once(

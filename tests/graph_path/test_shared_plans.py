@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from fsdp_dynamo.agreement.store import default_store
 from fsdp_dynamo.graph_path import shared_plans
 from fsdp_dynamo.graph_path.shared_plans import SharedPlans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.plan import GraphPlan, PlanError, launches_of
-from graph_passes.scheduling import planner
+from graph_passes.plan import GraphPlan, launches_of
 
 LENGTHS = ((3, 48), (5, 8), (17, 5), (31, 48))
 """Of both ranks, step by step: ranks compile in different steps."""
@@ -74,9 +74,15 @@ def test_batches_of_other_lengths_on_each_rank(ranks: RankPool) -> None:
 
 
 def _train_without_following(rank: int, world_size: int) -> dict[str, Any]:
-    """As in a graph that does not allow the order of the plan that others have made."""
-    with mock.patch.object(planner, "follow", side_effect=PlanError("plan: not this order")):
-        return _train(rank, world_size, is_shared=True)
+    """As where the plan that others have made is of a graph that this one cannot follow."""
+
+    def agree(self: SharedPlans, plan: GraphPlan) -> GraphPlan:
+        return replace(plan, transfers=plan.transfers[1:])
+
+    found: dict[str, Any] = {"eager": _losses(rank, "eager"), "graph": []}
+    with mock.patch.object(SharedPlans, "__call__", agree):
+        found["error"] = error_of(lambda: found["graph"].extend(_losses(rank, "graph")))
+    return found
 
 
 def test_ranks_whose_graphs_do_not_allow_the_plan_have_one_order(ranks: RankPool) -> None:

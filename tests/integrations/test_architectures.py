@@ -31,7 +31,7 @@ QUICK: dict[str, tuple[Outcome, Outcome, Outcome]] = {
     "codebook": (EQUAL, EQUAL, EQUAL),
     "scatter_network": (EQUAL, EQUAL, EQUAL),
     "output_nested": (EQUAL, EQUAL, EQUAL),
-    "cache": (CLOSE, CLOSE, CLOSE),
+    "cache": (EQUAL, CLOSE, EQUAL),
     "lstm": (EQUAL, EQUAL, PLAIN_TOO),  # Dynamo supports no LSTM
     "replaced_buffer": (EQUAL, EQUAL, EQUAL),
 }
