@@ -1,6 +1,6 @@
 """One all-gather for all calls of a unit in a graph.
 
-In the joint graph of a unit that is called twice, before the partition::
+In the joint graph of a unit that is called twice, in checkpointed code, before the partition::
 
     shard -> all_gather -> wait -> first call
     shard -> all_gather -> wait -> second call
