@@ -38,6 +38,7 @@ class Program:
         widened: whether it computes and reduces in float64, which the reference need not do.
         calls: in order; those that make no sense where they stand are left out when it runs.
         by_hand: whether units are wrapped one by one, the innermost first, and none are tied.
+        in_float64: whether parameters and inputs are, so that rounding explains no difference.
     """
 
     tree: trees.Branch
@@ -46,6 +47,7 @@ class Program:
     widened: bool
     calls: tuple[Call, ...]
     by_hand: bool = False
+    in_float64: bool = False
 
 
 def draw(seed: int) -> Program:
@@ -108,7 +110,7 @@ def _wrapped(program: Program) -> FSDP:
         "sharding_strategy": ShardingStrategy[program.strategy],
         "mixed_precision": wide if program.widened else None,
     }
-    inner = trees.build(_tree_of(program))
+    inner = _built(program)
     units = [m for m in inner.modules() if trees.wants_unit(m) and m is not inner]
     if not program.by_hand:
         policy = CustomPolicy(trees.wants_unit) if units else None
@@ -120,12 +122,13 @@ def _wrapped(program: Program) -> FSDP:
     return FSDP(inner, **arguments)
 
 
-def _tree_of(program: Program) -> trees.Branch:
+def _built(program: Program) -> nn.Module:
     """Of units wrapped one by one, none may hold what is tied to a parameter of another."""
-    if not program.by_hand:
-        return program.tree
-    tree: trees.Branch = map_leaves(program.tree, lambda leaf: replace(leaf, tied_to=None))
-    return tree
+    tree = program.tree
+    if program.by_hand:
+        tree = map_leaves(tree, lambda leaf: replace(leaf, tied_to=None))
+    module = trees.build(tree)
+    return module.double() if program.in_float64 else module
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
@@ -140,7 +143,8 @@ class _Pair:
     def __init__(self, program: Program, rank: int, world_size: int, folder: str) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, Path(folder)
         self.mode, self.is_widened = program.mode, program.widened
-        self.plain = trees.build(_tree_of(program))
+        self.dtype = torch.float64 if program.in_float64 else torch.float32
+        self.plain = _built(program)
         self.model = _wrapped(program)
         self.saved: list[Any] = []
         self._begin()
@@ -286,7 +290,9 @@ class _Pair:
         """Of all ranks; of two seeds in three, each rank has other numbers of rows."""
         generator = torch.Generator().manual_seed(seed)
         sizes = [rows + seed % 3 * rank for rank in range(self.world_size)]
-        return [torch.randn(size, trees.WIDTH, generator=generator) for size in sizes]
+        return [
+            torch.randn(size, trees.WIDTH, generator=generator).to(self.dtype) for size in sizes
+        ]
 
     def _call(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A whole graph notices what is trained anew, and is made anew by the call that follows."""
@@ -327,8 +333,9 @@ class _Pair:
         got, want = torch.as_tensor(got), torch.as_tensor(want)
         got, want = got.double(), want.double()
         largest = want.nan_to_num(0, 0, 0).abs().max().item() if want.numel() else 0.0
-        close = 1e-6 + 1e-5 * largest  # what cancels leaves the rounding of what was large
-        same = got.shape == want.shape and torch.allclose(got, want, 1e-4, close, equal_nan=True)
+        near = 1e-4 if self.dtype == torch.float32 else 1e-8
+        close = near * (0.01 + 0.1 * largest)  # what cancels leaves the rounding of what was large
+        same = got.shape == want.shape and torch.allclose(got, want, near, close, equal_nan=True)
         if not same:
             self.wrong.append(f"{what}: {got.tolist()}, expected {want.tolist()}")
 

@@ -10,15 +10,22 @@ What was found once is kept in ``FOUND``.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+import programs
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from module_trees import Branch, Leaf, trees
 from pool import RankPool
-from programs import Call, Program, run_program
+from programs import Call, Program, Result, draw, run_program
+
+from fsdp_dynamo import FSDP
 
 WORLD_SIZE = 2
 NUM_CALLS = 8
@@ -28,9 +35,14 @@ _rows = st.sampled_from([2, 2, 5])
 
 
 def _run(ranks: RankPool, program: Program) -> None:
+    assert _wrong(ranks, run_program, program) == [], program
+
+
+def _wrong(ranks: RankPool, run: Callable[..., Result], program: Program) -> list[str]:
+    """On any rank."""
     with tempfile.TemporaryDirectory() as folder:
-        for result in ranks.run(run_program, WORLD_SIZE, program, folder):
-            assert result.wrong == [], program
+        results = ranks.run(run, WORLD_SIZE, program, folder)
+    return [text for result in results for text in result.wrong]
 
 
 def _machine_for(ranks: RankPool) -> type[RuleBasedStateMachine]:
@@ -158,3 +170,26 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found(ranks: RankPool, name: str) -> None:
     _run(ranks, FOUND[name])
+
+
+def test_float64_tells_rounding_from_a_fault(ranks: RankPool) -> None:
+    cancels = draw(70307)  # a norm undoes what a scalar does, whose gradient its terms leave
+    assert _wrong(ranks, run_program, cancels)
+    exact = replace(cancels, in_float64=True)
+    assert not _wrong(ranks, run_program, exact)
+    assert _wrong(ranks, _run_with_a_fault, exact)
+
+
+def _run_with_a_fault(rank: int, world_size: int, program: Program, folder: str) -> Result:
+    """The model's weights are off by a tenth of what float32 programs may be."""
+    wrapped = programs._wrapped
+
+    def wrapped_wrong(program: Program) -> FSDP:
+        model = wrapped(program)
+        with FSDP.summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + 1e-5)
+        return model
+
+    with patch.object(programs, "_wrapped", wrapped_wrong):
+        return run_program(rank, world_size, program, folder)
