@@ -174,8 +174,9 @@ def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: in
                 got=f"{cls.__module__}.{cls.__qualname__}, which takes norms or dot products: "
                 "each rank would take those of its own parts",
                 where=_name(flat, index),
-                fix="Use another one, ShardingStrategy.NO_SHARD, or update whole matrices with "
-                "update_whole(), as examples/muon.py does.",
+                fix="Wrap with use_dtensor=True (torch 2.13 or later), use another optimizer or "
+                "ShardingStrategy.NO_SHARD, or update whole matrices with update_whole(), as "
+                "examples/muon.py does.",
             )
 
 

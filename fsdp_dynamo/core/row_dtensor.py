@@ -5,7 +5,7 @@ flat parameter begin where padding is smallest, so rows are spread unevenly, and
 the number of ranks would be silently wrong. A ``RowDTensor`` is a DTensor for all who ask
 (``isinstance``, ``shape``, ``placements``, ``to_local()``, ``full_tensor()``), but its operators
 are ours: what works element by element runs on the rows, sums and norms are of the whole tensor,
-anything else raises (``row_operators``).
+anything else gathers it, or raises where a gradient is needed (``row_operators``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fsdp_dynamo.core import row_operators, row_reductions
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
 from fsdp_dynamo.core.layout.chunks import Chunk
 from fsdp_dynamo.core.layout.flat_layout import ShardRange, Slot
+from fsdp_dynamo.core.row_gathers import WholeDTensor
 from fsdp_dynamo.core.row_operands import is_made_of_rows
 from fsdp_dynamo.core.rows import Rows, mesh_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
@@ -87,6 +88,8 @@ class Placing:
 
     def replicated(self, value: torch.Tensor) -> DTensor:
         """A DTensor of which every rank holds ``value``."""
+        if not (value.requires_grad or torch.compiler.is_compiling()):
+            return WholeDTensor.of(value, self.mesh)
         return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
 
@@ -380,10 +383,13 @@ def rows_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def rows_of_state(param: torch.Tensor, value: Any) -> Any:
     """An optimizer's state as rows, where it is a DTensor of torch's over a ``RowDTensor``'s rows.
 
-    Quantised ones are copied into the dtype that they stand for. Anything else is itself.
+    Quantised ones are copied into the dtype that they stand for. Replicated DTensors become plain
+    tensors, as all states are that every rank has. Anything else is itself.
     """
     if not isinstance(param, RowDTensor) or not isinstance(value, DTensor):
         return value
+    if all(placement.is_replicate() for placement in value.placements):
+        return value.to_local().detach()
     if isinstance(value, RowDTensor) or not is_made_of_rows(param._placing, value):
         return value
     local = value._local_tensor

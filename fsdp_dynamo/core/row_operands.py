@@ -1,54 +1,18 @@
-"""What operators of ``RowDTensor`` take, and how they refuse the rest."""
+"""What operators of ``RowDTensor`` take beside rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.rows import Rows
 from fsdp_dynamo.core.whole_dtensor import whole_of
-from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
-
-
-def refused(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise for an operator that is in no table; where one rank holds all, torch's own runs.
-
-    Raises:
-        UnsupportedError: more than one rank holds rows.
-    """
-    rows = _rows_in([*args, *kwargs.values()], cls)
-    if all(group.size() == 1 for group in rows.groups):
-        whole: Any = tree_map_only(cls, _replicated, (args, kwargs))
-        return func(*whole[0], **whole[1])
-    raise UnsupportedError(
-        expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
-        got=f"{func} on rows of a sharded parameter",
-        where=f"'{rows.fqn}'",
-        fix="Compute with full_tensor(), which all ranks must call, or inside "
-        "summon_full_params(). In a forward, parameters are whole inside of their own unit only: "
-        "shard the module that uses it as one unit.",
-    )
-
-
-def _replicated(row: Any) -> DTensor:
-    made: DTensor = row._placing.replicated(row._local_tensor)
-    return made
-
-
-def _rows_in(values: Sequence[Any], cls: type[DTensor]) -> Rows:
-    """Those of the first ``RowDTensor`` among values and lists of them."""
-    for value in values:
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, cls):
-                return one._placing.rows  # type: ignore[attr-defined,no-any-return]
-    raise AssertionError("torch has called an operator of another class")
+from fsdp_dynamo.errors import FSDPValueError
 
 
 def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
@@ -65,10 +29,16 @@ def rows_of(row: Any, value: torch.Tensor) -> torch.Tensor:
         raise mismatch(rows, f"other rows, of '{value._placing.rows.fqn}'")  # type: ignore[attr-defined]
     if isinstance(value, DTensor):
         return rows_of_torchs(row._placing, value)
-    if value.shape != rows.shape:
-        raise mismatch(rows, f"a tensor of shape {tuple(value.shape)}")
-    part: torch.Tensor = rows.take(value)
+    part: torch.Tensor = rows.take(_expanded(rows, value))
     return part
+
+
+def _expanded(rows: Rows, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor; one of fewer elements, as operators of torch broadcast it."""
+    try:
+        return value.expand(rows.shape)
+    except RuntimeError:
+        raise mismatch(rows, f"a tensor of shape {tuple(value.shape)}") from None
 
 
 def is_made_of_rows(placing: Any, value: DTensor) -> bool:
@@ -89,43 +59,60 @@ def _real(mesh: Any) -> Any:
     return getattr(mesh, "real_obj", mesh)
 
 
-def rows_of_torchs(placing: Any, value: DTensor) -> torch.Tensor:
+def rows_of_torchs(placing: Any, value: DTensor, asks: bool = False) -> torch.Tensor:
     """This rank's rows of a DTensor of torch's own; all ranks must call it.
-
-    ``DTensor.from_local(2 * p.to_local(), p.device_mesh, p.placements)`` has rows of ours where
-    torch expects its own division, by which ``full_tensor()`` would gather. So all ranks look at
-    what they hold first.
 
     Args:
         placing: a ``Placing``, of the parameter.
         value: of its shape, or of its rows.
+        asks: see ``holds_rows``.
 
     Raises:
-        FSDPValueError: on all ranks, neither.
+        FSDPValueError: neither.
     """
-    rows, local = placing.rows, value.to_local().detach()
+    if holds_rows(placing, value, asks):
+        return value._local_tensor.detach()
+    part: torch.Tensor = placing.rows.take(whole_of(value))
+    return part
+
+
+def holds_rows(placing: Any, value: DTensor, asks: bool = False) -> bool:
+    """Whether a DTensor of torch's has rows of ours; otherwise, torch has divided it.
+
+    ``DTensor.from_local(2 * p.to_local(), p.device_mesh, p.placements)`` has rows of ours where
+    torch expects its own division, by which ``full_tensor()`` would gather. The answer is one for
+    all ranks: where some of them have as many rows in both divisions, all look at what they hold.
+
+    Args:
+        asks: look in any case, so that all ranks raise together.
+
+    Raises:
+        FSDPValueError: neither.
+    """
+    rows, local = placing.rows, value._local_tensor
     is_theirs, is_ours = value.shape == rows.shape, False
-    on_these_ranks = value.device_mesh == placing.mesh and value.placements == placing.placements
-    shape = rows.slot.shape  # of what this rank's group holds
-    if on_these_ranks and shape:
-        chunk = -(-shape[0] // rows.group.size())
-        begin = min(chunk * rows.group.rank(), shape[0])
-        held = min(chunk, shape[0] - begin)
-        is_theirs = is_theirs and local.shape == (held, *shape[1:])
+    is_placed = value.placements == placing.placements
+    if rows.slot.shape and is_placed and _real(value.device_mesh) == _real(placing.mesh):
+        held, is_same = rows.torchs_numel, rows.is_as_torchs
+        is_theirs = is_theirs and local.numel() == held[rows.group.rank()]
         is_ours = local.shape == rows.part.shape
-        device = served_device(rows.group, local.device)
-        votes = torch.tensor([is_theirs, is_ours], dtype=torch.int32, device=device)
-        for group in rows.groups:
-            with watched(group, "all_reduce", "a DTensor of torch's", votes.numel()):
-                dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
-        is_theirs, is_ours = map(bool, votes.tolist())
-    if is_ours:
-        return local
-    if not is_theirs:
+        if torch.compiler.is_compiling():
+            is_theirs = False  # ranks cannot ask each other in a trace
+        elif asks or (any(is_same) and not all(is_same)):
+            is_theirs, is_ours = _of_all(rows, local.device, is_theirs, is_ours)
+    if not (is_ours or is_theirs):
         got = f"a DTensor of torch's, {value.placements}, of shape {tuple(value.shape)} or of rows"
         raise mismatch(rows, f"{got} {tuple(local.shape)} on this rank", "a value for")
-    part: torch.Tensor = rows.take(whole_of(value))
-    return part
+    return is_ours
+
+
+def _of_all(rows: Rows, device: torch.device, *own: bool) -> list[bool]:
+    """Which of some facts are true on all ranks."""
+    votes = torch.tensor(own, dtype=torch.int32, device=served_device(rows.group, device))
+    for group in rows.groups:
+        with watched(group, "all_reduce", "a DTensor of torch's", votes.numel()):
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def mismatch(rows: Rows, got: str, what: str = "an operator on") -> FSDPValueError:

@@ -2,25 +2,26 @@
 
 ==================================  ==============================================================
 element by element, also of lists   on this rank's rows; other operands have the same rows, are
-                                    whole tensors of the same shape, or have one element
+                                    whole tensors, or broadcast to one
 sums, norms, largest values         of the whole tensor: this rank's, then an all-reduce
 random values                       drawn for the whole tensor, so that ranks with equal seeds get
                                     what one process gets
-anything else                       raises: torch would need to know where rows begin; on one rank,
-                                    runs as torch's own
+anything else                       on whole tensors, which all ranks gather; raises where a
+                                    gradient is needed (``row_gathers``)
 ==================================  ==============================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo.core.row_operands import is_made_of_rows, mismatch, refused, rows_of
+from fsdp_dynamo.core.row_gathers import WholeDTensor, count_writes, on_whole, written
+from fsdp_dynamo.core.row_operands import holds_rows, rows_of, rows_of_torchs
 from fsdp_dynamo.core.row_reductions import REDUCTIONS
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def run(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """An operator with a ``RowDTensor`` among its arguments.
 
     Raises:
-        UnsupportedError: an operator that is not in the table above.
+        UnsupportedError: an operator of the table's last row, where a gradient is needed.
         FSDPValueError: an operand of another shape, or of other rows.
     """
     return _implementation(func)(cls, func, args, kwargs)
@@ -38,6 +39,11 @@ def run(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @cache
 def _implementation(func: Any) -> Callable[..., Any]:
+    operator = _operator(func)
+    return _counted(operator) if func._schema.is_mutable else operator
+
+
+def _operator(func: Any) -> Callable[..., Any]:
     if func in _OWN:
         return _OWN[func]
     name = func._schema.name
@@ -48,12 +54,26 @@ def _implementation(func: Any) -> Callable[..., Any]:
     if name in _VIEWS:
         return _view
     if name in _REDUCING_LISTS:
-        return refused
+        return on_whole
     if name in _FUSED or name.startswith("aten::_foreach_"):
         return _elementwise_lists
     if name in _ELEMENTWISE:
         return _elementwise
-    return _elementwise if torch.Tag.pointwise in func.tags else refused
+    return _elementwise if torch.Tag.pointwise in func.tags else on_whole
+
+
+def _counted(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that writes into rows: their versions are counted, as views ask for them.
+
+    torch counts those of what a user writes into, which is the DTensor.
+    """
+
+    def run_it(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = operator(cls, func, args, kwargs)
+        count_writes(one for one in written(func, args, kwargs) if isinstance(one, cls))
+        return out
+
+    return run_it
 
 
 _ELEMENTWISE = frozenset(
@@ -106,30 +126,28 @@ _VIEWS = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "expand"
 
 def _operand(value: Any, row: Any) -> Any:
     """What an operator on rows takes in place of an operand."""
-    if not isinstance(value, torch.Tensor) or row is None:
+    if not isinstance(value, torch.Tensor):
         return value
+    value = value.current() if isinstance(value, WholeDTensor) else value
     if value.numel() == 1 and not isinstance(value, type(row)):
         value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.reshape(()) if value.dim() else value
     if not isinstance(value, DTensor) or isinstance(value, type(row)):
         return rows_of(row, value)
     if all(placement.is_replicate() for placement in value.placements):
-        return rows_of(row, value)
-    if is_made_of_rows(row._placing, value):
-        return value._local_tensor
-    raise mismatch(row._placing.rows, f"a DTensor of torch's with {value.placements}")
+        return rows_of(row, value._local_tensor)
+    return rows_of_torchs(row._placing, value)
 
 
 def _copy(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``row.copy_(value)``, of torch's DTensors too."""
     row, value, *others = args
-    if not isinstance(row, cls):
-        if not isinstance(row, DTensor) or not is_made_of_rows(value._placing, row):
-            return refused(cls, func, args, kwargs)  # a plain tensor would take rows
-        func(row._local_tensor, value._local_tensor, *others)
+    if isinstance(row, cls):
+        func(row._local_tensor, _operand(value, row), *others)  # type: ignore[attr-defined]
         return row
-    is_whole = isinstance(value, DTensor) and value.numel() > 1
-    func(row._local_tensor, rows_of(row, value) if is_whole else _operand(value, row), *others)  # type: ignore[attr-defined]
+    if not isinstance(row, DTensor) or not holds_rows(value._placing, row):
+        return on_whole(cls, func, args, kwargs)  # a plain tensor would take rows
+    func(row._local_tensor, value._local_tensor, *others)
     return row
 
 
@@ -141,20 +159,19 @@ def _elementwise(
     if schema.is_mutable:
         target = kwargs.get("out", args[0])
         if not isinstance(target, cls):
-            return refused(cls, func, args, kwargs)  # a plain tensor would take rows
+            return on_whole(cls, func, args, kwargs)  # a plain tensor would take rows
     local = [_operand(one, row) for one in args]
     out = func(*local, **{name: _operand(one, row) for name, one in kwargs.items()})
     if schema.is_mutable:
         return target
     if isinstance(out, torch.Tensor):
-        return _as_rows(out, row, func)
-    return [_as_rows(one, row, func) for one in out] if isinstance(out, (list, tuple)) else out
+        return _as_rows(out, row)
+    return [_as_rows(one, row) for one in out] if isinstance(out, (list, tuple)) else out
 
 
-def _as_rows(out: torch.Tensor, row: Any, func: Any) -> Any:
+def _as_rows(out: torch.Tensor, row: Any) -> Any:
     """A result as rows; of another shape, it is of an operator that is wrong in the lists above."""
-    if out.shape != row._local_tensor.shape:
-        return refused(type(row), func, (row,), {})
+    assert out.shape == row._local_tensor.shape
     return row._placing.dtensor(out)
 
 
@@ -165,20 +182,19 @@ def _elementwise_lists(
     first = args[0]
     if all(type(one) is cls for one in first):
         rows: list[Any] = list(first)
-    else:  # plain tensors among them, or in the place of all
+    else:  # others among them, or in the place of all
         lists = [one for one in args if isinstance(one, (list, tuple)) and len(one) == len(first)]
         rows = [
             next((t for t in at if isinstance(t, cls)), None) for at in zip(*lists, strict=True)
         ]
-    if func._schema.is_mutable and any(
-        row is not None and not isinstance(one, cls) for row, one in zip(rows, first, strict=True)
-    ):
-        return refused(cls, func, args, kwargs)  # a plain tensor would take rows
-    common = next((row for row in rows if row is not None), None)
+        if None in rows:
+            return _in_two_calls(func, args, kwargs, [row is not None for row in rows])
+    if func._schema.is_mutable and any(not isinstance(one, cls) for one in first):
+        return on_whole(cls, func, args, kwargs)  # a plain tensor would take rows
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            return _operand(value, common)
+            return _operand(value, rows[0])
         if len(value) != len(rows):
             return value
         return [
@@ -191,9 +207,26 @@ def _elementwise_lists(
     out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
     if func._schema.is_mutable:
         return None
-    return [
-        one if row is None else _as_rows(one, row, func) for row, one in zip(rows, out, strict=True)
-    ]
+    return [_as_rows(one, row) for row, one in zip(rows, out, strict=True)]
+
+
+def _in_two_calls(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_of_rows: list[bool]
+) -> Any:
+    """An operator of lists of which only some tensors are rows."""
+
+    def called(wanted: bool) -> Iterator[Any]:
+        def part(value: Any) -> Any:
+            if not isinstance(value, (list, tuple)) or len(value) != len(is_of_rows):
+                return value
+            return [one for one, is_row in zip(value, is_of_rows, strict=True) if is_row == wanted]
+
+        return iter(
+            func(*map(part, args), **{name: part(one) for name, one in kwargs.items()}) or ()
+        )
+
+    outs = {wanted: called(wanted) for wanted in (True, False)}
+    return None if func._schema.is_mutable else [next(outs[is_row]) for is_row in is_of_rows]
 
 
 def _index_put(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,18 +234,18 @@ def _index_put(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dic
     row, masks, value, *others = args
     is_mask = len(masks) == 1 and isinstance(masks[0], cls) and masks[0].dtype is torch.bool
     if not is_mask or value.numel() != 1:
-        return refused(cls, func, args, kwargs)
+        return on_whole(cls, func, args, kwargs)
     func(row._local_tensor, [rows_of(row, masks[0])], _operand(value, row), *others)
     return row
 
 
 def _new(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros()`` and others: rows of the same shape, else a plain tensor."""
+    """``new_zeros()`` and others: rows of the same shape, else a replicated DTensor."""
     row, size, *others = args
     local = row._local_tensor
     if torch.Size(size) == row.shape:
         return row._placing.dtensor(func(local, local.shape, *others, **kwargs))
-    return func(local, size, *others, **kwargs)
+    return row._placing.replicated(func(local, size, *others, **kwargs))
 
 
 def _view(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,7 +254,7 @@ def _view(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str
     wanted = [own if one == -1 else one for one, own in zip(size, row.shape, strict=False)]
     if len(size) == row.dim() and torch.Size(wanted) == row.shape:
         return row._placing.dtensor(row._local_tensor.view_as(row._local_tensor))
-    return refused(cls, func, args, kwargs)
+    return on_whole(cls, func, args, kwargs)
 
 
 def _random(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

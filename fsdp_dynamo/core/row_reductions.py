@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.memory_runs import by_kind, runs_of
-from fsdp_dynamo.core.row_operands import refused, rows_of
+from fsdp_dynamo.core.row_gathers import on_whole
+from fsdp_dynamo.core.row_operands import rows_of
 from fsdp_dynamo.errors import UnsupportedError
 
 aten = torch.ops.aten
@@ -160,9 +161,12 @@ def _value(row: Any, value: torch.Tensor) -> torch.Tensor:
     return row._placing.replicated(value)  # type: ignore[no-any-return]
 
 
-def _norm(
-    cls: type[DTensor],
-    func: Any,
+def _norm(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    norm = _norm_of_all(*args, **kwargs)
+    return on_whole(cls, func, args, kwargs) if norm is None else norm
+
+
+def _norm_of_all(
     row: Any,
     order: float | None = 2,
     dim: Any = None,
@@ -170,9 +174,10 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
+    """The norm over all elements, ``None`` where another one is asked for."""
     order = 2.0 if order is None else float(order)
     if keepdim or not _is_every_dim(row, dim) or order <= 0:
-        return refused(cls, func, (row,), {})
+        return None
     return _value(row, total_norm([row], [], order).to(dtype or row.dtype))
 
 
@@ -183,7 +188,7 @@ def _foreach_norm(
     order: float = 2,
     dtype: torch.dtype | None = None,
 ) -> list[Any]:
-    return [_norm(cls, func, row, order, dtype=dtype) for row in tensors]
+    return [_norm(cls, func, (row, order), {"dtype": dtype}) for row in tensors]
 
 
 def _is_every_dim(row: Any, dim: Any) -> bool:
@@ -201,7 +206,7 @@ def _whole_value(operation: Any, identity: Callable[[torch.dtype], float]) -> Ca
         row, *others = args
         rows, local = row._placing.rows, row._local_tensor
         if others:
-            return refused(cls, func, args, kwargs)
+            return on_whole(cls, func, args, kwargs)
         if local.numel() == 0:
             local = local.new_full((1,), identity(local.dtype))
         own = func(local, **kwargs)
@@ -263,9 +268,9 @@ def _most(dtype: torch.dtype) -> float:
 
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.linalg_vector_norm.default: _plain_arguments(_norm),
-    aten.norm.Scalar: _plain_arguments(_norm),
-    aten.norm.ScalarOpt_dim: _plain_arguments(_norm),
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
     aten._foreach_norm.Scalar: _plain_arguments(_foreach_norm),
     aten.sum.default: _whole_value(_SUM, _zero),
     aten.count_nonzero.default: _whole_value(_SUM, _zero),

@@ -105,6 +105,20 @@ class Rows:
         """First element and number of elements of each rank's part."""
         return tuple((part.param_start, part.numel) for part in self.parts)
 
+    @cached_property
+    def torchs_numel(self) -> list[int]:
+        """Number of elements that torch's ``Shard(0)`` gives to each rank."""
+        num_rows, of_row = self.slot.shape[0], math.prod(self.slot.shape[1:])
+        chunk = -(-num_rows // self.group.size())
+        ranks = range(self.group.size())
+        return [max(0, min(chunk, num_rows - chunk * rank)) * of_row for rank in ranks]
+
+    @cached_property
+    def is_as_torchs(self) -> list[bool]:
+        """Of each rank, whether its part has as many elements in torch's division."""
+        pairs = zip(self.torchs_numel, self.parts, strict=True)
+        return [numel == part.numel for numel, part in pairs]
+
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor: a view, unless tensor parallelism has split it."""
         return self.part.of(whole if self.parallel is None else self.parallel.local(whole))

@@ -106,7 +106,7 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         if original.holds_as(value):
             return original.as_param(value._local_tensor)
     elif isinstance(value, DTensor) and original.placing is not None:
-        return original.as_param(rows_of_torchs(original.placing, value))
+        return original.as_param(rows_of_torchs(original.placing, value, asks=True))
     if isinstance(value, TensorShard):
         own = _tensor_shard(flat, index, original.part)
         require_same_shard(own, value, f"key '{key}'")

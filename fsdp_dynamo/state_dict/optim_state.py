@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,9 @@ def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mappi
     """A parameter's state; of a named optimizer, by its name."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
-    return {name: rows_of_state(place.param, value) for name, value in found.items()}
+    return {
+        name: tree_map(partial(rows_of_state, place.param), value) for name, value in found.items()
+    }
 
 
 def _groups_to_save(

@@ -99,22 +99,24 @@ def test_training(ranks: RankPool, mode: str, composable: bool) -> None:
 
 OPTIMIZERS: dict[str, Any] = {
     "Adadelta": {"foreach": True},
+    "Adafactor": {},
     "Adagrad": {"fused": True},
     "Adam": {"amsgrad": True, "foreach": True},
     "AdamW": {"fused": True},
     "Adamax": {},
     "ASGD": {},
+    "LBFGS": {},
+    "Muon": {},
     "NAdam": {"foreach": True},
     "RAdam": {},
     "RMSprop": {"centered": True, "foreach": True},
     "Rprop": {},
     "SGD": {"momentum": 0.9, "fused": True},
 }
-REFUSED = ("Adafactor", "LBFGS", "Muon")
 
 
-def _optimizers(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, str]]:
-    """By name, the largest difference from one process after three steps; errors of others."""
+def _optimizers(rank: int, world_size: int) -> dict[str, float]:
+    """By name, the largest difference from one process after three steps."""
 
     def models() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
@@ -143,18 +145,12 @@ def _optimizers(rank: int, world_size: int) -> tuple[dict[str, float], dict[str,
             _whole(dict(model.named_parameters())), dict(reference.named_parameters())
         )
 
-    differences = {name: step(name, *models(), **kwargs) for name, kwargs in OPTIMIZERS.items()}
-    present = [name for name in REFUSED if hasattr(torch.optim, name)]
-    errors = {name: error_of(lambda name=name: step(name, *models())) for name in present}
-    return differences, errors
+    return {name: step(name, *models(), **kwargs) for name, kwargs in OPTIMIZERS.items()}
 
 
 def test_optimizers(ranks: RankPool) -> None:
-    for differences, errors in ranks.run(_optimizers, 3):
+    for differences in ranks.run(_optimizers, 3):
         assert max(differences.values()) < 1e-5, differences
-        for text in errors.values():
-            assert "on rows of a sharded parameter" in text
-            assert "full_tensor()" in text
 
 
 # -- rows ---------------------------------------------------------------------------------------
@@ -261,10 +257,6 @@ def test_operators(ranks: RankPool) -> None:
         assert not wrong
 
 
-def _by_torch(row: Any) -> DTensor:
-    return DTensor.from_local(row.to_local().detach(), row.device_mesh, row.placements)
-
-
 def _step_of_sums() -> None:
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters())
@@ -290,8 +282,6 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "other rows": error_of(lambda: row.detach() + other.weight.detach()),
         "redistribution": error_of(lambda: row.redistribute(placements=[Shard(1)])),
         "an optimizer made before": error_of(lambda: stale.step()),
-        "torch's own rows": error_of(lambda: row.detach() + _by_torch(row)),
-        "largest of each": error_of(lambda: torch._foreach_max([row.detach()])),
         "a step of sums": error_of(_step_of_sums),
     }
 
@@ -306,8 +296,6 @@ def test_refusals(ranks: RankPool) -> None:
         )
         assert "redistribute(), 'weight'" in errors["redistribution"]
         assert "Make the optimizer after" in errors["an optimizer made before"]
-        assert "got a DTensor of torch's with (Shard(dim=0),)" in errors["torch's own rows"]
-        assert "_foreach_max" in errors["largest of each"]
         assert (
             "SGD.step(), 'weight': expected gradients that are reduced" in errors["a step of sums"]
         )

@@ -1,0 +1,267 @@
+"""Operators of ``RowDTensor`` that need whole tensors, and the whole tensors that they make.
+
+Outside of a forward, where nothing has a gradient, all ranks run the same operators on parameters,
+gradients and states: Muon's matrix products, a norm of each row, ``weight[0].zero_()``. Rows are
+gathered then, into ``WholeDTensor``s, of which every rank holds the same. Random values are equal
+on ranks with equal seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of what torch puts around the steps of all optimizers."""
+
+
+def _is_in_step() -> bool:
+    """Whether an optimizer makes its step, where plain tensors are states, equal on all ranks."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    return frame is not None
+
+
+def on_whole(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on whole tensors, which all ranks must call; on one rank, on its own.
+
+    Args:
+        cls: ``RowDTensor``, of which one at least is among the arguments.
+
+    Raises:
+        UnsupportedError: a gradient is needed, or a plain tensor is among the arguments outside of
+            an optimizer's step; of views, in a compiled region too.
+    """
+    rows: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
+    is_alone = all(group.size() == 1 for row in rows for group in row._placing.rows.groups)
+    if not is_alone:
+        _refuse_where_wrong(func, args, kwargs, rows)
+    wholes = {id(row): _Gathered(row, is_alone).dtensor() for row in rows}
+    return _called(func, args, kwargs, cls, wholes)
+
+
+def _refuse_where_wrong(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Any]
+) -> None:
+    if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
+        raise _refusal(func, rows[0], ", which have a gradient")
+    if _mixes(args, kwargs):
+        raise _refusal(func, rows[0], _MIXED)
+    if func.is_view and torch.compiler.is_compiling():
+        raise _refusal(func, rows[0], " in a compiled region")
+
+
+_MIXED = " and a plain tensor, which may be another one on each rank"
+
+
+def _mixes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether plain tensors are among the arguments which may differ between ranks."""
+    plain = (one for one in _tensors(args, kwargs) if not isinstance(one, DTensor))
+    return any(one.dim() for one in plain) and not _is_in_step()
+
+
+def _refusal(func: Any, row: Any, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
+        got=f"{func} on rows of a sharded parameter{why}",
+        where=f"'{row._placing.rows.fqn}'",
+        fix="Compute with full_tensor(), which all ranks must call, or inside "
+        "summon_full_params(). In a forward, parameters are whole inside of their own unit only: "
+        "shard the module that uses it as one unit.",
+    )
+
+
+class WholeDTensor(DTensor):
+    """A replicated DTensor that is, or was computed from, the whole tensor of a ``RowDTensor``.
+
+    Its operators are those of the plain tensor that each rank holds. In the step of an optimizer
+    it mixes with plain tensors, of which each rank has the same then; elsewhere that raises, as for
+    torch's own DTensors.
+
+    What is written into a gathered tensor or a view of it, such as ``row[0]`` or ``row.T``, goes
+    into the rows. It raises where the rows have changed since. ``to_local()`` gives memory of the
+    gathered copy.
+    """
+
+    _gathered: _Gathered | None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def of(value: torch.Tensor, mesh: Any, gathered: _Gathered | None = None) -> WholeDTensor:
+        """The DTensor of which every rank of ``mesh`` holds ``value``."""
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+        made: Any = WholeDTensor.__new__(WholeDTensor, value, spec, requires_grad=False)
+        made._gathered = gathered
+        return made  # type: ignore[no-any-return]
+
+    def current(self) -> torch.Tensor:
+        """The plain tensor.
+
+        Raises:
+            FSDPStateError: it is of rows that have changed since.
+        """
+        if self._gathered is not None:
+            self._gathered.require_current()
+        return self._local_tensor
+
+    def as_torchs(self) -> DTensor:
+        """The same as a DTensor of torch's own."""
+        return DTensor.from_local(
+            self.current(), self.device_mesh, self.placements, run_check=False
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_torchs().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(one, ChunkedTensor) for one in types):
+            return NotImplemented  # rows decide
+        kwargs = kwargs or {}
+        wholes: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
+        is_mixed = _mixes(args, kwargs)
+        gathered = next((one._gathered for one in wholes if one._gathered is not None), None)
+        if is_mixed and gathered is not None and not gathered.is_alone:
+            raise _refusal(func, gathered.row, _MIXED)
+        is_for_torch = is_mixed or _is_for_torch(func, args, kwargs)
+        value = cls.as_torchs if is_for_torch else cls.current
+        out = _called(func, args, kwargs, cls, {id(one): value(one) for one in wholes})
+        for one in written(func, args, kwargs):
+            if isinstance(one, cls) and one._gathered is not None:
+                one._gathered.write_back()
+        if is_for_torch:
+            return out
+        mesh, gathered = wholes[0].device_mesh, wholes[0]._gathered if func.is_view else None
+        given = {id(one) for one in _tensors(args, kwargs)}
+        return tree_map_only(
+            torch.Tensor,
+            lambda one: one if id(one) in given else cls.of(one, mesh, gathered),
+            out,
+        )
+
+
+def _is_for_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch's DTensors have to run an operator, or to refuse it."""
+    dtensors = [one for one in _tensors(args, kwargs) if isinstance(one, DTensor)]
+    return (
+        any(type(one) is not WholeDTensor for one in dtensors)
+        or (torch.is_grad_enabled() and any(one.requires_grad for one in _tensors(args, kwargs)))
+        or torch.compiler.is_compiling()
+    )
+
+
+class _Gathered:
+    """The whole tensor of which a ``RowDTensor`` holds rows.
+
+    Args:
+        row: the DTensor.
+        is_alone: whether this rank holds all rows: the whole tensor is its memory then.
+    """
+
+    def __init__(self, row: Any, is_alone: bool) -> None:
+        self.row, self.is_alone = row, is_alone
+        local = row._local_tensor
+        self.whole: torch.Tensor = local if is_alone else row._placing.rows.gather(local)
+        self.version = _version(local)
+
+    def dtensor(self) -> DTensor:
+        """The whole tensor, of which this object knows the rows."""
+        if torch.compiler.is_compiling():
+            made: DTensor = self.row._placing.replicated(self.whole)
+            return made
+        return WholeDTensor.of(self.whole, self.row._placing.mesh, self)
+
+    def write_back(self) -> None:
+        """Copy this rank's rows of the whole tensor into its memory."""
+        if not self.is_alone:
+            self.row._local_tensor.copy_(self._own())
+            count_writes([self.row])
+            self.version = _version(self.row._local_tensor)
+
+    def require_current(self) -> None:
+        """Raise if this rank's rows have changed since they were gathered.
+
+        Parameters of a unit share memory, so a version may be new and the rows the same.
+        """
+        local = self.row._local_tensor
+        if self.is_alone or (self.version and self.version == _version(local)):
+            return
+        if torch.equal(_bits(self._own()), _bits(local)):
+            self.version = _version(local)
+            return
+        raise FSDPStateError(
+            expected="the values that the parameter, gradient or state has now",
+            got="a view that was taken before they changed",
+            where=f"a view of '{self.row._placing.rows.fqn}'",
+            fix="Take the view again after the change.",
+        )
+
+    def _own(self) -> torch.Tensor:
+        own: torch.Tensor = self.row._placing.rows.take(self.whole)
+        return own
+
+
+def _version(local: torch.Tensor) -> tuple[int, int] | None:
+    """Changes with what is written into a tensor; ``None`` where torch counts nothing."""
+    if local.is_inference() or torch.is_inference_mode_enabled():
+        return None
+    return local.data_ptr(), local._version
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """Equal where values are, NaN too."""
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments into which an operator writes."""
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def count_writes(rows: Iterable[Any]) -> None:
+    """Let the versions of rows' memory grow, which no operator of ``RowDTensor`` does by itself."""
+    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+        torch.autograd.graph.increment_version([row._local_tensor for row in rows])
+
+
+def _called(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cls: Any, others: dict[int, Any]
+) -> Any:
+    """Call an operator with others in the place of arguments of a class, by ``id()``.
+
+    Returns:
+        What it has returned; where that is one of the others, the argument.
+    """
+    put: Any = tree_map_only(cls, lambda one: others[id(one)], (args, kwargs))
+    given = {id(others[id(one)]): one for one in _tensors(args, kwargs) if isinstance(one, cls)}
+    return tree_map_only(torch.Tensor, lambda one: given.get(id(one), one), func(*put[0], **put[1]))
