@@ -57,7 +57,7 @@ def _refuse_where_wrong(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Any]
 ) -> None:
     if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
-        raise _refusal(func, rows[0], ", which have a gradient")
+        raise _refusal(func, rows[0], " with a gradient (under torch.no_grad() they are gathered)")
     if _mixes(args, kwargs):
         raise _refusal(func, rows[0], _MIXED)
     if func.is_view and torch.compiler.is_compiling():
