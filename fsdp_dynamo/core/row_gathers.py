@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
@@ -43,9 +44,16 @@ def on_whole(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
 
     Raises:
         UnsupportedError: a gradient is needed, or a plain tensor is among the arguments outside of
-            an optimizer's step; of views, in a compiled region too.
+            an optimizer's step; it would change a shape in place; of views, in a compiled region.
     """
     rows: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
+    if _reshapes(func):
+        raise UnsupportedError(
+            expected="operators that leave a sharded parameter its shape",
+            got=f"{func}, which would change it in place",
+            where=f"'{rows[0]._placing.rows.fqn}'",
+            fix="Use the operator that makes a view: t() instead of t_().",
+        )
     is_alone = all(group.size() == 1 for row in rows for group in row._placing.rows.groups)
     if not is_alone:
         _refuse_where_wrong(func, args, kwargs, rows)
@@ -104,8 +112,7 @@ class WholeDTensor(DTensor):
     @staticmethod
     def of(value: torch.Tensor, mesh: Any, gathered: _Gathered | None = None) -> WholeDTensor:
         """The DTensor of which every rank of ``mesh`` holds ``value``."""
-        meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+        spec = _spec_of(value, mesh)
         made: Any = WholeDTensor.__new__(WholeDTensor, value, spec, requires_grad=False)
         made._gathered = gathered
         return made  # type: ignore[no-any-return]
@@ -136,6 +143,8 @@ class WholeDTensor(DTensor):
         if any(issubclass(one, ChunkedTensor) for one in types):
             return NotImplemented  # rows decide
         kwargs = kwargs or {}
+        if _reshapes(func):
+            return _reshaped(func, args, kwargs)
         wholes: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
         is_mixed = _mixes(args, kwargs)
         gathered = next((one._gathered for one in wholes if one._gathered is not None), None)
@@ -156,6 +165,27 @@ class WholeDTensor(DTensor):
             lambda one: one if id(one) in given else cls.of(one, mesh, gathered),
             out,
         )
+
+
+def _spec_of(value: torch.Tensor, mesh: Any) -> DTensorSpec:
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+
+
+@cache
+def _reshapes(func: Any) -> bool:
+    """Whether an operator changes the shape of its argument."""
+    return torch.Tag.inplace_view in func.tags
+
+
+def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeDTensor:
+    """Change a shape in place, as ``vector @ matrix`` does to its result."""
+    whole, *others = args
+    value = whole.current()
+    func(value, *others, **kwargs)
+    whole._spec = _spec_of(value, whole.device_mesh)
+    returned: WholeDTensor = return_and_correct_aliasing(func, args, kwargs, whole)
+    return returned
 
 
 def _is_for_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

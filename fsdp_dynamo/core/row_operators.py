@@ -240,12 +240,12 @@ def _index_put(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _new(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros()`` and others: rows of the same shape, else a replicated DTensor."""
+    """``new_zeros()`` and others: rows of the same shape, else a plain tensor."""
     row, size, *others = args
     local = row._local_tensor
     if torch.Size(size) == row.shape:
         return row._placing.dtensor(func(local, local.shape, *others, **kwargs))
-    return row._placing.replicated(func(local, size, *others, **kwargs))
+    return func(local, size, *others, **kwargs)
 
 
 def _view(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

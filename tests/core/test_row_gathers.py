@@ -45,6 +45,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "flat": lambda w: w.flatten(),
     "stacked": lambda w: torch.stack([w, w * 2]),
     "largest of each": lambda w: torch._foreach_max([w, w * 2])[1],
+    "vector times matrix": lambda w: w[1] @ w.T,
+    "another shape in place": lambda w: (w @ w.T).unsqueeze_(0).transpose_(0, 1) * 2,
+    "another shape of a view in place": lambda w: w[1:].t_().sum(1),
     "singular values": lambda w: torch.linalg.svdvals(w),
     "a list of both kinds": lambda w: torch._foreach_mul([w * 2, w @ w.T], 3.0)[1],
 }
@@ -252,6 +255,7 @@ def _outside(rank: int, world_size: int) -> dict[str, str]:
         "failed": failed,
         "an activation": error_of(lambda: nn.functional.linear(x, row)),
         "a replicated one": error_of(lambda: whole @ (row.T @ row)),
+        "another shape in place": error_of(lambda: row.clone().t_()),
         "into a plain one": error_of(lambda: torch.zeros(7, 7).add_(row @ row.T)),
         "with a gradient": error_of(lambda: param.T),
     }
@@ -264,4 +268,5 @@ def test_what_stays_an_error(ranks: RankPool) -> None:
             errors
         )
         assert "got mixed torch.Tensor and DTensor" in errors["a replicated one"]
+        assert "Use the operator that makes a view" in errors["another shape in place"]
         assert all(errors.values()), errors

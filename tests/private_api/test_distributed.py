@@ -389,6 +389,34 @@ def test_a_subclass_of_dtensor_has_its_own_operators(group: dist.ProcessGroup) -
 
 
 @pytest.mark.private(
+    "torch.utils._python_dispatch.return_and_correct_aliasing",
+    need="what was computed from whole tensors of DTensors changes its shape in place, as the "
+    "result of a vector times a matrix does",
+    instead="an error that asks for the operator that makes a view",
+)
+def test_a_subclass_changes_its_shape_in_place() -> None:
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    class Own(torch.Tensor):
+        @staticmethod
+        def __new__(cls, held: torch.Tensor) -> Any:
+            made: Any = torch.Tensor._make_wrapper_subclass(cls, held.shape)  # type: ignore[attr-defined]
+            made.held = held
+            return made
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            func(args[0].held, *args[1:])
+            return return_and_correct_aliasing(func, args, kwargs or {}, args[0])
+
+    made = Own(torch.ones(3, 2))
+    assert made.unsqueeze_(0) is made
+    assert made.shape == made.held.shape == (1, 3, 2)
+
+
+@pytest.mark.private(
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "._get_root_mesh",
     "torch.distributed.tensor.placement_types._StridedShard",
