@@ -133,6 +133,10 @@ class WholeDTensor(DTensor):
             self.current(), self.device_mesh, self.placements, run_check=False
         )
 
+    def __format__(self, spec: str) -> str:
+        """A number as a number, as of plain tensors: ``f"{norm:.2f}"``."""
+        return object.__format__(self, spec) if self.dim() else format(self.current().item(), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_torchs().__reduce_ex__(protocol)
 

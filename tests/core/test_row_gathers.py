@@ -61,6 +61,8 @@ def _values(rank: int, world_size: int) -> list[str]:
         if not isinstance(got, DTensor) or not torch.allclose(got.full_tensor(), expected):
             wrong.append(name)
     made = row @ row.T
+    if f"{row.norm():.3f}" != f"{whole.norm():.3f}":
+        wrong.append("a number as text")
     torch.manual_seed(5)
     drawn = nn.functional.dropout(made, 0.5)
     torch.manual_seed(5)
