@@ -145,7 +145,8 @@ def _copy(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(row, cls):
         func(row._local_tensor, _operand(value, row), *others)  # type: ignore[attr-defined]
         return row
-    if not isinstance(row, DTensor) or not holds_rows(value._placing, row):
+    is_torchs = isinstance(row, DTensor) and not isinstance(row, WholeDTensor)
+    if not is_torchs or not holds_rows(value._placing, row):
         return on_whole(cls, func, args, kwargs)  # a plain tensor would take rows
     func(row._local_tensor, value._local_tensor, *others)
     return row

@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import Shard as TensorPart
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_dynamo import FSDP, RankFailedError, ShardingStrategy, checkpoint, fully_shard
 from fsdp_dynamo.comm import watchdog
@@ -52,10 +52,12 @@ def _clip_dtensors(model: Any, fail: Fail, folder: str) -> None:
 
 
 def _copy_a_dtensor(model: Any, fail: Fail, folder: str) -> None:
-    weight: Any = fully_shard(nn.Linear(5, 7)).weight
-    local = torch.zeros_like(weight.to_local())
+    weights: list[Any] = [fully_shard(nn.Linear(5, rows)).weight for rows in range(4, 12)]
+    weight = next(one for one in weights if not all(one._placing.rows.is_as_torchs))
+    whole = torch.zeros(weight.shape)
+    by_torch = distribute_tensor(whole, weight.device_mesh, weight.placements)
     fail()
-    weight.data.copy_(DTensor.from_local(local, weight.device_mesh, weight.placements))
+    weight.data.copy_(by_torch)
 
 
 def _summon(model: Any, fail: Fail, folder: str) -> None:

@@ -126,6 +126,8 @@ def _written(w: Any) -> Any:
     for part in w.flatten().split(10):
         part.sub_(0.5)
     w.view(-1)[3] = 9.0
+    w[2:].copy_(w[1].clone())
+    w.T.copy_(w.T * 2 + 1)
     view = w.T
     view.div_(view.norm().clamp(min=1e-7))
     view.add_(1)
