@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ def mutates(node: fx.Node, source: fx.Node) -> bool:
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Those of an operator's arguments that its schema says it writes to, lists taken apart."""
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    return pytree.tree_leaves([given.get(a.name) for a in schema.arguments if a.is_write])
+    written = [given.get(a.name) for a in schema.arguments if a.is_write]
+    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in written)
+    return list(chain.from_iterable(lists))
 
 
 def is_backward(graph: fx.Graph) -> bool:

@@ -9,7 +9,7 @@ on ranks with equal seeds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.layout.chunked_tensor import ChunkedTensor
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+from fsdp_dynamo.pytree import tensors_of
+from graph_passes.graph_utils import written_by
 
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """Of what torch puts around the steps of all optimizers."""
@@ -46,7 +48,8 @@ def on_whole(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
         UnsupportedError: a gradient is needed, or a plain tensor is among the arguments outside of
             an optimizer's step; it would change a shape in place; of views, in a compiled region.
     """
-    rows: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
+    tensors = list(tensors_of((args, kwargs)))
+    rows: list[Any] = [one for one in tensors if isinstance(one, cls)]
     if _reshapes(func):
         raise UnsupportedError(
             expected="operators that leave a sharded parameter its shape",
@@ -56,17 +59,15 @@ def on_whole(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
         )
     is_alone = all(group.size() == 1 for row in rows for group in row._placing.rows.groups)
     if not is_alone:
-        _refuse_where_wrong(func, args, kwargs, rows)
-    wholes = {id(row): _Gathered(row, is_alone).dtensor() for row in rows}
-    return _called(func, args, kwargs, cls, wholes)
+        _refuse_where_wrong(func, tensors, rows)
+    by_id = {id(row): _Gathered(row, is_alone).dtensor() for row in rows}
+    return _called(func, args, kwargs, rows, [by_id[id(row)] for row in rows])
 
 
-def _refuse_where_wrong(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Any]
-) -> None:
+def _refuse_where_wrong(func: Any, tensors: Sequence[torch.Tensor], rows: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
         raise _refusal(func, rows[0], " with a gradient (under torch.no_grad() they are gathered)")
-    if _mixes(args, kwargs):
+    if _mixes(tensors):
         raise _refusal(func, rows[0], _MIXED)
     if func.is_view and torch.compiler.is_compiling():
         raise _refusal(func, rows[0], " in a compiled region")
@@ -75,9 +76,9 @@ def _refuse_where_wrong(
 _MIXED = " and a plain tensor, which may be another one on each rank"
 
 
-def _mixes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether plain tensors are among the arguments which may differ between ranks."""
-    plain = (one for one in _tensors(args, kwargs) if not isinstance(one, DTensor))
+def _mixes(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether plain tensors are among an operator's which may differ between ranks."""
+    plain = (one for one in tensors if not isinstance(one, DTensor))
     return any(one.dim() for one in plain) and not _is_in_step()
 
 
@@ -149,25 +150,24 @@ class WholeDTensor(DTensor):
         kwargs = kwargs or {}
         if _reshapes(func):
             return _reshaped(func, args, kwargs)
-        wholes: list[Any] = [one for one in _tensors(args, kwargs) if isinstance(one, cls)]
-        is_mixed = _mixes(args, kwargs)
+        tensors = list(tensors_of((args, kwargs)))
+        wholes: list[Any] = [one for one in tensors if isinstance(one, cls)]
+        is_mixed = _mixes(tensors)
         gathered = next((one._gathered for one in wholes if one._gathered is not None), None)
         if is_mixed and gathered is not None and not gathered.is_alone:
             raise _refusal(func, gathered.row, _MIXED)
-        is_for_torch = is_mixed or _is_for_torch(func, args, kwargs)
+        is_for_torch = is_mixed or _is_for_torch(tensors)
         value = cls.as_torchs if is_for_torch else cls.current
-        out = _called(func, args, kwargs, cls, {id(one): value(one) for one in wholes})
-        for one in written(func, args, kwargs):
+        out = _called(func, args, kwargs, wholes, [value(one) for one in wholes])
+        for one in written_by(func._schema, args, kwargs):
             if isinstance(one, cls) and one._gathered is not None:
                 one._gathered.write_back()
         if is_for_torch:
             return out
-        mesh, gathered = wholes[0].device_mesh, wholes[0]._gathered if func.is_view else None
-        given = {id(one) for one in _tensors(args, kwargs)}
+        mesh, viewed = wholes[0].device_mesh, wholes[0]._gathered if func.is_view else None
+        given = set(map(id, tensors))
         return tree_map_only(
-            torch.Tensor,
-            lambda one: one if id(one) in given else cls.of(one, mesh, gathered),
-            out,
+            torch.Tensor, lambda one: one if id(one) in given else cls.of(one, mesh, viewed), out
         )
 
 
@@ -192,12 +192,11 @@ def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole
     return returned
 
 
-def _is_for_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's DTensors have to run an operator, or to refuse it."""
-    dtensors = [one for one in _tensors(args, kwargs) if isinstance(one, DTensor)]
+def _is_for_torch(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's DTensors have to run an operator of these, or to refuse it."""
     return (
-        any(type(one) is not WholeDTensor for one in dtensors)
-        or (torch.is_grad_enabled() and any(one.requires_grad for one in _tensors(args, kwargs)))
+        any(isinstance(one, DTensor) and type(one) is not WholeDTensor for one in tensors)
+        or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
         or torch.compiler.is_compiling()
     )
 
@@ -208,13 +207,18 @@ class _Gathered:
     Args:
         row: the DTensor.
         is_alone: whether this rank holds all rows: the whole tensor is its memory then.
+
+    Attributes:
+        num_writes: by operators into any rows; torch counts none of them in ``_version``.
     """
+
+    num_writes = 0
 
     def __init__(self, row: Any, is_alone: bool) -> None:
         self.row, self.is_alone = row, is_alone
         local = row._local_tensor
         self.whole: torch.Tensor = local if is_alone else row._placing.rows.gather(local)
-        self.version = _version(local)
+        self.version = self._version_now()
 
     def dtensor(self) -> DTensor:
         """The whole tensor, of which this object knows the rows."""
@@ -227,19 +231,18 @@ class _Gathered:
         """Copy this rank's rows of the whole tensor into its memory."""
         if not self.is_alone:
             self.row._local_tensor.copy_(self._own())
-            count_writes([self.row])
-            self.version = _version(self.row._local_tensor)
+            count_write()
+            self.version = self._version_now()
 
     def require_current(self) -> None:
         """Raise if this rank's rows have changed since they were gathered.
 
-        Parameters of a unit share memory, so a version may be new and the rows the same.
+        A new version may be that of other rows, so values are compared then.
         """
-        local = self.row._local_tensor
-        if self.is_alone or (self.version and self.version == _version(local)):
+        if self.is_alone or (self.version and self.version == self._version_now()):
             return
-        if torch.equal(_bits(self._own()), _bits(local)):
-            self.version = _version(local)
+        if torch.equal(_bits(self._own()), _bits(self.row._local_tensor)):
+            self.version = self._version_now()
             return
         raise FSDPStateError(
             expected="the values that the parameter, gradient or state has now",
@@ -248,16 +251,21 @@ class _Gathered:
             fix="Take the view again after the change.",
         )
 
+    def _version_now(self) -> tuple[int, ...] | None:
+        """Changes with what is written into the rows; ``None`` where torch counts nothing."""
+        local = self.row._local_tensor
+        if local.is_inference() or torch.is_inference_mode_enabled():
+            return None
+        return self.num_writes, local.data_ptr(), local._version
+
     def _own(self) -> torch.Tensor:
         own: torch.Tensor = self.row._placing.rows.take(self.whole)
         return own
 
 
-def _version(local: torch.Tensor) -> tuple[int, int] | None:
-    """Changes with what is written into a tensor; ``None`` where torch counts nothing."""
-    if local.is_inference() or torch.is_inference_mode_enabled():
-        return None
-    return local.data_ptr(), local._version
+def count_write() -> None:
+    """Say that an operator has written into rows, so that views of rows look at their values."""
+    _Gathered.num_writes += 1
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
@@ -265,37 +273,22 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).view(torch.uint8)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments into which an operator writes."""
-    for index, name in _written_arguments(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-@cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def count_writes(rows: Iterable[Any]) -> None:
-    """Let the versions of rows' memory grow, which no operator of ``RowDTensor`` does by itself."""
-    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-        torch.autograd.graph.increment_version([row._local_tensor for row in rows])
-
-
 def _called(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cls: Any, others: dict[int, Any]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
 ) -> Any:
-    """Call an operator with others in the place of arguments of a class, by ``id()``.
+    """Call an operator with others in the place of some tensors among its arguments.
 
     Returns:
-        What it has returned; where that is one of the others, the argument.
+        What it has returned; where that is one of the others, the tensor in whose place it is.
     """
-    put: Any = tree_map_only(cls, lambda one: others[id(one)], (args, kwargs))
-    given = {id(others[id(one)]): one for one in _tensors(args, kwargs) if isinstance(one, cls)}
-    return tree_map_only(torch.Tensor, lambda one: given.get(id(one), one), func(*put[0], **put[1]))
+    put_args, put_kwargs = _put((args, kwargs), tensors, others)
+    return _put(func(*put_args, **put_kwargs), others, tensors)
+
+
+def _put(value: Any, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
+    by_id = dict(zip(map(id, tensors), others, strict=True))
+    return tree_map_only(torch.Tensor, lambda one: by_id.get(id(one), one), value)

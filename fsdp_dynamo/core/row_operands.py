@@ -46,11 +46,16 @@ def is_made_of_rows(placing: Any, value: DTensor) -> bool:
 
     Optimizers make states so, ``DTensor.from_local(state, p.device_mesh, p.placements)``. A tensor
     that torch has divided into as many rows as ours on this rank holds other ones only if it has
-    another number of rows on another rank, which refuses it.
+    another number of rows on another rank, where the answer is no.
     """
-    shape, held = placing.rows.shape, placing.rows.part.shape
-    is_same: bool = value.shape == shape and value._local_tensor.shape == held
-    is_same = is_same and value.placements == placing.placements
+    rows = placing.rows
+    is_same: bool = value.shape == rows.shape and value._local_tensor.shape == rows.part.shape
+    return is_same and _is_placed(placing, value)
+
+
+def _is_placed(placing: Any, value: DTensor) -> bool:
+    """Whether a DTensor of torch's has a parameter's placements on its mesh."""
+    is_same: bool = value.placements == placing.placements
     return is_same and bool(_real(value.device_mesh) == _real(placing.mesh))
 
 
@@ -91,8 +96,7 @@ def holds_rows(placing: Any, value: DTensor, asks: bool = False) -> bool:
     """
     rows, local = placing.rows, value._local_tensor
     is_theirs, is_ours = value.shape == rows.shape, False
-    is_placed = value.placements == placing.placements
-    if rows.slot.shape and is_placed and _real(value.device_mesh) == _real(placing.mesh):
+    if rows.slot.shape and _is_placed(placing, value):
         held, is_same = rows.torchs_numel, rows.is_as_torchs
         is_theirs = is_theirs and local.numel() == held[rows.group.rank()]
         is_ours = local.shape == rows.part.shape

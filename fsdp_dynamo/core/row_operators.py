@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo.core.row_gathers import WholeDTensor, count_writes, on_whole, written
+from fsdp_dynamo.core.row_gathers import WholeDTensor, count_write, on_whole
 from fsdp_dynamo.core.row_operands import holds_rows, rows_of, rows_of_torchs
 from fsdp_dynamo.core.row_reductions import REDUCTIONS
 
@@ -63,14 +63,11 @@ def _operator(func: Any) -> Callable[..., Any]:
 
 
 def _counted(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that writes into rows: their versions are counted, as views ask for them.
-
-    torch counts those of what a user writes into, which is the DTensor.
-    """
+    """An operator that writes into rows, of which views of rows have to know."""
 
     def run_it(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = operator(cls, func, args, kwargs)
-        count_writes(one for one in written(func, args, kwargs) if isinstance(one, cls))
+        count_write()
         return out
 
     return run_it
@@ -188,8 +185,11 @@ def _elementwise_lists(
         rows = [
             next((t for t in at if isinstance(t, cls)), None) for at in zip(*lists, strict=True)
         ]
-        if None in rows:
-            return _in_two_calls(func, args, kwargs, [row is not None for row in rows])
+        is_of_rows = [row is not None for row in rows]
+        if not any(is_of_rows):
+            return on_whole(cls, func, args, kwargs)
+        if not all(is_of_rows):
+            return _in_two_calls(func, args, kwargs, is_of_rows)
     if func._schema.is_mutable and any(not isinstance(one, cls) for one in first):
         return on_whole(cls, func, args, kwargs)  # a plain tensor would take rows
 

@@ -45,6 +45,3 @@ class CallsInARow:
     def forget(self) -> None:
         """Keep nothing, and leave the unit as it is."""
         self._kept = None
-
-
-__all__ = ["CallsInARow"]

@@ -67,7 +67,7 @@ class Root:
         self._reduces = ReduceQueue()
         self._open: dict[Unit, ForwardCall] = {}  # calls of units of several modules
         self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
-        self._ends: dict[Unit, EndOfCalls | None] = {}
+        self._ends: dict[Unit, EndOfCalls] = {}
         self._in_a_row = CallsInARow()
         self.execution_order = ExecutionOrder()
         for paths, unit in units:
@@ -404,7 +404,7 @@ class Root:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
         self._open = {}
-        for end in filter(None, self._ends.values()):
+        for end in self._ends.values():
             end.take()
         self._in_a_row.forget()
         self._stays_unsharded = False

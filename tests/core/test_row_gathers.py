@@ -49,6 +49,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "another shape in place": lambda w: (w @ w.T).unsqueeze_(0).transpose_(0, 1) * 2,
     "another shape of a view in place": lambda w: w[1:].t_().sum(1),
     "singular values": lambda w: torch.linalg.svdvals(w),
+    "a list of neither kind": lambda w: torch._foreach_mul([w @ w.T], (w * 2).sum())[0],
     "a list of both kinds": lambda w: torch._foreach_mul([w * 2, w @ w.T], 3.0)[1],
 }
 
@@ -268,9 +269,7 @@ def _outside(rank: int, world_size: int) -> dict[str, str]:
 def test_what_stays_an_error(ranks: RankPool) -> None:
     for errors in ranks.run(_outside, 2):
         assert errors["failed"] == "ValueError: as asked"
-        assert "a plain tensor, which may be another one on each rank" in errors["an activation"], (
-            errors
-        )
+        assert "a plain tensor, which may be another one on each rank" in errors["an activation"]
         assert "got mixed torch.Tensor and DTensor" in errors["a replicated one"]
         assert "Use the operator that makes a view" in errors["another shape in place"]
         assert all(errors.values()), errors
