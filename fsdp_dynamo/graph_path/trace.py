@@ -17,10 +17,12 @@ from torch.fx import traceback
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit_modules import registered
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, with_side_effects
+from fsdp_dynamo.dynamo.repeats.calls import Kind
+from fsdp_dynamo.dynamo.repeats.operator import call_once_a_kind
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.graph_path.traced_unit import constants_of
-from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD
+from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD, without_names
 from graph_passes.markers import BODY, UNIT
 
 
@@ -90,11 +92,10 @@ def place_of(name: str, has_grad: bool) -> str:
 
 def traced_forward(
     name: str,
-    settings: str,
+    unit_module: Any,
     inputs: Inputs,
+    settings: str,
     splits: tuple[tuple[int, TensorParallel], ...],
-    module: Any,
-    body: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     gathered: dict[str, list[torch.Tensor]] | None,
@@ -107,11 +108,10 @@ def traced_forward(
 
     Args:
         name: the unit module's registered name.
-        settings: ``UnitSettings.in_graphs``.
+        unit_module: the unit module.
         inputs: of the graph.
+        settings: ``UnitSettings.in_graphs``.
         splits: positions of the parameters that tensor parallelism has split, and how.
-        module: the unit's module.
-        body: calls it.
         args: positional inputs.
         kwargs: keyword inputs.
         gathered: unsharded flat parameters of units of several modules, by unit, in a forward of
@@ -134,15 +134,16 @@ def traced_forward(
             views[i] = split.as_dtensor(views[i])
         paths, holders, parameters, positions = places
         tables = []
+        inner = unit_module._fsdp_inner()
         for path in paths:
-            holder = module
+            holder = inner
             for part in path:
                 holder = holder._modules[part]
             tables.append(holder._parameters)
         shown = list(map(tables.__getitem__, holders))
         originals = list(map(operator.getitem, shown, parameters))
         with_side_effects(_put, shown, parameters, map(views.__getitem__, positions))
-        output = body(*args, **kwargs)
+        output = unit_module._fsdp_body()(*args, **kwargs)
         with_side_effects(_put, shown, parameters, originals)
         if output_dtype:
             output = cast_output(getattr(torch, output_dtype), output)
@@ -154,3 +155,14 @@ def traced_forward(
 def _put(tables: Any, keys: Any, values: Any) -> None:
     for table, key, value in zip(tables, keys, values):  # noqa: B905  # traced by Dynamo
         table[key] = value
+
+
+def _kind(name: str, settings: str) -> Kind | None:
+    if registered(name)._fsdp_has_nested:
+        return None
+    fqn, *others, flats, layouts, places = constants_of(name, settings)
+    return Kind((*others, without_names(flats), layouts, places), flats, {UNIT: fqn})
+
+
+CALL_UNIT = call_once_a_kind("fsdp_dynamo_unit", _kind)
+"""Calls ``traced_forward``, which Dynamo traces once for all units that are equal."""

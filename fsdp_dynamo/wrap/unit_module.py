@@ -34,7 +34,7 @@ from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
-from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
+from fsdp_dynamo.graph_path.trace import CALL_UNIT, Inputs, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.state_dict import model
@@ -172,15 +172,14 @@ class UnitModule(UserMethods):
             if self._fsdp_full_precision_in_eval:
                 _ = self.training  # a guard: graphs for training and evaluation differ
             if mode == GRAPH_MODE:
-                inner, body = self._fsdp_inner(), self._fsdp_body()
                 check_originals(self._fsdp_name)
-                return traced_forward(
+                return CALL_UNIT(
+                    traced_forward,
                     self._fsdp_name,
-                    self._fsdp_graph_settings,
+                    self,
                     self._fsdp_inputs(),
+                    self._fsdp_graph_settings,
                     self._fsdp_splits,
-                    inner,
-                    body,
                     args,
                     kwargs,
                     self._fsdp_gathered,

@@ -1,0 +1,166 @@
+"""What a call is made with, and keys that differ where calls cannot be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._subclasses import FakeTensor
+
+from fsdp_dynamo.dynamo.repeats.changes import NotRepeatedError
+
+LEAVES = (TensorVariable, SymNodeVariable)
+"""What has a node in the graph."""
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Kind(NamedTuple):
+    """What is known of a call beforehand.
+
+    Attributes:
+        equal: calls in which this differs are not equal.
+        texts: constants in the nodes that differ from call to call, in one order.
+        marks: entries of ``node.meta["custom"]`` that differ from call to call.
+    """
+
+    equal: Hashable
+    texts: tuple[str, ...]
+    marks: dict[str, str]
+
+
+@dataclass
+class Call:
+    """A call, as Dynamo meets it.
+
+    Attributes:
+        tx: Dynamo's translator.
+        kind: what is known beforehand.
+        source: where Dynamo has found the module.
+        leaves: tensors and symbolic numbers in the arguments.
+        key: differs where calls cannot be equal.
+        path: the modules around the call, as nodes have them in ``nn_module_stack``.
+    """
+
+    tx: Any
+    kind: Kind
+    source: Any
+    leaves: list[Any]
+    key: Hashable
+    path: dict[str, Any]
+    _values: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tx: Any, kind: Kind, module: Any, own: Any, others: list[Any]) -> Call:
+        """A call of ``fn(name, module, own, *others)``.
+
+        Args:
+            tx: Dynamo's translator.
+            kind: of its name.
+            module: the variable of the module.
+            own: that of inputs which are the module's own.
+            others: those of arguments in which equal calls are equal.
+
+        Raises:
+            NotRepeatedError: such a call is always traced.
+        """
+        if tx.output.current_tracer.parent is not None:
+            raise NotRepeatedError("it is traced in the body of an operator")
+        if tx.symbolic_torch_function_state.in_torch_function_mode():
+            raise NotRepeatedError("a torch function mode is active")
+        module = module.realize()
+        if module.source is None:
+            raise NotRepeatedError("its module is made in the trace")
+        leaves: list[Any] = []
+        given = _key(own, leaves, False), tuple([_key(one, leaves, True) for one in others])
+        key = (type(module.value), kind.equal, given, _ambient())
+        return cls(tx, kind, module.source, leaves, key, dict(tx.nn_module_stack))
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """Nodes of ``leaves``."""
+        return [leaf.as_proxy().node for leaf in self.leaves]
+
+    def value_at(self, source: Any) -> Any:
+        """What is there now, where Dynamo would find it."""
+        root = self.tx.output.root_tx
+        return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, self._values)
+
+
+def leaves_of(result: Any) -> list[Any]:
+    """Tensors and symbolic numbers in what a call returns.
+
+    Raises:
+        NotRepeatedError: it holds what can't be made again.
+    """
+    leaves: list[Any] = []
+    _key(result, leaves, False)
+    return leaves
+
+
+def _key(variable: Any, leaves: list[Any], compares_sources: bool) -> Hashable:
+    """Key of a variable, whose tensors and numbers are added to ``leaves``."""
+    variable = variable.realize()
+    source = variable.source if compares_sources else None
+    if type(variable) in LEAVES:
+        node = variable.as_proxy().node
+        nodes = [leaf.as_proxy().node for leaf in leaves]
+        leaves.append(variable)
+        first = nodes.index(node) if node in nodes else None
+        return source, first, _value_key(node.meta.get("example_value"))
+    if type(variable) in (TupleVariable, ListVariable):
+        items = [_key(item, leaves, compares_sources) for item in variable.items]
+        return type(variable), tuple(items)
+    if type(variable) is ConstDictVariable:
+        names = [key.vt.as_python_constant() for key in variable.items]
+        values = [_key(value, leaves, compares_sources) for value in variable.items.values()]
+        return ConstDictVariable, tuple(names), tuple(values)
+    if variable.is_python_constant():
+        return _constant_key(variable.as_python_constant())
+    if source is not None:  # the same object
+        return type(variable), source
+    raise NotRepeatedError(f"it takes or returns a {type(variable).__name__}")
+
+
+def _constant_key(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        raise NotRepeatedError(f"it takes or returns a {type(value).__name__}") from None
+    return type(value), value
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, _SYMBOLS):
+        return type(value), str(value.node.expr)
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        raise NotRepeatedError(f"it takes or returns a {type(value).__name__}")
+    sizes = [s if isinstance(s, int) else str(s.node.expr) for s in (*value.shape, *value.stride())]
+    return value.dtype, value.device, tuple(sizes), tuple(_flags(value))
+
+
+def _flags(value: torch.Tensor) -> Iterator[bool]:
+    yield value.requires_grad
+    yield value.is_leaf
+    yield value.is_conj()
+    yield value.is_neg()
+    yield value.is_inference()
+
+
+def _ambient() -> Hashable:
+    """What operators depend on beside their arguments."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_cache_enabled(),
+        tuple([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]),
+        repr(fx.traceback.get_current_meta().get("custom")),
+    )

@@ -1,0 +1,72 @@
+"""What the trace of a call changes of what was there before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+
+class NotRepeatedError(Exception):
+    """A call has to be traced by itself; the message says why."""
+
+
+@dataclass
+class Changes:
+    """What a trace has changed.
+
+    Attributes:
+        own: sources of what the traced function itself changes and restores
+            (``private_api.with_side_effects``).
+        others: names of all else, new objects left out.
+        read: sources of what was read.
+    """
+
+    own: set[Any] = field(default_factory=set)
+    others: list[str] = field(default_factory=list)
+    read: set[Any] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Raise where a repeated call would not change what this one has.
+
+        Raises:
+            NotRepeatedError: what was changed.
+        """
+        if self.others:
+            raise NotRepeatedError(f"it changes {self.others[0]}")
+
+
+@contextmanager
+def watched(output: Any) -> Iterator[Changes]:
+    """While open, notes what the trace of this ``OutputGraph`` reads and changes."""
+    changes, effects, tracer = Changes(), output.side_effects, output.current_tracer
+    allowed, around = effects.check_allowed_side_effect, tracer.traced_sources
+    before = effects.__dict__.get("check_allowed_side_effect")
+    num_hooks, num_random = len(effects.tensor_hooks), len(output.random_calls)
+
+    def note(item: Any) -> Any:
+        if effects.should_allow_externally_visible_side_effects_in_subtracer():
+            changes.own.add(item.source)
+        elif not isinstance(item.mutation_type, AttributeMutationNew | ValueMutationNew):
+            changes.others.append(item.source.name if item.source else type(item).__name__)
+        return allowed(item)
+
+    effects.check_allowed_side_effect = note
+    tracer.traced_sources = type(around)()
+    try:
+        yield changes
+    finally:
+        if before is None:
+            del effects.check_allowed_side_effect
+        else:
+            effects.check_allowed_side_effect = before
+        changes.read = {*tracer.traced_sources} - changes.own
+        around.update(tracer.traced_sources)
+        tracer.traced_sources = around
+        if len(effects.tensor_hooks) > num_hooks:
+            changes.others.append("hooks of a tensor")
+        if len(output.random_calls) > num_random:
+            changes.others.append("Python's random numbers")
