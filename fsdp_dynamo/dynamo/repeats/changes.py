@@ -19,13 +19,13 @@ class Changes:
     """What a trace has changed.
 
     Attributes:
-        own: sources of what the traced function itself changes and restores
-            (``private_api.with_side_effects``).
+        own: sources of what traced functions of ours change and restore
+            (``private_api.with_side_effects``), in this trace and around it.
         others: names of all else, new objects left out.
         read: sources of what was read.
     """
 
-    own: set[Any] = field(default_factory=set)
+    own: set[Any]
     others: list[str] = field(default_factory=list)
     read: set[Any] = field(default_factory=set)
 
@@ -40,9 +40,14 @@ class Changes:
 
 
 @contextmanager
-def watched(output: Any) -> Iterator[Changes]:
-    """While open, notes what the trace of this ``OutputGraph`` reads and changes."""
-    changes, effects, tracer = Changes(), output.side_effects, output.current_tracer
+def watched(output: Any, own: set[Any]) -> Iterator[Changes]:
+    """While open, notes what a trace reads and changes.
+
+    Args:
+        output: Dynamo's ``OutputGraph``.
+        own: ``Changes.own``, to which it is added.
+    """
+    changes, effects, tracer = Changes(own), output.side_effects, output.current_tracer
     allowed, around = effects.check_allowed_side_effect, tracer.traced_sources
     before = effects.__dict__.get("check_allowed_side_effect")
     num_hooks, num_random = len(effects.tensor_hooks), len(output.random_calls)
@@ -63,7 +68,7 @@ def watched(output: Any) -> Iterator[Changes]:
             del effects.check_allowed_side_effect
         else:
             effects.check_allowed_side_effect = before
-        changes.read = {*tracer.traced_sources} - changes.own
+        changes.read = {*tracer.traced_sources}
         around.update(tracer.traced_sources)
         tracer.traced_sources = around
         if len(effects.tensor_hooks) > num_hooks:

@@ -86,8 +86,8 @@ class GuardNote:
 def guards_on(call: Call) -> Iterator[GuardNote]:
     """The guards on the module of a call and on all that Dynamo has reached through it.
 
-    Our own attributes are left out, as what depends on them is in the call's kind, and so is what is
-    found in classes, of which equal modules have the same.
+    Our own attributes are left out, as what depends on them is in the call's kind. So is what is
+    found in classes, which equal modules share.
 
     Raises:
         NotRepeatedError: one of them can't be asked of another object.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -19,6 +21,8 @@ from fsdp_dynamo.dynamo.repeats.calls import LEAVES, Call, leaves_of
 from fsdp_dynamo.dynamo.repeats.changes import Changes, NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guards_on
 
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
 
 @dataclass
 class Note:
@@ -28,15 +32,20 @@ class Note:
         call: the call.
         nodes: those that it has put into the graph, in order.
         guards: those on its module.
-        read: sources of what it has read.
+        changes: what it has read; what the bodies of its operators have read is not in it.
         result: what it has returned.
     """
 
     call: Call
     nodes: list[fx.Node]
     guards: list[GuardNote]
-    read: set[Any]
+    changes: Changes
     result: Any
+
+    @property
+    def has_bodies(self) -> bool:
+        """Whether operators with bodies are among the nodes (activation checkpointing)."""
+        return any(node.op == "get_attr" for node in self.nodes)
 
     def repeat(self, call: Call) -> Any:
         """What another call of the same key returns; ``None`` if it is not equal."""
@@ -49,8 +58,8 @@ class Note:
         return _rebuilt(self.result, made | self._copies(call, move))
 
     def _holds_for(self, call: Call, move: Move) -> bool:
-        mutated = call.tx.output.side_effects.mutated_sources
-        if not mutated.isdisjoint(map(move, self.read)):
+        changed = {*call.tx.output.side_effects.mutated_sources} - self.changes.own
+        if changed and (self.has_bodies or not changed.isdisjoint(map(move, self.changes.read))):
             return False
         try:
             return all(guard.holds_for(call, move) for guard in self.guards)
@@ -76,9 +85,11 @@ class Note:
 
         for node in self.nodes:
             copy = output.graph.node_copy(node, copy_of)
+            if node.op == "get_attr":
+                copy.target = output.install_subgraph("wrap_body", self._body(node, call))
             if not texts.keys().isdisjoint(a for a in node.args if isinstance(a, str)):
                 copy.args = tuple([texts.get(a, a) if isinstance(a, str) else a for a in copy.args])
-            copy.meta |= self._meta(node, call)
+            copy.meta |= _meta(node, self.call, call)
             output.current_tracer._used_names.add(copy.name)
             copies[node] = copy
             if node in returned:
@@ -87,25 +98,39 @@ class Note:
                 variables[node] = wrap_fx_proxy(call.tx, proxy, example_value=value)
         return variables
 
-    def _meta(self, node: fx.Node, call: Call) -> dict[str, Any]:
-        custom = node.meta.get("custom", {})
-        marks = {key: mark for key, mark in call.kind.marks.items() if key in custom}
-        changed = {"custom": custom | marks, "creation_timestamp": call.tx.output.timestamp}
-        if "nn_module_stack" in node.meta:
-            changed["nn_module_stack"] = self._path(node.meta["nn_module_stack"], call)
-        return changed
+    def _body(self, node: fx.Node, call: Call) -> fx.GraphModule:
+        body = call.tx.output.nn_modules[node.target]
+        copies: dict[fx.Node, fx.Node] = {}
+        copied = fx.GraphModule(body, fx.Graph())
+        for inner in body.graph.nodes:
+            copies[inner] = copied.graph.node_copy(inner, copies.__getitem__)
+            copies[inner].meta |= _meta(inner, self.call, call)
+        copied.meta |= body.meta
+        copied.recompile()
+        return copied
 
-    def _path(self, path: dict[str, Any], call: Call) -> dict[str, Any]:
-        origin = [name for name, _ in self.call.path.values()]
-        target = [name for name, _ in call.path.values()]
-        if not origin or not target:
-            return path
+
+def _meta(node: fx.Node, origin: Call, target: Call) -> dict[str, Any]:
+    """What a copy of a node for another call has in its ``meta`` in place of the node's."""
+    changed: dict[str, Any] = {"creation_timestamp": target.tx.output.timestamp}
+    if "custom" in node.meta:
+        custom = node.meta["custom"]
+        marks = {key: mark for key, mark in target.kind.marks.items() if key in custom}
+        changed["custom"] = custom | marks
+    if "nn_module_stack" in node.meta:
+        before, after = _path_of(origin.source), _path_of(target.source)
         inside = {
-            key: (target[-1] + name.removeprefix(origin[-1]), module)
-            for key, (name, module) in path.items()
-            if key not in self.call.path
+            key: (after + name.removeprefix(before), module)
+            for key, (name, module) in node.meta["nn_module_stack"].items()
+            if key not in origin.path
         }
-        return call.path | inside
+        changed["nn_module_stack"] = target.path | inside
+    return changed
+
+
+def _path_of(source: Any) -> str:
+    """Where a module is, as it stands in ``nn_module_stack``."""
+    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.name)
 
 
 class Traced(NamedTuple):
@@ -122,12 +147,18 @@ class Traced(NamedTuple):
     changes: Changes
 
 
-def trace_call(call: Call, trace: Callable[[], Any]) -> Traced:
-    """Trace a call by ``trace``, and see what that does."""
+def trace_call(call: Call, trace: Callable[[], Any], own: set[Any]) -> Traced:
+    """Trace a call by ``trace``, and see what that does.
+
+    Args:
+        call: the call.
+        trace: traces it.
+        own: see ``Changes``.
+    """
     output = call.tx.output
     last = output.graph._root.prev
     versions = [*_versions(call.nodes)]
-    with watched(output) as changes:
+    with watched(output, own) as changes:
         result = trace()
     if versions != [*_versions(call.nodes)]:
         changes.others.append("an argument")
@@ -142,7 +173,7 @@ def note_of(call: Call, traced: Traced) -> Note:
     """
     traced.changes.check()
     _check_nodes(traced.nodes, call, traced.result)
-    return Note(call, traced.nodes, [*guards_on(call)], traced.changes.read, traced.result)
+    return Note(call, traced.nodes, [*guards_on(call)], traced.changes, traced.result)
 
 
 def _behind(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
@@ -170,8 +201,11 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
     outside = [n for node in nodes for n in node.all_input_nodes if n not in known]
     values = [value for node in nodes for value in tree_leaves(node.meta.get("example_value"))]
     returned = [leaf.as_proxy().node for leaf in leaves_of(result)]
-    if any(node.op not in ("call_function", "call_method") for node in nodes):
-        raise NotRepeatedError("it calls an operator with a body (activation checkpointing)")
+    for node in nodes:
+        if node.op == "get_attr":
+            _check_body(node, call.tx.output.nn_modules[node.target])
+        elif node.op not in ("call_function", "call_method"):
+            raise NotRepeatedError(f"it has a node {node.op}")
     if any("grapharg" not in node.meta for node in outside):
         raise NotRepeatedError("it takes a tensor that is not among its arguments")
     if any(_versions(outside)):
@@ -193,6 +227,23 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
 def _storage(node: fx.Node) -> Any:
     value = node.meta["example_value"]
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+
+
+def _check_body(node: fx.Node, body: Any) -> None:
+    """Raise unless an operator's body is that of activation checkpointing, which can be copied.
+
+    Raises:
+        NotRepeatedError: it is not.
+    """
+    if any(user.target is not _CHECKPOINT for user in node.users) or _may_change_objects():
+        raise NotRepeatedError("it calls an operator with a body")
+    if any(inner.op in ("get_attr", "call_module") for inner in body.graph.nodes):
+        raise NotRepeatedError("it calls an operator with a body in another one's")
+
+
+def _may_change_objects() -> bool:
+    """Whether a checkpointed body may change what was there before it."""
+    return bool(dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint)
 
 
 def _strides(node: fx.Node, clone: bool = False) -> Any:

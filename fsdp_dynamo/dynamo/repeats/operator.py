@@ -14,7 +14,7 @@ from torch._dynamo.variables.higher_order_ops import _hop_name_to_variable_class
 from torch._ops import HigherOrderOperator
 
 from fsdp_dynamo.dynamo.repeats.calls import Call, Kind
-from fsdp_dynamo.dynamo.repeats.changes import NotRepeatedError
+from fsdp_dynamo.dynamo.repeats.changes import NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.guards import SPECS
 from fsdp_dynamo.dynamo.repeats.notes import Note, note_of, trace_call
 
@@ -60,10 +60,12 @@ class _Trace:
     Attributes:
         notes: by key; ``None`` for a key whose calls have to be traced.
         num_calls: how many calls it has met.
+        own: ``Changes.own`` of all of them.
     """
 
     notes: dict[Hashable, list[Note] | None] = field(default_factory=dict)
     num_calls: int = 0
+    own: set[Any] = field(default_factory=set)
 
 
 _traces: WeakKeyDictionary[Any, _Trace] = WeakKeyDictionary()
@@ -87,7 +89,8 @@ class _Variable(VariableTracker):
             return fn.call_function(tx, list(args[1:]), kwargs)
 
         if kind is None:
-            return run()
+            with watched(tx.output, trace.own):
+                return run()
         try:
             call = Call.of(tx, kind, module, own, others)
         except NotRepeatedError as error:
@@ -105,7 +108,7 @@ def _repeat_or_trace(trace: _Trace, call: Call, run: Callable[[], Any]) -> Any:
     if notes is None or len(notes) == _MOST_NOTES:
         return run()
     num_calls = trace.num_calls
-    traced = trace_call(call, run)
+    traced = trace_call(call, run, trace.own)
     try:
         if trace.num_calls > num_calls:
             raise NotRepeatedError("other units are called in it")
