@@ -16,7 +16,12 @@ from torch.fx import traceback
 
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit_modules import registered
-from fsdp_dynamo.dynamo.private_api import CompileRefusedError, number_of_body, with_side_effects
+from fsdp_dynamo.dynamo.private_api import (
+    CompileRefusedError,
+    number_of_body,
+    traced_options,
+    with_side_effects,
+)
 from fsdp_dynamo.dynamo.repeats.calls import Kind
 from fsdp_dynamo.dynamo.repeats.operator import call_once_a_kind
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
@@ -158,10 +163,11 @@ def _put(tables: Any, keys: Any, values: Any) -> None:
 
 
 def _kind(name: str, settings: str) -> Kind | None:
-    if registered(name)._fsdp_has_nested:
+    if registered(name)._fsdp_has_nested or not traced_options().get("regions", True):
         return None
     fqn, *others, flats, layouts, places = constants_of(name, settings)
-    return Kind((*others, without_names(flats), layouts, places), flats, {UNIT: fqn})
+    equal = (*others, without_names(flats), layouts, places)
+    return Kind(equal, flats, {UNIT: fqn}, {UNIT: fqn, BODY: "0"})
 
 
 CALL_UNIT = call_once_a_kind("fsdp_dynamo_unit", _kind)

@@ -16,7 +16,8 @@ copied, is traced each time.
 
 - ``operator``: what stands in traced code, and what Dynamo does when it meets it.
 - ``calls``: what a call is made with, and keys by which calls may be equal.
-- ``notes``: what the trace of a call has found, and copies of it.
+- ``notes``: what the trace of a call has found.
+- ``copies``: copies of it, for another call.
 - ``guards``: the guards on a module, asked of and installed for another one.
 - ``changes``: what a trace changes of what was there before it.
 

@@ -12,6 +12,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._subclasses import FakeTensor
+from torch.fx import traceback
 
 from fsdp_dynamo.dynamo.repeats.changes import NotRepeatedError
 
@@ -27,11 +28,13 @@ class Kind(NamedTuple):
         equal: calls in which this differs are not equal.
         texts: constants in the nodes that differ from call to call, in one order.
         marks: entries of ``node.meta["custom"]`` that differ from call to call.
+        own_marks: those of inputs of the graph that are the module's own.
     """
 
     equal: Hashable
     texts: tuple[str, ...]
     marks: dict[str, str]
+    own_marks: dict[str, str]
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Call:
         leaves: tensors and symbolic numbers in the arguments.
         key: differs where calls cannot be equal.
         path: the modules around the call, as nodes have them in ``nn_module_stack``.
+        found: what was looked up, by source.
     """
 
     tx: Any
@@ -53,7 +57,7 @@ class Call:
     leaves: list[Any]
     key: Hashable
     path: dict[str, Any]
-    _values: dict[Any, Any] = field(default_factory=dict)
+    found: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tx: Any, kind: Kind, module: Any, own: Any, others: list[Any]) -> Call:
@@ -77,7 +81,9 @@ class Call:
         if module.source is None:
             raise NotRepeatedError("its module is made in the trace")
         leaves: list[Any] = []
-        given = _key(own, leaves, False), tuple([_key(one, leaves, True) for one in others])
+        with traceback.annotate(kind.own_marks):
+            mine = _key(own, leaves, False)
+        given = mine, tuple([_key(one, leaves, True) for one in others])
         key = (type(module.value), kind.equal, given, _ambient())
         return cls(tx, kind, module.source, leaves, key, dict(tx.nn_module_stack))
 
@@ -89,7 +95,7 @@ class Call:
     def value_at(self, source: Any) -> Any:
         """What is there now, where Dynamo would find it."""
         root = self.tx.output.root_tx
-        return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, self._values)
+        return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, self.found)
 
 
 def leaves_of(result: Any) -> list[Any]:
@@ -162,5 +168,5 @@ def _ambient() -> Hashable:
         torch.get_default_dtype(),
         torch.is_autocast_cache_enabled(),
         tuple([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]),
-        repr(fx.traceback.get_current_meta().get("custom")),
+        repr(traceback.get_current_meta().get("custom")),
     )

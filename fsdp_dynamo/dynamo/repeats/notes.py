@@ -1,24 +1,19 @@
-"""What the trace of a call has found, and copies of it for equal calls."""
+"""What the trace of a call has found."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from fsdp_dynamo.dynamo.repeats.calls import LEAVES, Call, leaves_of
+from fsdp_dynamo.dynamo.repeats.calls import Call, leaves_of
 from fsdp_dynamo.dynamo.repeats.changes import Changes, NotRepeatedError, watched
+from fsdp_dynamo.dynamo.repeats.copies import Copies, rebuilt
 from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guards_on
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -32,7 +27,7 @@ class Note:
         call: the call.
         nodes: those that it has put into the graph, in order.
         guards: those on its module.
-        changes: what it has read; what the bodies of its operators have read is not in it.
+        changes: what it has read.
         result: what it has returned.
     """
 
@@ -42,95 +37,25 @@ class Note:
     changes: Changes
     result: Any
 
-    @property
-    def has_bodies(self) -> bool:
-        """Whether operators with bodies are among the nodes (activation checkpointing)."""
-        return any(node.op == "get_attr" for node in self.nodes)
-
     def repeat(self, call: Call) -> Any:
         """What another call of the same key returns; ``None`` if it is not equal."""
         move = Move(self.call, call)
         if not self._holds_for(call, move):
             return None
+        returned = {leaf.as_proxy().node for leaf in leaves_of(self.result)}
+        made = Copies(self.call, call, move).of(self.nodes, returned)
         for guard in self.guards:
             guard.install(call, move)
-        made = dict(zip(self.call.nodes, call.leaves, strict=True))
-        return _rebuilt(self.result, made | self._copies(call, move))
+        return rebuilt(self.result, made)
 
     def _holds_for(self, call: Call, move: Move) -> bool:
         changed = {*call.tx.output.side_effects.mutated_sources} - self.changes.own
-        if changed and (self.has_bodies or not changed.isdisjoint(map(move, self.changes.read))):
+        if not changed.isdisjoint(map(move, self.changes.read)):
             return False
         try:
             return all(guard.holds_for(call, move) for guard in self.guards)
         except Exception:  # whatever it is that the other module does not have
             return False
-
-    def _copies(self, call: Call, move: Move) -> dict[fx.Node, Any]:
-        """Variables of the copies of nodes that are returned."""
-        output = call.tx.output
-        texts = dict(zip(self.call.kind.texts, call.kind.texts, strict=True))
-        copies = dict(zip(self.call.nodes, call.nodes, strict=True))
-        returned = {leaf.as_proxy().node for leaf in leaves_of(self.result)}
-        variables = {}
-
-        def copy_of(node: fx.Node) -> fx.Node:
-            if node not in copies:  # an input of the graph
-                before = node.meta["grapharg"].source
-                copies[node], source = node, move(before)
-                if source != before:
-                    built = VariableTracker.build(call.tx, call.value_at(source), source)
-                    copies[node] = built.as_proxy().node
-            return copies[node]
-
-        for node in self.nodes:
-            copy = output.graph.node_copy(node, copy_of)
-            if node.op == "get_attr":
-                copy.target = output.install_subgraph("wrap_body", self._body(node, call))
-            if not texts.keys().isdisjoint(a for a in node.args if isinstance(a, str)):
-                copy.args = tuple([texts.get(a, a) if isinstance(a, str) else a for a in copy.args])
-            copy.meta |= _meta(node, self.call, call)
-            output.current_tracer._used_names.add(copy.name)
-            copies[node] = copy
-            if node in returned:
-                value = copy.meta.pop("example_value").clone()
-                proxy = fx.Proxy(copy, output.current_tracer)
-                variables[node] = wrap_fx_proxy(call.tx, proxy, example_value=value)
-        return variables
-
-    def _body(self, node: fx.Node, call: Call) -> fx.GraphModule:
-        body = call.tx.output.nn_modules[node.target]
-        copies: dict[fx.Node, fx.Node] = {}
-        copied = fx.GraphModule(body, fx.Graph())
-        for inner in body.graph.nodes:
-            copies[inner] = copied.graph.node_copy(inner, copies.__getitem__)
-            copies[inner].meta |= _meta(inner, self.call, call)
-        copied.meta |= body.meta
-        copied.recompile()
-        return copied
-
-
-def _meta(node: fx.Node, origin: Call, target: Call) -> dict[str, Any]:
-    """What a copy of a node for another call has in its ``meta`` in place of the node's."""
-    changed: dict[str, Any] = {"creation_timestamp": target.tx.output.timestamp}
-    if "custom" in node.meta:
-        custom = node.meta["custom"]
-        marks = {key: mark for key, mark in target.kind.marks.items() if key in custom}
-        changed["custom"] = custom | marks
-    if "nn_module_stack" in node.meta:
-        before, after = _path_of(origin.source), _path_of(target.source)
-        inside = {
-            key: (after + name.removeprefix(before), module)
-            for key, (name, module) in node.meta["nn_module_stack"].items()
-            if key not in origin.path
-        }
-        changed["nn_module_stack"] = target.path | inside
-    return changed
-
-
-def _path_of(source: Any) -> str:
-    """Where a module is, as it stands in ``nn_module_stack``."""
-    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.name)
 
 
 class Traced(NamedTuple):
@@ -235,15 +160,10 @@ def _check_body(node: fx.Node, body: Any) -> None:
     Raises:
         NotRepeatedError: it is not.
     """
-    if any(user.target is not _CHECKPOINT for user in node.users) or _may_change_objects():
+    if any(user.target is not _CHECKPOINT for user in node.users):
         raise NotRepeatedError("it calls an operator with a body")
     if any(inner.op in ("get_attr", "call_module") for inner in body.graph.nodes):
         raise NotRepeatedError("it calls an operator with a body in another one's")
-
-
-def _may_change_objects() -> bool:
-    """Whether a checkpointed body may change what was there before it."""
-    return bool(dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint)
 
 
 def _strides(node: fx.Node, clone: bool = False) -> Any:
@@ -251,19 +171,3 @@ def _strides(node: fx.Node, clone: bool = False) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     return (value.clone() if clone else value).stride()
-
-
-def _rebuilt(variable: Any, made: dict[fx.Node, Any]) -> Any:
-    """A result with other tensors in it."""
-    variable = variable.realize()
-    if type(variable) in LEAVES:
-        return made[variable.as_proxy().node]
-    if type(variable) is TupleVariable:
-        return TupleVariable([_rebuilt(item, made) for item in variable.items])
-    if type(variable) is ListVariable:
-        items = [_rebuilt(item, made) for item in variable.items]
-        return ListVariable(items, mutation_type=ValueMutationNew())
-    if type(variable) is ConstDictVariable:
-        entries = {key.vt: _rebuilt(value, made) for key, value in variable.items.items()}
-        return ConstDictVariable(entries, mutation_type=ValueMutationNew())
-    return variable
