@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,4 +74,36 @@ class Numbered:
         return value_key(value)
 
 
-__all__ = ["Numbered", "value_key"]
+def body_key(body: fx.GraphModule) -> Any:
+    """Key of the body of an operator: equal for bodies that do the same, under any names.
+
+    Args:
+        body: as Dynamo or AOTAutograd has made it.
+    """
+    nodes = list(body.graph.nodes)
+    numbered = Numbered(nodes)
+    does = [
+        (node.op, numbered.plain(node.args))
+        if node.op in ("placeholder", "output")
+        else attribute_key(body, node)
+        if node.op == "get_attr"
+        else numbered.key_of(node)
+        for node in nodes
+    ]
+    meta = sorted((name, value_key(value)) for name, value in body.meta.items())
+    return ("graph", *does, *meta)
+
+
+def attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
+    """Key of an attribute of a graph: bodies of operators are equal if they do the same; all else
+    equals only itself.
+
+    Args:
+        owner: the module of the graph.
+        node: takes the attribute.
+    """
+    value = operator.attrgetter(str(node.target))(owner)
+    return body_key(value) if isinstance(value, fx.GraphModule) else ("attribute", id(value))
+
+
+__all__ = ["Numbered", "attribute_key", "body_key", "value_key"]

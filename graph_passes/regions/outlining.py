@@ -26,7 +26,7 @@ from torch import fx
 
 from graph_passes.graph_utils import order_index
 from graph_passes.markers import is_body, unit_of
-from graph_passes.node_equality import Numbered, value_key
+from graph_passes.node_equality import Numbered, attribute_key, value_key
 from graph_passes.regions.eligibility import (
     carrying_gradients,
     changed_after,
@@ -36,6 +36,7 @@ from graph_passes.regions.eligibility import (
 )
 
 _IDENTIFIER = "fsdp_region_{}"
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass
@@ -89,7 +90,7 @@ def outline_regions(gm: fx.GraphModule) -> RegionReport:
         elif not passes_gradients(run.nodes, run.inputs, run.outputs, carrying):
             report.left.append((run.unit, "no gradient comes to one of its inputs or outputs"))
         else:
-            groups.setdefault(_key(run), []).append(run)
+            groups.setdefault(_key(run, gm), []).append(run)
     for runs in groups.values():
         reason = _why_alone(runs[0]) if len(runs) == 1 else None
         body = None
@@ -132,14 +133,33 @@ def _run(nodes: list[fx.Node]) -> Run:
 
 
 def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
+    return [node for node in _outside(nodes) if not _is_checkpointed(node)]
+
+
+def _bodies(nodes: list[fx.Node]) -> list[fx.Node]:
+    """What activation checkpointing calls, which becomes part of the region."""
+    return [node for node in _outside(nodes) if _is_checkpointed(node)]
+
+
+def _outside(nodes: list[fx.Node]) -> dict[fx.Node, None]:
     inside = set(nodes)
-    return list({n: None for node in nodes for n in node.all_input_nodes if n not in inside})
+    return {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
 
 
-def _key(run: Run) -> tuple[Any, ...]:
+def _is_checkpointed(node: fx.Node) -> bool:
+    """Whether a node is the body of activation checkpointing, and has none of another operator."""
+    if node.op != "get_attr" or any(user.target is not _CHECKPOINT for user in node.users):
+        return False
+    body = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    return not body.graph.find_nodes(op="get_attr")
+
+
+def _key(run: Run, owner: fx.GraphModule) -> tuple[Any, ...]:
     """Key that is equal for two runs exactly if one graph can stand for both."""
-    numbered = Numbered([*run.inputs, *run.nodes])
+    bodies = _bodies(run.nodes)
+    numbered = Numbered([*run.inputs, *bodies, *run.nodes])
     inputs = tuple(_input_key(node) for node in run.inputs)
+    inputs += tuple(attribute_key(owner, body) for body in bodies)
     nodes = tuple(numbered.key_of(node) for node in run.nodes)
     return inputs, nodes, numbered.plain(run.outputs)
 
@@ -152,7 +172,7 @@ def _input_key(node: fx.Node) -> Any:
 
 def _why_alone(run: Run) -> str:
     if any(node.op == "get_attr" for node in run.inputs):
-        return "it calls an operator with a body of its own (activation checkpointing)"
+        return "it calls an operator with a body of its own"
     return "no other unit is equal to it"
 
 
@@ -162,7 +182,7 @@ def _extract(gm: fx.GraphModule, run: Run) -> fx.GraphModule:
     for position, node in enumerate(_inputs(run.nodes)):  # by now, outputs of regions before it
         copies[node] = graph.placeholder(f"region_input_{position}")
         copies[node].meta = {k: v for k, v in node.meta.items() if k == "example_value"}
-    for node in run.nodes:
+    for node in [*_bodies(run.nodes), *run.nodes]:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in run.outputs))
     return fx.GraphModule(gm, graph)

@@ -10,7 +10,7 @@ from torch import fx
 
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.graph_utils import op_name
-from graph_passes.node_equality import Numbered, value_key
+from graph_passes.node_equality import Numbered, attribute_key, value_key
 from graph_passes.stretches.cutting import Stretch, is_copied, root_of
 
 
@@ -24,22 +24,10 @@ def key_of(stretch: Stretch, owner: fx.GraphModule) -> Any:
     numbered = Numbered([*stretch.inputs, *stretch.nodes], root_of)
     inputs = tuple(value_key(node.meta.get("val")) for node in stretch.inputs)
     nodes = tuple(
-        _attribute_key(owner, node) if node.op == "get_attr" else numbered.key_of(node)
+        attribute_key(owner, node) if node.op == "get_attr" else numbered.key_of(node)
         for node in stretch.nodes
     )
     return inputs, nodes, numbered.plain(stretch.outputs)
-
-
-def _attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
-    """Bodies of operators are equal if their code is, and the bodies in them; other attributes
-    equal only themselves."""
-    value = operator.attrgetter(str(node.target))(owner)
-    if not isinstance(value, fx.GraphModule):
-        return ("attribute", id(value))
-    inner = (
-        _attribute_key(value, attribute) for attribute in value.graph.find_nodes(op="get_attr")
-    )
-    return ("graph", value.code, *inner)
 
 
 _TUNED = ("mm", "conv", "attention")

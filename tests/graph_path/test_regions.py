@@ -170,6 +170,32 @@ class _Checkpointed(nn.Module):
         return torch.relu(self.inner(x))
 
 
+class _CheckpointedNorm(_Normed):
+    """Writes to its buffers, and recomputes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class _OwnBackward(_Checkpointed):
+    """Has an operator with bodies of its own, a forward and a backward."""
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Double.apply(self.inner(x))
+        return result
+
+
 def _losses_of(
     rank: int, world_size: int, block: type[nn.Module], regions: bool
 ) -> tuple[list[float], set[str]]:
@@ -202,10 +228,9 @@ def _losses_of(
     [
         (_Reshaped, None),
         (_Normed, "it writes to an input"),
-        (
-            _Checkpointed,
-            "it calls an operator with a body of its own (activation checkpointing)",
-        ),
+        (_Checkpointed, None),
+        (_CheckpointedNorm, "it writes to an input"),
+        (_OwnBackward, "it calls an operator with a body of its own"),
     ],
 )
 def test_blocks_of_all_kinds(ranks: RankPool, block: type[nn.Module], reason: str | None) -> None:
