@@ -88,6 +88,30 @@ class _Viewing(Block):
         return x.view(-1, 2, DIM // 2).flatten(1)
 
 
+class _Constant(Block):
+    """Of each block another number, which Dynamo doesn't guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = float(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor()
+
+    @torch.compiler.assume_constant_result
+    def factor(self) -> float:
+        return self.number
+
+
+class _Given(Block):
+    """Is given a list, to which it adds, and gives it on."""
+
+    def forward(self, x: Any) -> Any:
+        seen = x if isinstance(x, list) else [x]
+        seen.append(super().forward(seen[-1]) * len(seen))
+        return seen
+
+
 class Model(nn.Module):
     """Blocks, one after another."""
 
@@ -102,7 +126,7 @@ class Model(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x[-1] + x[1] if isinstance(x, list) else x)
 
 
 def _wrapped(model: Model, style: str = "wrapper") -> nn.Module:
@@ -201,6 +225,7 @@ def _other_class(block: Block) -> None:
 DIFFERENCES: dict[str, Callable[[Block], Any]] = {
     "a probability": lambda block: setattr(block.dropout, "p", 1.0),
     "an item of a list": lambda block: block.scales.__setitem__(1, 5.0),
+    "a number of another type": lambda block: block.scales.__setitem__(0, 1),
     "the length of a list": lambda block: block.scales.append(5.0),
     "a function": lambda block: setattr(block, "act", torch.sigmoid),
     "a class": _other_class,
@@ -299,7 +324,8 @@ def _trained(rank: int, world_size: int, block: type[Block]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "block", [_Counting, _CheckpointedAndCounting, _Listing, _Normed, _InPlace, _Viewing]
+    "block",
+    [_Counting, _CheckpointedAndCounting, _Listing, _Given, _Constant, _Normed, _InPlace, _Viewing],
 )
 def test_what_changes_something_is_traced(ranks: RankPool, block: type[Block]) -> None:
     for num_repeated, (eager, compiled), num_calls in ranks.run(_trained, 2, block):

@@ -207,6 +207,42 @@ def test_a_trace_tells_what_it_reads_and_changes(
 
 
 @pytest.mark.private(
+    "torch._dynamo.variables.functions",
+    "torch._dynamo.variables.functions.invoke_and_store_as_constant",
+    "torch._dynamo.variables.nn_module.invoke_and_store_as_constant",
+    need="whether the trace of a unit holds what a method of it was assumed to return for ever",
+    instead="every unit is traced",
+)
+def test_a_constant_of_a_method_is_noticed(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.variables import functions, nn_module
+
+    class Constant(Scale):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.twice()
+
+        @torch.compiler.assume_constant_result
+        def twice(self) -> float:
+            return self.factor * 2
+
+    seen: list[Any] = []
+    constant = functions.invoke_and_store_as_constant
+    assert nn_module.invoke_and_store_as_constant is constant
+
+    def note(tx: Any, fn: Any, *args: Any) -> Any:
+        seen.append(fn.__self__)
+        return constant(tx, fn, *args)
+
+    monkeypatch.setattr(functions, "invoke_and_store_as_constant", note)
+    calls.append(_traced)
+    model = Pair(2.0, 2.0)
+    model.first = Constant(2.0)
+    torch.compile(model, backend=Recorder(), fullgraph=True)(X)
+    assert seen == [model.first]
+
+
+@pytest.mark.private(
     "torch._dynamo.variables.base.VariableTracker.build",
     "torch._dynamo.variables.builder.wrap_fx_proxy",
     "torch._dynamo.variables.dicts.ConstDictVariable",

@@ -46,6 +46,7 @@ class Call:
         kind: what is known beforehand.
         source: where Dynamo has found the module.
         leaves: tensors and symbolic numbers in the arguments.
+        containers: lists and dicts in the arguments.
         key: differs where calls cannot be equal.
         path: the modules around the call, as nodes have them in ``nn_module_stack``.
         found: what was looked up, by source.
@@ -55,6 +56,7 @@ class Call:
     kind: Kind
     source: Any
     leaves: list[Any]
+    containers: list[Any]
     key: Hashable
     path: dict[str, Any]
     found: dict[Any, Any] = field(default_factory=dict)
@@ -80,12 +82,13 @@ class Call:
         module = module.realize()
         if module.source is None:
             raise NotRepeatedError("its module is made in the trace")
-        leaves: list[Any] = []
+        mine, shared = _Reader(compares_sources=False), _Reader(compares_sources=True)
         with traceback.annotate(kind.own_marks):
-            mine = _key(own, leaves, False)
-        given = mine, tuple([_key(one, leaves, True) for one in others])
-        key = (type(module.value), kind.equal, given, _ambient())
-        return cls(tx, kind, module.source, leaves, key, dict(tx.nn_module_stack))
+            given = [mine.key_of(own)]
+        given += [shared.key_of(one) for one in others]
+        key = (type(module.value), kind.equal, tuple(given), _ambient())
+        leaves, containers = mine.leaves + shared.leaves, mine.containers + shared.containers
+        return cls(tx, kind, module.source, leaves, containers, key, dict(tx.nn_module_stack))
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -98,47 +101,80 @@ class Call:
         return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, self.found)
 
 
-def leaves_of(result: Any) -> list[Any]:
-    """Tensors and symbolic numbers in what a call returns.
+@dataclass
+class Found:
+    """What is in a result.
+
+    Attributes:
+        leaves: tensors and symbolic numbers.
+        containers: lists and dicts.
+    """
+
+    leaves: list[Any]
+    containers: list[Any]
+
+
+def found_in(result: Any) -> Found:
+    """What is in the result of a call.
 
     Raises:
         NotRepeatedError: it holds what can't be made again.
     """
-    leaves: list[Any] = []
-    _key(result, leaves, False)
-    return leaves
+    reader = _Reader(compares_sources=False)
+    reader.key_of(result)
+    return Found(reader.leaves, reader.containers)
 
 
-def _key(variable: Any, leaves: list[Any], compares_sources: bool) -> Hashable:
-    """Key of a variable, whose tensors and numbers are added to ``leaves``."""
-    variable = variable.realize()
-    source = variable.source if compares_sources else None
-    if type(variable) in LEAVES:
+@dataclass
+class _Reader:
+    """Reads arguments and results.
+
+    Attributes:
+        compares_sources: whether those of tensors and objects are in keys.
+        leaves: tensors and symbolic numbers read.
+        containers: lists and dicts read.
+    """
+
+    compares_sources: bool
+    leaves: list[Any] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+
+    def key_of(self, variable: Any) -> Hashable:
+        """Equal for what may stand for each other."""
+        variable = variable.realize()
+        source = variable.source if self.compares_sources else None
+        if type(variable) in LEAVES:
+            return source, *self._leaf_key(variable)
+        if type(variable) in (TupleVariable, ListVariable):
+            if type(variable) is ListVariable:
+                self.containers.append(variable)
+            return type(variable), tuple([self.key_of(item) for item in variable.items])
+        if type(variable) is ConstDictVariable:
+            self.containers.append(variable)
+            names = [_constant_key(key.vt) for key in variable.items]
+            values = [self.key_of(value) for value in variable.items.values()]
+            return ConstDictVariable, tuple(names), tuple(values)
+        if variable.is_python_constant():
+            return _constant_key(variable)
+        if source is not None:  # the same object
+            return type(variable), source
+        raise NotRepeatedError(f"it takes or returns a {type(variable).__name__}")
+
+    def _leaf_key(self, variable: Any) -> tuple[Hashable, ...]:
         node = variable.as_proxy().node
-        nodes = [leaf.as_proxy().node for leaf in leaves]
-        leaves.append(variable)
+        nodes = [leaf.as_proxy().node for leaf in self.leaves]
+        self.leaves.append(variable)
         first = nodes.index(node) if node in nodes else None
-        return source, first, _value_key(node.meta.get("example_value"))
-    if type(variable) in (TupleVariable, ListVariable):
-        items = [_key(item, leaves, compares_sources) for item in variable.items]
-        return type(variable), tuple(items)
-    if type(variable) is ConstDictVariable:
-        names = [key.vt.as_python_constant() for key in variable.items]
-        values = [_key(value, leaves, compares_sources) for value in variable.items.values()]
-        return ConstDictVariable, tuple(names), tuple(values)
-    if variable.is_python_constant():
-        return _constant_key(variable.as_python_constant())
-    if source is not None:  # the same object
-        return type(variable), source
-    raise NotRepeatedError(f"it takes or returns a {type(variable).__name__}")
+        return first, _value_key(node.meta.get("example_value"))
 
 
-def _constant_key(value: Any) -> Hashable:
+def _constant_key(variable: Any) -> Hashable:
     try:
+        value = variable.as_python_constant()
         hash(value)
-    except TypeError:
-        raise NotRepeatedError(f"it takes or returns a {type(value).__name__}") from None
-    return type(value), value
+    except (NotImplementedError, TypeError):
+        raise NotRepeatedError(f"it takes or returns a {type(variable).__name__}") from None
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 def _value_key(value: Any) -> Hashable:

@@ -22,6 +22,7 @@ SPECS: dict[str, Any] = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})
 _SAME = "DUPLICATE_INPUT"
 """The kind that asks whether two sources have one object; it names the second as ``source_b``."""
 _TENSOR = "TENSOR_MATCH"
+_EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
 _PLAIN = {"attr", "key", "recompile_hint"}
 """What a guard may be made with that is the same for equal modules."""
 
@@ -53,13 +54,15 @@ class GuardNote:
 
     Attributes:
         guard: the guard.
-        spec: how it is asked; ``None`` for one that two sources have one object.
-        expected: what the module has.
+        spec: what is asked; ``None`` for one that two sources have one object.
+        value: what the module has there.
+        expected: what must come out.
     """
 
     guard: Any
     spec: Any
-    expected: Any
+    value: Any = None
+    expected: Any = None
 
     def holds_for(self, call: Call, move: Move) -> bool:
         """Whether another call's module has the same.
@@ -70,7 +73,10 @@ class GuardNote:
         value = call.value_at(move(self.guard.originating_source))
         if self.spec is None:
             return value is call.value_at(move(self.guard.create_fn.keywords["source_b"]))
-        return bool(self.spec.eval_fn(value, self.expected))
+        if type(value) is not type(self.value) or not self.spec.eval_fn(value, self.expected):
+            return False
+        # Numbers of different types are equal: 1, 1.0 and True, also in a tuple.
+        return self.guard.create_fn_name() not in _EQUAL or repr(value) == repr(self.value)
 
     def install(self, call: Call, move: Move) -> None:
         """Guard another call's module, too."""
@@ -99,14 +105,22 @@ def guards_on(call: Call) -> Iterator[GuardNote]:
         name = guard.create_fn_name()
         spec = SPECS.get(name)
         if name == _SAME:
-            yield GuardNote(guard, None, True)
+            yield GuardNote(guard, None)
         elif name != _TENSOR and not _PLAIN.issuperset(getattr(guard.create_fn, "keywords", ())):
             raise NotRepeatedError(f"{source.name} has a guard {name} with values of its own")
         elif spec is None or isinstance(spec, dynamo_guards.UnsupportedGuardCheckSpec):
             raise NotRepeatedError(f"{source.name} has a guard {name}")
         elif spec is not dynamo_guards.SKIP_GUARD:
-            expected = spec.get_metadata_fn(guard, call.value_at(source))
-            yield GuardNote(guard, spec, expected)
+            yield _noted(call, guard, spec)
+
+
+def _noted(call: Call, guard: Any, spec: Any) -> GuardNote:
+    source = guard.originating_source
+    try:
+        value = call.value_at(source)
+        return GuardNote(guard, spec, value, spec.get_metadata_fn(guard, value))
+    except Exception as error:  # of torch's code for this kind of guard and source
+        raise NotRepeatedError(f"{source.name} can't be looked up: {error!r}") from error
 
 
 def _is_left_out(source: Any, module: Any) -> bool:

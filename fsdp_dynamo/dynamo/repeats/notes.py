@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from fsdp_dynamo.dynamo.repeats.calls import Call, leaves_of
+from fsdp_dynamo.dynamo.repeats.calls import Call, found_in
 from fsdp_dynamo.dynamo.repeats.changes import Changes, NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.copies import Copies, rebuilt
 from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guards_on
@@ -42,7 +42,7 @@ class Note:
         move = Move(self.call, call)
         if not self._holds_for(call, move):
             return None
-        returned = {leaf.as_proxy().node for leaf in leaves_of(self.result)}
+        returned = {leaf.as_proxy().node for leaf in found_in(self.result).leaves}
         made = Copies(self.call, call, move).of(self.nodes, returned)
         for guard in self.guards:
             guard.install(call, move)
@@ -83,7 +83,7 @@ def trace_call(call: Call, trace: Callable[[], Any], own: set[Any]) -> Traced:
     output = call.tx.output
     last = output.graph._root.prev
     versions = [*_versions(call.nodes)]
-    with watched(output, own) as changes:
+    with watched(output, own, call.containers) as changes:
         result = trace()
     if versions != [*_versions(call.nodes)]:
         changes.others.append("an argument")
@@ -125,7 +125,8 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
     known = {*nodes, *call.nodes}
     outside = [n for node in nodes for n in node.all_input_nodes if n not in known]
     values = [value for node in nodes for value in tree_leaves(node.meta.get("example_value"))]
-    returned = [leaf.as_proxy().node for leaf in leaves_of(result)]
+    found = found_in(result)
+    returned = [leaf.as_proxy().node for leaf in found.leaves]
     for node in nodes:
         if node.op == "get_attr":
             _check_body(node, call.tx.output.nn_modules[node.target])
@@ -139,8 +140,8 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
         raise NotRepeatedError("it takes a dynamic size that is not among its arguments")
     if any(isinstance(v, torch.Tensor | torch.SymInt) and free_unbacked_symbols(v) for v in values):
         raise NotRepeatedError("a size depends on data")
-    if not known.issuperset(returned):
-        raise NotRepeatedError("it returns what it is not given")
+    if not known.issuperset(returned) or any(c in call.containers for c in found.containers):
+        raise NotRepeatedError("it returns what it has not made, or a list that it is given")
     inputs = {_storage(node) for node in (*call.nodes, *outside)}
     own = [_storage(node) for node in dict.fromkeys(returned) if node in {*nodes}]
     if any(_strides(node) != _strides(node, clone=True) for node in returned):
