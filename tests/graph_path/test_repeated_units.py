@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.dynamo.private_api import GRAPH_MODE, declare_mode
-from fsdp_dynamo.dynamo.repeats import guards
+from fsdp_dynamo.dynamo.repeats import guards, operator
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 NUM_BLOCKS = 4
@@ -158,6 +158,7 @@ class _Recorder:
         self.guards: set[tuple[str, str]] = set()
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        assert not any(trace.notes for trace in operator._traces.values())  # they hold the graph
         self.nodes += _in_words(gm)
         found = TracingContext.get().guards_context.dynamo_guards
         self.guards |= {(g.name, g.create_fn_name()) for g in found if g.name.startswith("L[")}

@@ -71,6 +71,16 @@ class _Trace:
 _traces: WeakKeyDictionary[Any, _Trace] = WeakKeyDictionary()
 
 
+def _trace_of(output: Any) -> _Trace:
+    """What belongs to an ``OutputGraph``. Its notes, which hold the graph, go before the graph is
+    compiled."""
+    trace = _traces.get(output.tracing_context)
+    if trace is None:
+        trace = _traces[output.tracing_context] = _Trace()
+        output.add_cleanup_hook(trace.notes.clear)
+    return trace
+
+
 class _Variable(VariableTracker):
     """The operator, as Dynamo calls it."""
 
@@ -81,7 +91,7 @@ class _Variable(VariableTracker):
     def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Dynamo's variable of what the call returns."""
         fn, name, module, own, settings, *others = args
-        trace = _traces.setdefault(tx.output.tracing_context, _Trace())
+        trace = _trace_of(tx.output)
         trace.num_calls += 1
         kind = self.value.describe(name.as_python_constant(), settings.as_python_constant())
 
