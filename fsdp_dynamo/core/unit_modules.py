@@ -20,6 +20,7 @@ class UnitModuleProtocol(Protocol):
     Attributes:
         _fsdp_buffer_dtypes: by FQN, the dtypes of the buffers that ``MixedPrecision`` has cast.
         _fsdp_has_nested: whether there are units below it.
+        _fsdp_gathered: unsharded flat parameters in a trace, where a unit has several modules.
         _fsdp_compiled_bodies: its body compiled in hooks mode, by the number of the backend.
         _fsdp_compiled_before: its body as the user has compiled it before it became a unit.
         _fsdp_hook_tables: where users' hooks inside are, once hooks mode has asked.
@@ -29,6 +30,7 @@ class UnitModuleProtocol(Protocol):
 
     _fsdp_buffer_dtypes: dict[str, torch.dtype]
     _fsdp_has_nested: bool
+    _fsdp_gathered: dict[str, list[torch.Tensor]] | None
     _fsdp_compiled_bodies: dict[int, Callable[..., Any]]
     _fsdp_compiled_before: Callable[..., Any] | None
     _fsdp_hook_tables: list[Mapping[int, Callable[..., Any]]] | None

@@ -163,7 +163,9 @@ def _put(tables: Any, keys: Any, values: Any) -> None:
 
 
 def _kind(name: str, settings: str) -> Kind | None:
-    if registered(name)._fsdp_has_nested or not traced_options().get("regions", True):
+    module = registered(name)
+    is_alone = module._fsdp_has_nested or module._fsdp_gathered is not None
+    if is_alone or not traced_options().get("regions", True):
         return None
     fqn, *others, flats, layouts, places = constants_of(name, settings)
     equal = (*others, without_names(flats), layouts, places)

@@ -140,8 +140,12 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
         raise NotRepeatedError("it takes a dynamic size that is not among its arguments")
     if any(isinstance(v, torch.Tensor | torch.SymInt) and free_unbacked_symbols(v) for v in values):
         raise NotRepeatedError("a size depends on data")
-    if not known.issuperset(returned) or any(c in call.containers for c in found.containers):
-        raise NotRepeatedError("it returns what it has not made, or a list that it is given")
+    if not known.issuperset(returned):
+        raise NotRepeatedError("it returns a tensor that it has not made")
+    if any(one.source or any(one is g for g in call.containers) for one in found.containers):
+        raise NotRepeatedError("it returns a list or a dict that it has not made")
+    if not call.tx.output.side_effects.store_attr_mutations.keys().isdisjoint(found.leaves):
+        raise NotRepeatedError("it returns a tensor to which it has given an attribute")
     inputs = {_storage(node) for node in (*call.nodes, *outside)}
     own = [_storage(node) for node in dict.fromkeys(returned) if node in {*nodes}]
     if any(_strides(node) != _strides(node, clone=True) for node in returned):
