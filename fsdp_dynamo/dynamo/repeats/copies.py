@@ -103,7 +103,10 @@ class Copies:
         if "nn_module_stack" in meta:
             before, after = _path_of(self.origin.source), _path_of(self.target.source)
             inside = {
-                key: (after + name.removeprefix(before), module)
+                key: (
+                    after + name.removeprefix(before) if name.startswith(before) else name,
+                    module,
+                )
                 for key, (name, module) in meta["nn_module_stack"].items()
                 if key not in self.origin.path
             }
@@ -113,7 +116,7 @@ class Copies:
 
 def _path_of(source: Any) -> str:
     """Where a module is, as it stands in ``nn_module_stack``."""
-    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.name)
+    return re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source.name)
 
 
 def rebuilt(variable: Any, made: dict[fx.Node, Any]) -> Any:
