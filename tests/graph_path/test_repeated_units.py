@@ -36,12 +36,25 @@ class Block(nn.Module):
         self.act: Callable[[torch.Tensor], torch.Tensor] = torch.relu
         self.register_buffer("offset", torch.full((1,), 0.25))
         self.scales = [1.0, 2.0]
+        self.factors = {"a": 0.5, "b": 2.0}
         self.num_calls = 0
         self.seen: list[torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.act(self.inner(x)) + self.offset) * self.scales[0] / self.scales[-1]
+        for factor in self.factors.values():
+            hidden = hidden * factor
         return x + self.dropout(hidden)
+
+
+def _halved(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
+
+
+class _Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_forward_hook(_halved)
 
 
 class _Checkpointed(Block):
@@ -196,7 +209,7 @@ def _recorded(rank: int, world_size: int, style: str, block: type[Block], repeat
 
 
 @pytest.mark.parametrize("style", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("block", [Block, _Checkpointed])
+@pytest.mark.parametrize("block", [Block, _Hooked, _Checkpointed])
 def test_graph_and_guards_are_those_of_a_trace(
     ranks: RankPool, style: str, block: type[Block]
 ) -> None:
@@ -228,6 +241,7 @@ DIFFERENCES: dict[str, Callable[[Block], Any]] = {
     "an item of a list": lambda block: block.scales.__setitem__(1, 5.0),
     "a number of another type": lambda block: block.scales.__setitem__(0, 1),
     "the length of a list": lambda block: block.scales.append(5.0),
+    "the order of a dict": lambda block: setattr(block, "factors", {"b": 2.0, "a": 0.5}),
     "a function": lambda block: setattr(block, "act", torch.sigmoid),
     "a class": _other_class,
     "a hook": lambda block: block.inner.register_forward_hook(_shift),

@@ -89,6 +89,12 @@ class GuardNote:
         dynamo_guards.install_guard(source.make_guard(create))
 
 
+def guard_order(call: Call, move: Move) -> None:
+    """Guard the order of keys of another call's dicts, where a trace has gone through them."""
+    ordered = call.tx.output.guard_on_key_order
+    ordered.update([move(source) for source in ordered])
+
+
 def guards_on(call: Call) -> Iterator[GuardNote]:
     """The guards on the module of a call and on all that Dynamo has reached through it.
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_dynamo.dynamo.repeats.calls import Call, found_in
 from fsdp_dynamo.dynamo.repeats.changes import Changes, NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.copies import Copies, rebuilt
-from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guards_on
+from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guard_order, guards_on
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -46,6 +46,7 @@ class Note:
         made = Copies(self.call, call, move).of(self.nodes, returned)
         for guard in self.guards:
             guard.install(call, move)
+        guard_order(call, move)
         return rebuilt(self.result, made)
 
     def _holds_for(self, call: Call, move: Move) -> bool:
