@@ -66,6 +66,21 @@ def body_of(node: fx.Node) -> fx.GraphModule | None:
     return body if isinstance(body, fx.GraphModule) else None
 
 
+def is_checkpointed(node: fx.Node, value: Any) -> bool:
+    """Whether a node takes the body of activation checkpointing, in which no operator has a body.
+
+    Args:
+        node: takes an attribute in a graph that Dynamo hands over.
+        value: the attribute.
+    """
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    if not isinstance(value, fx.GraphModule) or {user.target for user in node.users} != {
+        checkpoint
+    }:
+        return False
+    return all(inner.op not in ("get_attr", "call_module") for inner in value.graph.nodes)
+
+
 def wait_of(node: fx.Node) -> fx.Node:
     """The one wait of a collective.
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_passes.graph_utils import order_index
+from graph_passes.graph_utils import is_checkpointed, order_index
 from graph_passes.markers import is_body, unit_of
 from graph_passes.node_equality import Numbered, attribute_key, value_key
 from graph_passes.regions.eligibility import (
@@ -36,7 +36,6 @@ from graph_passes.regions.eligibility import (
 )
 
 _IDENTIFIER = "fsdp_region_{}"
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass
@@ -147,11 +146,9 @@ def _outside(nodes: list[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _is_checkpointed(node: fx.Node) -> bool:
-    """Whether a node is the body of activation checkpointing, and has none of another operator."""
-    if node.op != "get_attr" or any(user.target is not _CHECKPOINT for user in node.users):
+    if node.op != "get_attr":
         return False
-    body = operator.attrgetter(str(node.target))(node.graph.owning_module)
-    return not body.graph.find_nodes(op="get_attr")
+    return is_checkpointed(node, operator.attrgetter(str(node.target))(node.graph.owning_module))
 
 
 def _key(run: Run, owner: fx.GraphModule) -> tuple[Any, ...]:

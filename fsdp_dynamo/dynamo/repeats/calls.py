@@ -63,11 +63,11 @@ class Call:
 
     @classmethod
     def of(cls, tx: Any, kind: Kind, module: Any, own: Any, others: list[Any]) -> Call:
-        """A call of ``fn(name, module, own, *others)``.
+        """A call of ``fn(name, module, own, settings, *others)``.
 
         Args:
             tx: Dynamo's translator.
-            kind: of its name.
+            kind: of its name and settings.
             module: the variable of the module.
             own: that of inputs which are the module's own.
             others: those of arguments in which equal calls are equal.
@@ -82,7 +82,7 @@ class Call:
         module = module.realize()
         if module.source is None:
             raise NotRepeatedError("its module is made in the trace")
-        mine, shared = _Reader(compares_sources=False), _Reader(compares_sources=True)
+        mine, shared = Reader(compares_sources=False), Reader(compares_sources=True)
         with traceback.annotate(kind.own_marks):
             given = [mine.key_of(own)]
         given += [shared.key_of(one) for one in others]
@@ -101,32 +101,19 @@ class Call:
         return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, self.found)
 
 
-@dataclass
-class Found:
-    """What is in a result.
-
-    Attributes:
-        leaves: tensors and symbolic numbers.
-        containers: lists and dicts.
-    """
-
-    leaves: list[Any]
-    containers: list[Any]
-
-
-def found_in(result: Any) -> Found:
+def found_in(result: Any) -> Reader:
     """What is in the result of a call.
 
     Raises:
         NotRepeatedError: it holds what can't be made again.
     """
-    reader = _Reader(compares_sources=False)
+    reader = Reader(compares_sources=False)
     reader.key_of(result)
-    return Found(reader.leaves, reader.containers)
+    return reader
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Reads arguments and results.
 
     Attributes:

@@ -101,17 +101,18 @@ class Copies:
             marks = self.target.kind.marks
             meta["custom"] = meta["custom"] | {k: marks[k] for k in marks if k in meta["custom"]}
         if "nn_module_stack" in meta:
-            before, after = _path_of(self.origin.source), _path_of(self.target.source)
             inside = {
-                key: (
-                    after + name.removeprefix(before) if name.startswith(before) else name,
-                    module,
-                )
+                key: (self._name(name), module)
                 for key, (name, module) in meta["nn_module_stack"].items()
                 if key not in self.origin.path
             }
             meta["nn_module_stack"] = self.target.path | inside
         return meta
+
+    def _name(self, name: str) -> str:
+        """A name in ``nn_module_stack``, of the target's module in place of the origin's."""
+        before, after = _path_of(self.origin.source), _path_of(self.target.source)
+        return after + name.removeprefix(before) if name.startswith(before) else name
 
 
 def _path_of(source: Any) -> str:

@@ -15,8 +15,7 @@ from fsdp_dynamo.dynamo.repeats.calls import Call, found_in
 from fsdp_dynamo.dynamo.repeats.changes import Changes, NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.copies import Copies, rebuilt
 from fsdp_dynamo.dynamo.repeats.guards import GuardNote, Move, guard_order, guards_on
-
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+from graph_passes.graph_utils import is_checkpointed
 
 
 @dataclass
@@ -130,7 +129,8 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
     returned = [leaf.as_proxy().node for leaf in found.leaves]
     for node in nodes:
         if node.op == "get_attr":
-            _check_body(node, call.tx.output.nn_modules[node.target])
+            if not is_checkpointed(node, call.tx.output.nn_modules[node.target]):
+                raise NotRepeatedError("it calls an operator with a body")
         elif node.op not in ("call_function", "call_method"):
             raise NotRepeatedError(f"it has a node {node.op}")
     if any("grapharg" not in node.meta for node in outside):
@@ -158,18 +158,6 @@ def _check_nodes(nodes: list[fx.Node], call: Call, result: Any) -> None:
 def _storage(node: fx.Node) -> Any:
     value = node.meta["example_value"]
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
-
-
-def _check_body(node: fx.Node, body: Any) -> None:
-    """Raise unless an operator's body is that of activation checkpointing, which can be copied.
-
-    Raises:
-        NotRepeatedError: it is not.
-    """
-    if any(user.target is not _CHECKPOINT for user in node.users):
-        raise NotRepeatedError("it calls an operator with a body")
-    if any(inner.op in ("get_attr", "call_module") for inner in body.graph.nodes):
-        raise NotRepeatedError("it calls an operator with a body in another one's")
 
 
 def _strides(node: fx.Node, clone: bool = False) -> Any:

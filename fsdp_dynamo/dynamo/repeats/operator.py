@@ -109,8 +109,9 @@ class _Variable(VariableTracker):
         try:
             call = Call.of(tx, kind, module, own, others)
         except NotRepeatedError as error:
-            return _alone(kind, error, run())
-        return _repeat_or_trace(trace, call, run)
+            _say_why(kind, error)
+            call = None
+        return run() if call is None else _repeat_or_trace(trace, call, run)
 
 
 def _repeat_or_trace(trace: _Trace, call: Call, run: Callable[[], Any]) -> Any:
@@ -130,10 +131,9 @@ def _repeat_or_trace(trace: _Trace, call: Call, run: Callable[[], Any]) -> Any:
         notes.append(note_of(call, traced))
     except NotRepeatedError as error:
         trace.notes[call.key] = None
-        _alone(call.kind, error, traced.result)
+        _say_why(call.kind, error)
     return traced.result
 
 
-def _alone(kind: Kind, error: NotRepeatedError, result: Any) -> Any:
+def _say_why(kind: Kind, error: NotRepeatedError) -> None:
     _log.debug("%s is traced by itself: %s", kind.marks, error)
-    return result
