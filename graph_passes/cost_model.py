@@ -158,7 +158,8 @@ class CostModel:
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
     """Of what it returns; of the first of several tensors."""
-    values = pytree.tree_leaves(node.meta.get("val"))
+    value = node.meta.get("val")
+    values = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return next((one.dtype for one in values if hasattr(one, "dtype")), None)
 
 

@@ -105,7 +105,8 @@ def order_index(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of a node's tensors, from its metadata; 0 without. Symbolic sizes count as hinted."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
+    value = node.meta.get("val")
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return sum(hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -12,8 +13,6 @@ from graph_passes.graph_utils import (
     is_collective,
     is_wait,
     op_name,
-    order_index,
-    wait_of,
 )
 from graph_passes.markers import launch_of, mark_of
 
@@ -31,7 +30,11 @@ def _fail(stage: str, node: fx.Node, expected: str, got: str) -> None:
 
 def inventory(graph: fx.Graph) -> Counter[str]:
     """Count of each marked collective: passes must neither lose nor add any."""
-    marks = (mark_of(node) for node in collectives(graph))
+    return _inventory(collectives(graph))
+
+
+def _inventory(found: Iterable[fx.Node]) -> Counter[str]:
+    marks = map(mark_of, found)
     return Counter(mark.encode() for mark in marks if mark is not None)
 
 
@@ -53,20 +56,20 @@ def verify_graph(graph: fx.Graph, stage: str, before: Counter[str] | None = None
         SpecError: naming the stage, the node, what was expected and what came.
     """
     graph.lint()
-    index = order_index(graph)
-    for node in graph.nodes:
-        if is_collective(node):
-            users = list(node.users)
-            if len(users) != 1 or not is_wait(users[0]):
-                _fail(stage, node, "one wait as its only user", str(users))
-            if index[wait_of(node)] < index[node]:
-                _fail(stage, node, "its wait after it", "the wait before it")
-    _verify_launches(graph, stage)
-    for node, expected, got in misplaced_writes(graph):
+    found = list(collectives(graph))
+    for node in found:
+        users = list(node.users)
+        if len(users) != 1 or not is_wait(users[0]):
+            _fail(stage, node, "one wait as its only user", str(users))
+        if users[0] < node:  # nodes compare by their place in the graph
+            _fail(stage, node, "its wait after it", "the wait before it")
+    if any(launch_of(node) is not None for node in found):
+        _verify_launches(graph, stage)
+    for node, expected, got in misplaced_writes(found):
         _fail(stage, node, expected, got)
-    if before is not None and inventory(graph) != before:
-        lost = before - inventory(graph)
-        added = inventory(graph) - before
+    now = _inventory(found)
+    if before is not None and now != before:
+        lost, added = before - now, now - before
         raise SpecError(
             f"graph after '{stage}': expected the same collectives as before, lost {dict(lost)}, "
             f"added {dict(added)}. This is a bug of the pass named."

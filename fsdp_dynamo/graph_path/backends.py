@@ -32,6 +32,7 @@ from fsdp_dynamo.graph_path import operators
 from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_path.cache_keys import marks_key
 from fsdp_dynamo.graph_path.compile_cache import compile_once, graph_key, require_usable_folder
+from fsdp_dynamo.graph_path.garbage import collected_seldom
 from fsdp_dynamo.graph_path.gradient_routing import route_gradients
 from fsdp_dynamo.graph_path.inductor import (
     MAX_AUTOTUNE,
@@ -127,7 +128,7 @@ def fsdp_dynamo_aot_eager(
         inference_compiler=compiler,
         partition_fn=Partitioner(planner, parsed.selective_unshard),
     )
-    with one_schema_a_region():
+    with one_schema_a_region(), collected_seldom():
         return route_gradients(compile_(gm, example_inputs))
 
 
@@ -195,7 +196,8 @@ def fsdp_dynamo(
         return compile_once(key, run)
 
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
-    with one_schema_a_region(), settings_of_autograd, told("compiling the graph"):
+    telling = told("compiling the graph")
+    with one_schema_a_region(), settings_of_autograd, collected_seldom(), telling:
         return route_gradients(_planned_alike(planner, compile_))
 
 

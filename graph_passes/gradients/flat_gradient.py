@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -32,10 +32,12 @@ def write_name(node: fx.Node) -> str:
 
 def reductions(graph: fx.Graph) -> Iterator[fx.Node]:
     """The marked collectives that reduce gradients, in graph order."""
-    for node in collectives(graph):
-        mark = mark_of(node)
-        if mark is not None and mark.kind != "all_gather":
-            yield node
+    return filter(_reduces, collectives(graph))
+
+
+def _reduces(collective: fx.Node) -> bool:
+    mark = mark_of(collective)
+    return mark is not None and mark.kind != "all_gather"
 
 
 def concatenation_of(reduction: fx.Node) -> fx.Node | None:
@@ -126,13 +128,16 @@ def ranges_of(write: fx.Node) -> list[Range]:
     return [Range(b, b + numel, adds) for b, numel in zip(starts, numels, strict=True)]
 
 
-def misplaced_writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
+def misplaced_writes(found: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str, str]]:
     """Writes of elements that are left out, written twice, or added to before they are written.
+
+    Args:
+        found: the marked collectives of a graph.
 
     Yields:
         The node, what was expected of it, and what came.
     """
-    for reduction in reductions(graph):
+    for reduction in filter(_reduces, found):
         chain = chain_of(reduction)
         if not chain:
             continue

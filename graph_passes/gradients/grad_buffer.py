@@ -21,7 +21,6 @@ once less, so it is the one change that is not bitwise.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from graph_passes.gradients.flat_gradient import concatenation_of, reductions
 from graph_passes.gradients.operators import OPERATORS
 from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
 from graph_passes.graph_pass import graph_pass
-from graph_passes.graph_utils import order_index
 
 
 @graph_pass()
@@ -57,7 +55,6 @@ def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[
     """Replace one concatenation by a chain of writes."""
     source: fx.Node = reduction.args[0]  # type: ignore[assignment]
     value = source.meta["val"]
-    index = order_index(graph)
     gaps: list[int] = []
     writes: list[Write] = []
     for node, slot in _slots(cat, value.dtype):
@@ -74,7 +71,7 @@ def _rewrite(graph: fx.Graph, reduction: fx.Node, cat: fx.Node, producers: dict[
     if not writes:
         return
     places = {write.node: _place(write.node, cat) for write in writes}
-    writes.sort(key=lambda write: index[places[write.node]])
+    writes.sort(key=lambda write: places[write.node])  # nodes compare by their place in the graph
     like = next(argument for argument in writes[0].args if isinstance(argument, fx.Node))
     place = places[writes[0].node]
     args = (like, int(value.numel()), gaps, value.dtype)
@@ -93,10 +90,8 @@ def _slots(cat: fx.Node, dtype: torch.dtype) -> list[tuple[fx.Node, torch.Tensor
     """Each input of a concatenation with its slice, as a meta tensor of the flat gradient."""
     pieces: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
     sizes = [int(piece.meta["val"].numel()) for piece in pieces]
-    ends = list(accumulate(sizes))
-    flat = torch.empty(ends[-1], dtype=dtype, device="meta")
-    slots = [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    return list(zip(pieces, slots, strict=True))
+    flat = torch.empty(sum(sizes), dtype=dtype, device="meta")
+    return list(zip(pieces, flat.split(sizes), strict=True))
 
 
 def _place(producer: fx.Node, cat: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ from torch import fx
 
 from graph_passes.gradients.flat_gradient import CASTS
 from graph_passes.gradients.operators import OPERATORS
-from graph_passes.graph_utils import op_name, order_index
+from graph_passes.graph_utils import op_name
 
 _RESHAPES = frozenset(
     f"aten::{name}" for name in ("view", "_unsafe_view", "reshape", "clone", "unsqueeze", "squeeze")
@@ -222,9 +222,7 @@ def writes_of(piece: Piece, producers: dict[str, _Producer]) -> list[Write]:
     """
     whole = trace_back(piece)
     terms = _terms(whole)
-    if len(terms) > 1:
-        index = order_index(piece.node.graph)
-        terms.sort(key=lambda term: index[term.node])
+    terms.sort(key=lambda term: term.node)  # nodes compare by their place in the graph
     first = _direct(terms[0], producers, accumulate=False)
     if first is None:
         return [_copy(whole)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,24 +115,27 @@ def _schema_sources(
     node: fx.Node, target: torch._ops.OpOverload, position: int
 ) -> Iterator[fx.Node]:
     """Arguments whose storage a result takes over, by the operator's schema."""
-    schema = target._schema
-    returns = schema.returns
-    result = returns[min(position, len(returns) - 1)] if returns else None
-    if result is None or result.alias_info is None:
-        return
-    wanted = result.alias_info.before_set
-    for place, argument in enumerate(schema.arguments):
-        info = argument.alias_info
-        if info is None:
-            continue
-        # A list of views (split) has a set of its own: its source is marked with a star.
-        if not (info.before_set & wanted if wanted else "*" in info.after_set):
-            continue
-        given = node.kwargs.get(argument.name)
-        if place < len(node.args):
-            given = node.args[place]
+    for place, name in _aliased_arguments(target, position):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
         if isinstance(given, fx.Node):
             yield given
+
+
+@lru_cache(maxsize=4096)
+def _aliased_arguments(target: torch._ops.OpOverload, position: int) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that may share their storage with a result."""
+    returns = target._schema.returns
+    result = returns[min(position, len(returns) - 1)] if returns else None
+    if result is None or result.alias_info is None:
+        return ()
+    wanted = result.alias_info.before_set
+    aliased = []
+    for place, argument in enumerate(target._schema.arguments):
+        info = argument.alias_info
+        # A list of views (split) has a set of its own: its source is marked with a star.
+        if info is not None and (info.before_set & wanted if wanted else "*" in info.after_set):
+            aliased.append((place, str(argument.name)))
+    return tuple(aliased)
 
 
 def _first(places: Places, source: Any) -> Storage | None:

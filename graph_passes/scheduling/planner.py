@@ -253,7 +253,7 @@ class Planner(GraphPass):
                     raise
                 raise BudgetError(too_small(peak, budget)) from None
             apply(graph, schedule, parts)
-            peak = self._peak(graph)
+            peak = None if budget is None else self._peak(graph)
             if budget is None or peak is None or peak <= budget:
                 return schedule, launches
             allowed = (options.limits.memory_budget_bytes or budget) - (peak - budget)

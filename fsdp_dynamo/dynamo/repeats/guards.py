@@ -42,10 +42,18 @@ class Move:
     def _rebased(self, source: Any) -> Any:
         if not isinstance(source, ChainedSource):
             return source
-        names = [field.name for field in dataclasses.fields(source)]
-        parts = {n: part for n in names if isinstance(part := getattr(source, n), Source)}
-        moved = {name: self(part) for name, part in parts.items()}
-        return source if moved == parts else dataclasses.replace(source, **moved)
+        kind: Any = type(source)
+        moved = {}
+        for name in _fields_of(kind):
+            part = getattr(source, name)
+            if isinstance(part, Source) and (other := self(part)) is not part:
+                moved[name] = other
+        return dataclasses.replace(source, **moved) if moved else source
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @dataclass
