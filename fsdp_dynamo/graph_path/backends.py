@@ -22,6 +22,7 @@ from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 from fsdp_dynamo.agreement.busy_ranks import announce_compilations, announce_this_compilation
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.garbage import collected_seldom
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,
     declare_mode,
@@ -32,7 +33,6 @@ from fsdp_dynamo.graph_path import operators
 from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_path.cache_keys import marks_key
 from fsdp_dynamo.graph_path.compile_cache import compile_once, graph_key, require_usable_folder
-from fsdp_dynamo.graph_path.garbage import collected_seldom
 from fsdp_dynamo.graph_path.gradient_routing import route_gradients
 from fsdp_dynamo.graph_path.inductor import (
     MAX_AUTOTUNE,

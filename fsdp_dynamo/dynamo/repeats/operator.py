@@ -13,6 +13,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import _hop_name_to_variable_class
 from torch._ops import HigherOrderOperator
 
+from fsdp_dynamo.dynamo.garbage import collected_seldom
 from fsdp_dynamo.dynamo.repeats.calls import Call, Kind
 from fsdp_dynamo.dynamo.repeats.changes import NotRepeatedError, watched
 from fsdp_dynamo.dynamo.repeats.guards import SPECS
@@ -93,6 +94,7 @@ class _Variable(VariableTracker):
         super().__init__(source=source, **options)  # type: ignore[no-untyped-call]
         self.value = value
 
+    @collected_seldom()
     def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Dynamo's variable of what the call returns."""
         fn, name, module, own, settings, *others = args

@@ -1,4 +1,4 @@
-"""Garbage collection while a graph is compiled."""
+"""Garbage collection while a graph is traced and compiled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _THRESHOLDS = (50_000, 50, 100)
 def collected_seldom() -> Iterator[None]:
     """Let Python look for garbage seldom.
 
-    A compilation makes a graph of objects of which nearly all stay, and a full collection visits
-    each of them: with 64 blocks that took 1.5 s. Thresholds that are higher already stay, and so
-    does a collector that is off.
+    Tracing and compiling make a graph of objects of which nearly all stay, and a full collection
+    visits each of them: with 64 blocks that took 1.5 s. Thresholds that are higher already stay,
+    and so does a collector that is off.
     """
     before = gc.get_threshold()
     if before[0] == 0:
