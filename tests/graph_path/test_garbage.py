@@ -1,0 +1,110 @@
+"""Python looks for garbage seldom while a graph is traced and compiled, and only then."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import batch, loss_of, make_transformer, wrap
+from pool import RankPool
+from torch import nn
+
+from fsdp_dynamo import FSDP
+from fsdp_dynamo.dynamo.garbage import collected_seldom
+from fsdp_dynamo.dynamo.repeats import guards
+
+Thresholds = tuple[int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def thresholds() -> Iterator[Thresholds]:
+    """Those of the test run, which are there again behind each test."""
+    before = gc.get_threshold()
+    yield before
+    gc.set_threshold(*before)
+
+
+def test_thresholds_are_higher_inside_and_put_back() -> None:
+    gc.set_threshold(700, 10, 10)
+    seen = []
+
+    @collected_seldom()
+    def fail() -> None:
+        seen.append(gc.get_threshold())
+        with collected_seldom():
+            seen.append(gc.get_threshold())
+        seen.append(gc.get_threshold())
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert gc.get_threshold()[:2] == (700, 10)
+    assert seen == [seen[0]] * 3
+    assert seen[0][0] > 700
+    assert seen[0][1] > 10
+
+
+def test_what_the_user_has_set_stays() -> None:
+    gc.set_threshold(10_000_000, 10, 10)
+    with collected_seldom():
+        assert gc.get_threshold()[0] == 10_000_000
+    gc.set_threshold(0)  # off
+    with collected_seldom():
+        assert gc.get_threshold()[0] == 0
+
+
+def _while_compiled(rank: int, world_size: int) -> list[Thresholds]:
+    seen: list[Thresholds] = []
+
+    def look(graph: Any) -> None:
+        seen.append(gc.get_threshold())
+
+    torch._dynamo.reset()
+    options = {"passes": [look]}
+    model = wrap(make_transformer(num_blocks=2, dim=32))
+    compiled = torch.compile(
+        model, fullgraph=True, backend="fsdp_dynamo_aot_eager", options=options
+    )
+    loss_of(compiled, batch(rank, 0)).backward()
+    return [*seen, gc.get_threshold()]
+
+
+def test_graphs_are_compiled_with_higher_ones(ranks: RankPool) -> None:
+    for forward, _, after in ranks.run(_while_compiled, 2):
+        assert forward[0] > after[0]  # this backend's backward is compiled when it first runs
+
+
+class _Looking(nn.Module):
+    """Looks while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen: list[Thresholds] = []
+
+    @torch.compiler.assume_constant_result
+    def look(self) -> float:
+        self.seen.append(gc.get_threshold())
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x) * self.look()
+        return result
+
+
+def _while_traced(rank: int, world_size: int) -> list[Thresholds]:
+    torch._dynamo.reset()
+    module = _Looking()
+    compiled = torch.compile(FSDP(module), fullgraph=True, backend="fsdp_dynamo_aot_eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    return [*module.seen, gc.get_threshold()]
+
+
+@pytest.mark.skipif(not guards.SPECS, reason="each unit's call is traced as it stands")
+def test_units_are_traced_with_higher_ones(ranks: RankPool) -> None:
+    for *seen, after in ranks.run(_while_traced, 2):
+        assert seen
+        assert all(one[0] > after[0] for one in seen)
