@@ -23,6 +23,7 @@ from graph_passes.graph_utils import (
     num_bytes,
     payload_bytes,
     payload_numel,
+    values_of,
     world_size_of,
 )
 from graph_passes.markers import mark_of, wire_of
@@ -158,9 +159,7 @@ class CostModel:
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
     """Of what it returns; of the first of several tensors."""
-    value = node.meta.get("val")
-    values = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    return next((one.dtype for one in values if hasattr(one, "dtype")), None)
+    return next((one.dtype for one in values_of(node) if hasattr(one, "dtype")), None)
 
 
 def wire_bytes(node: fx.Node) -> int:

@@ -105,10 +105,14 @@ def order_index(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of a node's tensors, from its metadata; 0 without. Symbolic sizes count as hinted."""
-    value = node.meta.get("val")
-    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [value for value in values_of(node) if isinstance(value, torch.Tensor)]
     return sum(hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+
+
+def values_of(node: fx.Node) -> list[Any]:
+    """What a node returns, from its metadata: one value, or all that are in lists and dicts."""
+    value = node.meta.get("val")
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
 
 
 def hint(number: int | torch.SymInt) -> int:
@@ -207,6 +211,7 @@ __all__ = [
     "order_index",
     "payload_bytes",
     "payload_numel",
+    "values_of",
     "wait_of",
     "world_size_of",
 ]

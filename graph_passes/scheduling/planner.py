@@ -253,8 +253,10 @@ class Planner(GraphPass):
                     raise
                 raise BudgetError(too_small(peak, budget)) from None
             apply(graph, schedule, parts)
-            peak = None if budget is None else self._peak(graph)
-            if budget is None or peak is None or peak <= budget:
+            if budget is None:
+                return schedule, launches
+            peak = self._peak(graph)
+            if peak is None or peak <= budget:
                 return schedule, launches
             allowed = (options.limits.memory_budget_bytes or budget) - (peak - budget)
             limits = replace(options.limits, memory_budget_bytes=max(1, allowed))

@@ -20,10 +20,10 @@ Thresholds = tuple[int, int, int]
 
 
 @pytest.fixture(autouse=True)
-def thresholds() -> Iterator[Thresholds]:
-    """Those of the test run, which are there again behind each test."""
+def thresholds() -> Iterator[None]:
+    """Those of the test run are there again behind each test."""
     before = gc.get_threshold()
-    yield before
+    yield
     gc.set_threshold(*before)
 
 
