@@ -50,6 +50,7 @@ from fsdp_dynamo.graph_path.planning import (
     note_traced_alone,
     planner_for,
 )
+from fsdp_dynamo.graph_path.processor_probes import best_probed
 from fsdp_dynamo.graph_path.program import loaded_programs
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
@@ -190,7 +191,7 @@ def fsdp_dynamo(
             key = graph_key(gm, example_inputs, *parts)
 
         def run() -> Any:
-            with built_together(example_inputs):
+            with best_probed(), built_together(example_inputs):
                 return compile_fx(gm, example_inputs, compiler, config_patches=config)
 
         return compile_once(key, run)
