@@ -51,8 +51,10 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def empty_cache() -> Iterator[None]:
-    """No kernel has a library."""
+    """No kernel has a library, and none is loaded."""
     with fresh_cache(), nothing_cached():
+        for name in [name for name in sys.modules if name.endswith(".kernel")]:
+            del sys.modules[name]
         yield
 
 
