@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,24 @@ def _save_s(folder: Path, step: int) -> float:
     return end.stat().st_mtime - begin.stat().st_mtime
 
 
+def _until(happens: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def _kill_and_go_on(
-    ranks: RankPool, folder: Path, moments: Sequence[tuple[float, list[int]]], background: bool
+    ranks: RankPool,
+    folder: Path,
+    moments: Sequence[tuple[float | None, list[int]]],
+    background: bool,
 ) -> None:
     """Start the run, kill it in the saving of one step, and start it again, for each moment.
 
     Args:
-        moments: fractions of the time that a save takes, and who is killed.
+        moments: fractions of the time that a save takes, or ``None`` for the moment when its
+            files appear; and who is killed.
     """
     straight = folder / "straight"
     straight.mkdir()
@@ -108,12 +119,12 @@ def _kill_and_go_on(
         # One is saved before; in the background the one before may not be complete yet.
         marker = killed / f"saving-{newest + (3 if background else 2)}"
 
-        def in_the_saving(marker: Path = marker, fraction: float = fraction) -> None:
-            end = time.monotonic() + 60
-            while not marker.exists():
-                assert time.monotonic() < end
-                time.sleep(0.001)
-            time.sleep(fraction * save_s)
+        def in_the_saving(marker: Path = marker, fraction: float | None = fraction) -> None:
+            _until(marker.exists)
+            if fraction is None:
+                _until(lambda: any((killed / "saved").glob("*.part")))
+            else:
+                time.sleep(fraction * save_s)
 
         answers = ranks.run_and_kill(
             _train, RANKS, str(killed), newest + 20, background, victims=victims, when=in_the_saving
@@ -144,11 +155,11 @@ def _kill_and_go_on(
                 assert crc == expected[step][1]
 
 
-def _moments(number: int) -> list[tuple[float, list[int]]]:
-    """Random ones; every third kills all ranks, others one."""
+def _moments(number: int) -> list[tuple[float | None, list[int]]]:
+    """Every second when files are there, others random; every third kills all ranks, others one."""
     draw = random.Random(number)
     victims = [[0, 1], [0], [1]]
-    return [(draw.random(), victims[i % 3]) for i in range(number)]
+    return [(draw.random() if i % 2 else None, victims[i % 3]) for i in range(number)]
 
 
 @pytest.mark.parametrize("background", [False, True])
