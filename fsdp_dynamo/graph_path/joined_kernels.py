@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,14 +32,12 @@ static const struct { const char* key; PyObject* (*make)(void); } joined_kernels
 static PyObject* joined_create(PyObject* spec, PyModuleDef*) {
     PyObject* name = PyObject_GetAttrString(spec, "name");
     if (name == nullptr) return nullptr;
-    PyObject* made = nullptr;
     if (const char* text = PyUnicode_AsUTF8(name)) {
         const std::string wanted(text);
         for (const auto& one : joined_kernels) {
             if (wanted.rfind(std::string(one.key) + ".", 0) == 0) {
-                made = one.make();
                 Py_DECREF(name);
-                return made;
+                return one.make();
             }
         }
         PyErr_Format(PyExc_ImportError, "%%U is not in this library", name);
@@ -118,15 +115,14 @@ def _key(target: Path) -> str:
 
 def _link(library: Path, target: Path) -> None:
     """Make the library found as ``target`` too, unless another process has made that."""
-    with suppress(FileExistsError):
-        try:
-            os.link(library, target)
-        except FileExistsError:
-            raise
-        except OSError:  # the file system has no hard links
-            draft = target.with_name(f"{target.name}.{os.getpid()}")
-            shutil.copyfile(library, draft)
-            draft.replace(target)
+    try:
+        os.link(library, target)
+    except FileExistsError:
+        pass
+    except OSError:  # the file system has no hard links
+        draft = target.with_name(f"{target.name}.{os.getpid()}")
+        shutil.copyfile(library, draft)
+        draft.replace(target)
 
 
 __all__ = ["build_joined", "command_of", "joined_source"]
