@@ -10,7 +10,8 @@ A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -75,7 +76,7 @@ def encode(
     """Write codes and scales of a tile."""
     single = codes.new_empty(values.shape, dtype=torch.int8) if wire.is_packed else codes
     if wire.is_integer and wire.is_stochastic:
-        noise, largest = _noise(values.device).like(values), _LARGEST_BEFORE_NOISE[wire.name]
+        noise, largest = _noise_like(values), _LARGEST_BEFORE_NOISE[wire.name]
         scales.copy_(_run(_encode_with_noise, values, single, noise, largest))
     else:
         scales.copy_(_run(_encode, values, single, _LARGEST[wire.name], wire.is_integer))
@@ -179,29 +180,46 @@ def _unpack(codes: torch.Tensor, packed: torch.Tensor) -> None:
 _KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
 
 
-class _Noise:
-    """Numbers in (0, 1), all equally often, of which each tile takes a random run.
+# -- noise ---------------------------------------------------------------------------------------
 
-    Drawing a number for each element would cost more than all else. They are not the user's random
-    numbers, and other ones on each rank.
+_offsets = random.Random(0)
+"""Where each tile's run of ``_numbers`` begins; another sequence on each rank."""
+
+
+def begin_noise() -> None:
+    """Begin the noise of formats that round at random anew, for a model that has been wrapped.
+
+    It follows from the state of ``torch``'s random numbers on the CPU, which stays as it is, and
+    from the rank; so a seed set before the model is made repeats a run, whatever ran before it in
+    the process.
     """
-
-    def __init__(self, device: torch.device, most: int) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._random = random.Random(rank)
-        self._most = most
-        generator = torch.Generator(device).manual_seed(rank)
-        order = torch.randperm(2 * most, generator=generator, device=device)
-        self._numbers = order.to(torch.float32).add_(0.5).div_(2 * most)
-
-    def like(self, values: torch.Tensor) -> torch.Tensor:
-        """Numbers for a tile, in its shape."""
-        first = self._random.randrange(self._most)
-        return self._numbers[first : first + values.numel()].view(values.shape)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    _offsets.seed(bytes(torch.get_rng_state().tolist()) + str(rank).encode())
 
 
-_new_noise = cache(_Noise)
+@contextmanager
+def noise_unchanged() -> Iterator[None]:
+    """Draw noise inside, for a measurement, and go on after it as if none had been drawn."""
+    state = _offsets.getstate()
+    try:
+        yield
+    finally:
+        _offsets.setstate(state)
 
 
-def _noise(device: torch.device) -> _Noise:
-    return _new_noise(device, tile_numel(device))
+def _noise_like(values: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), all equally often, for a tile: in its shape.
+
+    Drawing a number for each element would cost more than all else.
+    """
+    most = tile_numel(values.device)
+    first = _offsets.randrange(most)
+    return _numbers(values.device, most)[first : first + values.numel()].view(values.shape)
+
+
+@cache
+def _numbers(device: torch.device, most: int) -> torch.Tensor:
+    """Numbers of which each tile takes a run ``(2 * most,)``."""
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(2 * most, generator=generator, device=device)
+    return order.to(torch.float32).add_(0.5).div_(2 * most)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import module_tree
+from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import mark_managed
@@ -121,6 +122,7 @@ class UnitModule(UserMethods):
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
             walk = partial(build.managed_modules_of, unit, ignored)
             unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
+        wire_kernels.begin_noise()
         for _, module in named:
             if module._fsdp_unit is own:
                 module._fsdp_give_own_code()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,7 +28,9 @@ from fsdp_dynamo import (
     record_events,
 )
 from fsdp_dynamo.comm import point_to_point
+from fsdp_dynamo.graph_path import calibration
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
+from graph_passes.wire_format import WireFormat
 
 FORMATS = ("bfloat16", "float8", "int8")
 ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
@@ -237,6 +241,34 @@ def _accumulated(rank: int, world_size: int) -> tuple[float, float]:
 def test_sums_of_steps_travel_once(ranks: RankPool) -> None:
     for error, largest in ranks.run(_accumulated, 2):
         assert 0 < error <= 2 * largest / 127 * 3  # rounded at random, of unlike ranks
+
+
+def _repeated(rank: int, world_size: int, mode: str, file: Path) -> list[list[float]]:
+    """Losses of the same seed twice, the second time with rates measured; and of another one."""
+    precision = CollectivePrecision("int8", "int4")
+
+    def losses(seed: int, measures: bool = False) -> list[float]:
+        plain = make_transformer(num_blocks=2)
+        torch.manual_seed(seed)
+        model = wrap(plain, collective_precision=precision)
+        if measures:
+            texts = [wire.encode() for wire in (WireFormat("int4", 32, True), WireFormat("int8"))]
+            with mock.patch.object(calibration, "_path_of", return_value=file):
+                measured = inspect.unwrap(calibration.measured_formats)
+                measured(model.process_group, torch.device("cpu"), texts)
+        return train(in_mode(model, mode), rank, steps=4)[0]
+
+    return [losses(3), losses(3, measures=True), losses(4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_repeats_a_run_that_rounds_at_random(
+    ranks: RankPool, mode: str, tmp_path: Path
+) -> None:
+    """Whatever the process has run before, and whether rates are measured or known."""
+    for first, again, other in ranks.run(_repeated, 2, mode, tmp_path / "rates.json"):
+        assert first == again
+        assert first != other
 
 
 class _Choosing(nn.Module):
