@@ -29,7 +29,6 @@ Source: blockwise quantisation of collectives as in ZeRO++ (arXiv:2306.10209) an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import torch
 
@@ -163,10 +162,15 @@ def _tiles(
 
 
 def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """A view ``(m, blocks, width)`` in pieces of at most ``most`` blocks."""
-    if view.shape[1] > most:
-        return chain.from_iterable(row.split(most) for row in view.unbind())
-    return iter(view.split(most // view.shape[1]))
+    """A view ``(m, blocks, width)`` in pieces of at most ``most`` blocks, of one row or whole rows.
+
+    Those of one row are ``(blocks, width)``.
+    """
+    for rows in view.split(max(1, most // view.shape[1])):
+        if len(rows) > 1:
+            yield rows
+        else:
+            yield from rows[0].split(most)
 
 
 def _encode_rows(

@@ -1,8 +1,8 @@
 """Arithmetic of messages in fewer bits, on tiles of some blocks.
 
 On a CPU a tile and what is computed of it stay in the cache, so that all the passes over it cost
-one over memory; on a device tiles are larger, for few launches. ``compile_kernels`` lets Inductor
-make one pass of them.
+one over memory; on a device tiles are larger, for few launches. ``compile_kernels`` lets a
+backend make one pass of them.
 
 A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blocks, 1)``.
 """
@@ -42,10 +42,15 @@ def tile_numel(device: torch.device) -> int:
     return 1 << 20 if _compiled else 1 << 18
 
 
-def compile_kernels() -> None:
-    """Compile the kernels with Inductor, at their first large tiles; does so once a process."""
+def compile_kernels(backend: str | Callable[..., Any]) -> None:
+    """Compile the kernels at their first large tiles; those of a process have one backend.
+
+    Args:
+        backend: of ``torch.compile``.
+    """
     for kernel in () if _compiled else _KERNELS:
-        _compiled[kernel] = torch.compile(kernel, fullgraph=True)
+        # Not ``fullgraph``, with which a kernel that has met many dtypes and formats would raise.
+        _compiled[kernel] = torch.compile(kernel, backend=backend)
 
 
 def are_compiled() -> bool:
@@ -61,7 +66,8 @@ def _run(kernel: Callable[..., Any], *arguments: Any) -> Any:
     given = [one.data if isinstance(one, torch.Tensor) else one for one in arguments]
     for one in given:
         if isinstance(one, torch.Tensor):
-            torch._dynamo.mark_dynamic(one, 0)  # code for a block's width is far better
+            # Code for a block's width is far better; but one code serves all numbers of blocks.
+            torch._dynamo.mark_dynamic(one, list(range(one.ndim - 1)))
     return _compiled[kernel](*given)
 
 

@@ -144,6 +144,14 @@ def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
     return compile_()
 
 
+def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """Backend of what is no part of a step's graphs."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with best_probed():
+        return compile_fx(gm, example_inputs)
+
+
 _SETTINGS = {
     # Dynamo's graph holds all of a user's Function that it has traced: it is key enough.
     "autograd_cache_allow_custom_autograd_functions": True,
@@ -175,7 +183,7 @@ def fsdp_dynamo(
     parsed = _prepare(gm, options)
     settings |= users_settings(parsed)
     if collectives_of(gm).formats:
-        wire_kernels.compile_kernels()
+        wire_kernels.compile_kernels(_inductor_alone)
     planner = planner_for(gm, parsed, live_bytes_of_generated)
     passes = default_passes(planner, False, parsed.passes, parsed.left_out)
     pipeline = _pipeline(passes)

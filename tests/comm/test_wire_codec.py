@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from fsdp_dynamo.comm import wire_codec, wire_kernels
 from graph_passes.markers import NO_VALUE
@@ -140,6 +143,45 @@ def test_noise_does_not_repeat_by_block() -> None:
     assert (rounded != rounded[0]).any(0).all()
 
 
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Of compiled kernels, which run as they are."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(wire_kernels, "_compiled", {})
+    monkeypatch.setattr(wire_kernels, "tile_numel", lambda device: 1 << 16)
+    counter = CompileCounter()
+    wire_kernels.compile_kernels(counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_one_code_for_all_sizes(backend: CompileCounter) -> None:
+    """Of each kernel one for tiles of one row, and for more one if they are contiguous and one if
+    not; of sums, which have one row, one with a divisor and one without."""
+    nearest, at_random = WireFormat("int8"), WireFormat("int8", is_stochastic=True)
+    for num_parts in (1, 2, 3, 5, 8):
+        for numel in (4096, 17_000, 1 << 14, 25_600, 1 << 16, 200_000):
+            values = torch.randn(num_parts * numel)
+            sent = wire_codec.encode(values, num_parts, nearest)
+            wire_codec.decode(values, sent, num_parts, nearest)
+            sent = wire_codec.encode_for_others(values, num_parts, num_parts, at_random, False)
+            parts = list(sent.chunk(num_parts))
+            wire_codec.add_decoded(values[:numel].clone(), parts, at_random, float(num_parts))
+    assert backend.frame_count == 3 * len(("encode", "encode with noise", "decode")) + 2
+
+
+def test_more_codes_than_dynamo_keeps(backend: CompileCounter) -> None:
+    """A kernel that has met too many formats runs as it is."""
+    torch.manual_seed(1)
+    values = torch.randn(1 << 15)
+    for block_numel in range(16, 32):
+        wire = WireFormat("int8", block_numel)
+        got = _arrived(values, 1, wire)
+        allowed = LARGEST_ERROR["int8"] * _bounds(values, 1, block_numel)
+        assert ((got - values).abs() <= 1.01 * allowed).all()
+    assert 2 < backend.frame_count < 2 * 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "float8", "int4"])
@@ -152,7 +194,7 @@ def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     decoded = torch.empty_like(values)
     wire_codec.decode(decoded, plain, 2, nearest)
     monkeypatch.setattr(wire_kernels, "_compiled", {})
-    wire_kernels.compile_kernels()
+    wire_kernels.compile_kernels("inductor")
     again = torch.empty_like(values)
     wire_codec.decode(again, plain, 2, nearest)
     assert torch.equal(again, decoded)
