@@ -249,21 +249,16 @@ def wait_with_watchdog(
         RankFailedError: a rank is gone, or has not come within the group's timeout.
         RuntimeError: a collective failed for another reason.
     """
-    is_watched = bool(_of_other_groups)
-    if is_watched:
-        _watchdog.begin(group)
     position = 0
     try:
-        for position, work in enumerate(works):  # noqa: B007
-            work.wait()
+        with interruptible(group):
+            for position, work in enumerate(works):  # noqa: B007
+                work.wait()
     except RuntimeError as error:
         cause = _cause(error, group, peer_of(group, works, position), entry)
         if cause is not None:
             raise cause from None  # gloo's own message is of no help
         raise
-    finally:
-        if is_watched:
-            _watchdog.end()
 
 
 def wait_on_device(works: Sequence[Work], group: dist.ProcessGroup, streams: SideStreams) -> None:
@@ -344,15 +339,11 @@ def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
 
     A complete gloo work must not be waited for again: it would wait for another message.
     """
-    _watchdog.begin(group)
-    try:
+    # An error: the connections are closed, no more data arrives.
+    with suppress(RuntimeError), interruptible(group):
         for work in works:
             if not _is_complete(work):
                 work.wait()
-    except RuntimeError:
-        pass  # the connections are closed: no more data arrives
-    finally:
-        _watchdog.end()
 
 
 def _is_complete(work: Work) -> bool:
