@@ -40,8 +40,6 @@ class Label:
         phase: the graph it is in.
         before: units that compute before it, where it is the first boundary of its graph.
         after: units that compute between it and the next boundary, in order.
-        number: its position among the boundaries of its graph.
-        count: how many boundaries its graph has.
         ordinal: which flat parameter of the unit.
         absent: ranges of elements of a gradient that is reduced of which this rank has none.
         wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
@@ -52,8 +50,6 @@ class Label:
     phase: Phase
     before: tuple[str, ...]
     after: tuple[str, ...]
-    number: int = 0
-    count: int = 1
     ordinal: int = 0
     absent: tuple[tuple[int, int], ...] = ()
     wire: str = ""
@@ -64,17 +60,15 @@ class Label:
             "".join(f"{encode_name(name)}," for name in names)
             for names in (self.before, self.after)
         ]
-        place = f"{self.number}/{self.count}"
         absent = "".join(f"{begin}-{end}," for begin, end in self.absent)
-        fields = [self.kind, self.phase, encode_name(self.unit), *lists, place]
+        fields = [self.kind, self.phase, encode_name(self.unit), *lists]
         return "|".join([*fields, str(self.ordinal), absent, self.wire])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
-        kind, phase, unit, before, after, place, ordinal, absent, wire = text.split("|")
+        kind, phase, unit, before, after, ordinal, absent, wire = text.split("|")
         names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
-        number, _, count = place.partition("/")
         spans = [span.split("-") for span in absent.split(",")[:-1]]
         return Label(
             decode_name(unit),
@@ -82,8 +76,6 @@ class Label:
             phase,  # type: ignore[arg-type]
             names[0],
             names[1],
-            int(number),
-            int(count),
             int(ordinal),
             tuple((int(begin), int(end)) for begin, end in spans),
             wire,
@@ -114,14 +106,12 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if mark is None:
             continue
         first = _units(before) if position == 0 else ()
-        place = (position, len(boundaries))
         labels[node] = Label(
             mark.unit,
             mark.kind,
             phase,
             first,
             _units(after),
-            *place,
             ordinal=mark.ordinal,
             wire=text_of(wire_of(node if is_collective(node) else node.all_input_nodes[0])),
         )

@@ -122,7 +122,7 @@ def test_a_unit_that_one_rank_leaves_out_is_named(ranks: RankPool) -> None:
 def test_marks_and_labels(name: str) -> None:
     mark = Mark(name, "all_gather", "forward", 1, True)
     assert Mark.decode(mark.encode()) == mark
-    label = Label(name, "all_gather", "forward", (name, ""), ("", name, name), 3, 7)
+    label = Label(name, "all_gather", "forward", (name, ""), ("", name, name), 3)
     assert Label.decode(label.encode()) == label
 
 
