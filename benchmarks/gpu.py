@@ -4,9 +4,10 @@
     python benchmarks/gpu.py --dry-run      # the same commands, small, on a CPU
 
 First whether it is right (``gpu_checks.py``; once more under torch's CUDA sanitizer) and blocks the
-host nowhere, with a profile of each mode. Then speed and memory (``gpu_speeds.py``): a Llama-style
-decoder in bf16 at world size 1 over NCCL (this project in three modes, FSDP1, FSDP2 eager and
-compiled, SimpleFSDP), and behind simulated links of 50 and 250 GB/s with real GPU compute.
+host nowhere, with a profile of each mode; these parts run side by side. Then, one by one, speed and
+memory (``gpu_speeds.py``): a Llama-style decoder in bf16 at world size 1 over NCCL (this project in
+three modes, FSDP1, FSDP2 eager and compiled, SimpleFSDP), and behind simulated links of 50 and 250
+GB/s with real GPU compute, where int8 collectives are among the peers.
 
 A part whose record is there is not run again, so that a call that ran out of time can be repeated;
 a part that had no time, or left no record, has a JSON with the reason, and is run again. Needs no
@@ -21,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,24 +46,23 @@ class Part(NamedTuple):
     environment: tuple[tuple[str, str], ...] = ()
 
 
-_SANITIZER = (("TORCH_CUDA_SANITIZER", "1"),)
-
-
 def checks(*, is_dry: bool) -> list[Part]:
     """Whether values are right, and the host is free."""
     device = ("--device", "cpu" if is_dry else "cuda")
-    few = ("--modes", "eager,hooks,graph")  # a dry run does without Inductor's start
-    modes = (*few, "--cases", "bf16,checkpointing") if is_dry else ()
+    few = ("--modes", "eager,hooks,graph")
+    compiled = ("--modes", "hooks_inductor,graph_inductor")
+    dry = ("--cases", "bf16,checkpointing") if is_dry else ()
+    some = ("--cases", "bf16,checkpointing" if is_dry else "fp32,bf16,offload,int8")
     script = "gpu_checks.py"
-    some = (*few, "--cases", "fp32,bf16,offload")
-    sanitized = ("one", *device, *some)
+    sanitizer = () if is_dry else (("TORCH_CUDA_SANITIZER", "1"),)
     return [
-        Part("one", script, ("one", *device, *modes), 20),
-        Part("late", script, ("late", *device, *(modes or some)), 15),
-        Part("steady", script, ("steady", *device, *(modes or few)), 15),
-        Part("two", script, ("two", *device, *(modes or few)), 20),
-        Part("sanitizer", script, sanitized, 15, () if is_dry else _SANITIZER),
-        Part("traces", script, ("traces", *device, *modes, "--cases", "bf16"), 20),
+        Part("one", script, ("one", *device, *few, *dry), 20),
+        Part("one_inductor", script, ("one", *device, *compiled, *dry), 20),
+        Part("late", script, ("late", *device, *few, *some), 15),
+        Part("steady", script, ("steady", *device, *few, *dry), 15),
+        Part("two", script, ("two", *device, *few, *dry), 20),
+        Part("sanitizer", script, ("sanitizer", *device, *few, *some), 15, sanitizer),
+        Part("traces", script, ("traces", *device, *few, "--cases", "bf16"), 20),
     ]
 
 
@@ -73,6 +74,8 @@ PEERS = {
 """By part; all of one are compared with each other, too."""
 
 LINKS_GB_S = (50, 250)
+FEWER_BYTES = {"eager": ",ours_int8", "graphs": ",ours_graph_inductor_int8"}
+"""Peers that behind a link are among those of a part, too."""
 
 
 def speeds(decoder: str, batch: int, length: int, *, is_dry: bool) -> list[Part]:
@@ -85,31 +88,40 @@ def speeds(decoder: str, batch: int, length: int, *, is_dry: bool) -> list[Part]
         Part(name, script, (*common, "--peers", peers), least_s[name])
         for name, peers in PEERS.items()
     ]
-    for name, peers in PEERS.items():
-        # Dry runs need no second look at Inductor's code.
-        chosen = peers.replace("plain_inductor,", "").replace("inductor", "aot_eager")
-        for link in LINKS_GB_S:
-            arguments = (*common, "--link_gb_s", str(link), "--peers", chosen if is_dry else peers)
+    for link in LINKS_GB_S:
+        for name, peers in PEERS.items():
+            chosen = peers + FEWER_BYTES.get(name, "")
+            if is_dry:  # no second look at Inductor's code
+                chosen = chosen.replace("plain_inductor,", "").replace("inductor", "aot_eager")
+            arguments = (*common, "--link_gb_s", str(link), "--peers", chosen)
             parts.append(Part(f"{name}_{link}", script, arguments, least_s[name]))
     return parts
 
 
 def run_part(part: Part, result: Path, left_s: float) -> dict[str, Any]:
-    """The part's record, or why there is none."""
+    """The part's record, or why there is none or a part of it; prints when the part has ended."""
     if left_s < part.least_s:
         return {"skipped": f"needs {part.least_s:.0f} s, {left_s:.0f} s were left"}
     command = [sys.executable, str(HERE / part.script), *part.arguments, "--json", str(result)]
     result.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **dict(part.environment)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    data: dict[str, Any] = {}
     try:
-        code = subprocess.run(
-            command, timeout=left_s, env={**os.environ, **dict(part.environment)}
-        ).returncode
+        printed, _ = process.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
-        return {"skipped": f"did not end within the {left_s:.0f} s that were left"}
-    if not result.exists():
-        return {"skipped": f"failed with exit code {code}"}
-    data: dict[str, Any] = json.loads(result.read_text())
-    return {**data, "exit_code": code}
+        process.terminate()  # torchrun ends its ranks
+        printed, _ = process.communicate()
+        data["skipped"] = f"did not end within the {left_s:.0f} s that were left"
+    print(f"\n=== {part.name}\n{printed}", flush=True)
+    if result.exists():
+        return {**json.loads(result.read_text()), "exit_code": process.returncode, **data}
+    return {"skipped": f"failed with exit code {process.returncode}", **data}
 
 
 def is_done(result: Path) -> bool:
@@ -136,16 +148,20 @@ def main() -> None:
     deadline = time.monotonic() + options.budget_s
     size = (options.decoder or ("small" if is_dry else "1b"), options.batch_size)
     length = options.length or (16 if is_dry else 1024)
-    failed = False
-    for part in [*checks(is_dry=is_dry), *speeds(*size, length, is_dry=is_dry)]:
+
+    def run(part: Part) -> bool:
+        """Whether it is right."""
         result = folder / f"{part.name}.json"
         if not is_done(result):
-            print(f"\n=== {part.name}", flush=True)
             found = run_part(part, result, deadline - time.monotonic())
-            write(result, found if "skipped" not in found else record("gpu", **found))
-        failed |= not is_done(result) or json.loads(result.read_text()).get("exit_code") != 0
+            write(result, found if "command" in found else record("gpu", **found))
+        return is_done(result) and json.loads(result.read_text()).get("exit_code") == 0
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as side_by_side:
+        are_right = list(side_by_side.map(run, checks(is_dry=is_dry)))
+    are_right += [run(part) for part in speeds(*size, length, is_dry=is_dry)]
     print(folder)
-    raise SystemExit(int(failed))
+    raise SystemExit(int(not all(are_right)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 - ``one``: one rank (NCCL on CUDA). Sharding is forced, so that it gathers and reduces.
 - ``two``: two gloo ranks, on CUDA both on one device, which NCCL refuses.
+- ``sanitizer``: as ``one``, for ``TORCH_CUDA_SANITIZER=1``, which must notice a missing wait.
 - ``late``: as ``one``, but each collective begins late, into an output that holds NaN: what is read
   before it was waited for makes values wrong.
 - ``steady``: a step that synchronises nothing with the host: torch's own mode of errors on CUDA, a
@@ -23,7 +24,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.cuda._sanitizer import CUDASanitizerErrors
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpointing
 from torch.nn import functional as F
 
@@ -45,9 +47,10 @@ from benchmarks.streams.order import unordered
 from benchmarks.streams.program import HostWait
 from benchmarks.streams.recording import record_program
 from benchmarks.workloads.decoder import Block, Decoder, DecoderSizes
-from fsdp_dynamo import FSDP, CPUOffload, MixedPrecision
+from fsdp_dynamo import FSDP, CollectivePrecision, CPUOffload, MixedPrecision
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.wrap import arguments, construct
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -62,6 +65,9 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 
 
+PARTS = ("one", "two", "late", "sanitizer", "steady", "traces")
+
+
 class Case(NamedTuple):
     """Arguments of the wrapper, and how a step is made."""
 
@@ -69,6 +75,14 @@ class Case(NamedTuple):
     offload: bool = False
     micro_batches: int = 1
     checkpoints: bool = False
+    precision: CollectivePrecision | None = None
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that its rounding explains."""
+        if self.precision is not None:
+            return 0.2
+        return 1e-3 if self.dtype == torch.float32 else 5e-2
 
 
 CASES = {
@@ -78,6 +92,8 @@ CASES = {
     "offload": Case(torch.bfloat16, offload=True),
     "no_sync": Case(micro_batches=2),
     "checkpointing": Case(checkpoints=True),
+    "int8": Case(precision=CollectivePrecision("int8", "int8")),
+    "float8": Case(torch.bfloat16, precision=CollectivePrecision("float8", "float8")),
 }
 
 
@@ -127,6 +143,7 @@ def wrapped(case: Case, mode: str, device: torch.device) -> tuple[FSDP, Any]:
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(case.dtype, torch.float32) if low else None,
         cpu_offload=CPUOffload(offload_params=case.offload),
+        collective_precision=case.precision,
         device_id=None if device.type == "cpu" else device,
     )
     options = MODES[mode]
@@ -173,8 +190,20 @@ def _compare(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
             moved = (wanted[plain] - start[plain]).norm()
             difference = (param.to(device) - wanted[plain]).norm() / moved
             worst = max(worst, difference.item())
-    limit = 1e-3 if case.dtype == torch.float32 else 5e-2
-    return {"difference": worst, "is_right": worst < limit}
+    return {"difference": worst, "is_right": worst < case.limit}
+
+
+def _sanitized(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
+    """As ``_compare``, and in eager mode whether a gather that is not waited for is noticed."""
+    found = _compare(case, mode, device)
+    if mode == "eager" and device.type == "cuda" and case.precision is None:
+        with mock.patch.object(Unit, "_wait_gathers", return_value=None):
+            try:
+                _compare(case, mode, device)
+            except CUDASanitizerErrors:
+                return {**found, "fault_is_noticed": True}
+        return {**found, "fault_is_noticed": False, "is_right": False}
+    return found
 
 
 def _steady(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
@@ -228,7 +257,8 @@ def late_collectives() -> Iterator[None]:
 
     def late(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            output.data.fill_(torch.nan)
+            # Bytes of all ones are NaN wherever they are a scale.
+            output.data.fill_(torch.nan if output.is_floating_point() else 255)
             if output.is_cuda:
                 torch.cuda._sleep(_LATE_CYCLES)
             return collective(output, *args, **kwargs)
@@ -247,6 +277,44 @@ def late_collectives() -> Iterator[None]:
 
 _LATE_CYCLES = 2_000_000
 """About a millisecond: longer than a unit of these models computes."""
+
+
+class _Told:
+    """A collective's handle, for the sanitizer.
+
+    It takes a collective for work of the stream that is current, which has no event of torch's
+    behind it: so what waits for the collective waits for one, which comes before its end.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self, *args: Any) -> bool:
+        """Let the current stream wait for both."""
+        torch.cuda.current_stream().wait_event(self._event)
+        done: bool = self._work.wait(*args)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def told_collectives() -> Iterator[None]:
+    """Collectives that torch's sanitizer understands when another stream than theirs waits."""
+
+    def told(collective: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _Told(collective(*args, **kwargs))
+
+    with (
+        mock.patch.object(collectives, "all_gather_single", told(collectives.all_gather_single)),
+        mock.patch.object(
+            collectives, "reduce_scatter_single", told(collectives.reduce_scatter_single)
+        ),
+    ):
+        yield
 
 
 @contextmanager
@@ -271,14 +339,19 @@ def run_rank(options: argparse.Namespace) -> int:
         "one": _compare,
         "two": _compare,
         "late": _compare,
+        "sanitizer": _sanitized,
         "steady": _steady,
         "traces": partial(_trace, options.json.parent),
     }
     rows = []
     forced = nullcontext() if options.part == "two" else forced_sharding()
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    delays = late_collectives() if options.part == "late" else nullcontext()
-    with _process_group(options.part, options.device) as device, forced, delays:
+    changed: AbstractContextManager[None] = nullcontext()
+    if options.part == "late":
+        changed = late_collectives()
+    elif options.part == "sanitizer" and options.device == "cuda":
+        changed = told_collectives()
+    with _process_group(options.part, options.device) as device, forced, changed:
         for name in options.cases:
             for mode in options.modes:
                 torch.compiler.reset()
@@ -298,7 +371,7 @@ def run_rank(options: argparse.Namespace) -> int:
 def main() -> None:
     """Start ranks, or run as one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("one", "two", "late", "steady", "traces"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--modes", default=",".join(MODES))

@@ -41,7 +41,8 @@ class Setting:
 
     def model(self) -> nn.Module:
         """A fresh model on the device, the same for every peer."""
-        model = self.workload.seeded_model().to(self.device)
+        with self.device:
+            model = self.workload.seeded_model()
         if self.checkpoint:
             checkpoint_blocks(model, self.workload.block_classes)
         return model

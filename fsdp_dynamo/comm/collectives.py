@@ -174,11 +174,12 @@ def _issue_encoded_mean(
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
         works, parts = _exchange_works(first, sent, group, entry)
+        del parts[rank]
     else:
         received = torch.empty_like(sent)
         works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
-        parts = list(received.chunk(size))
-    del parts[rank]
+        messages = received.view(size, -1)
+        parts = [some for some in (messages[:rank], messages[rank + 1 :]) if len(some)]
     finish = partial(wire_codec.add_decoded, output, parts, wire, size)
     return InFlight(works, (output, sent, *parts), event, finish, group, entry)
 

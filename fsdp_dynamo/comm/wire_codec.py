@@ -102,19 +102,22 @@ def add_decoded(
 
     Args:
         output: holds this rank's own part; the sum is taken in fp32, whatever its dtype.
-        messages: one from each other rank, of ``n`` elements.
+        messages: of ``n`` elements, from the other ranks: each tensor holds one or, as
+            ``(m, bytes)``, several, which are added at once. Without any, ``output`` stays.
         wire: their format.
         divisor: of the sum.
     """
     flat = output.data.view(1, -1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
-    sent = [_views(message.view(1, -1), flat.shape[1], wire) for message in messages]
+    rows = [one if one.ndim == 2 else one.view(1, -1) for one in messages]
+    sent = [_views(some, flat.shape[1], wire) for some in rows]
     codes, scales = [one for one, _ in sent], [one for _, one in sent]
     lacks = [_may_lack(one, wire) for one in scales]
-    divisors = [1.0] * (len(sent) - 1) + [divisor]
+    last = len(sent) - 1
     for target, *tiles in _tiles(wire, [total], codes, scales if wire.has_scales else []):
-        for i, (may_lack, over) in enumerate(zip(lacks, divisors, strict=True)):
+        for i, may_lack in enumerate(lacks):
             their_scales = tiles[len(codes) + i] if wire.has_scales else None
+            over = divisor if i == last else 1.0
             wire_kernels.add(target, tiles[i], their_scales, may_lack, over)
     if total is not flat:
         flat.copy_(total)
@@ -145,7 +148,8 @@ def _tiles(
     """Views of the same blocks of elements ``(m, n)``, codes ``(m, c)`` and scales ``(m, s)``.
 
     They come tile by tile: ``(..., blocks, block)``, those of scales ``(..., blocks, 1)``. A last,
-    smaller block has tiles of its own.
+    smaller block has tiles of its own. Where elements have one row and others more, a tile has all
+    rows.
     """
     numel, block = elements[0].shape[1], wire.block_numel
     most = wire_kernels.tile_numel(elements[0].device)
@@ -158,7 +162,12 @@ def _tiles(
             sent = [one[:, begin : begin + count * coded] for one in codes]
             views += [one.unflatten(1, (count, coded)) for one in sent]
             views += [one[:, 1 + first : 1 + first + count].unsqueeze(-1) for one in scales]
-            yield from zip(*(_cut(view, max(1, most // width)) for view in views), strict=True)
+            rows, num_blocks = max(map(len, views)), max(1, most // width)
+            if rows > len(elements[0]):
+                pieces = [_cut_all_rows(view, max(1, num_blocks // rows)) for view in views]
+            else:
+                pieces = [_cut(view, num_blocks) for view in views]
+            yield from zip(*pieces, strict=True)
 
 
 def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -171,6 +180,12 @@ def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
             yield rows
         else:
             yield from rows[0].split(most)
+
+
+def _cut_all_rows(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """The same, in pieces of at most ``most`` blocks of every row."""
+    for piece in view.split(most, 1):
+        yield piece if len(piece) > 1 else piece[0]
 
 
 def _encode_rows(

@@ -10,7 +10,7 @@ A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -95,7 +95,7 @@ def encode(
 @torch.no_grad()
 def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_lack: bool) -> None:
     """Write the elements of a tile into ``output``."""
-    single = _single(codes, output)
+    single = _single(codes, output.shape)
     _run(_decode, output, single, scales)
     if may_lack:
         output.masked_fill_(single == _LACKS[codes.dtype], NO_VALUE)
@@ -109,25 +109,38 @@ def add(
     may_lack: bool,
     divisor: float,
 ) -> None:
-    """Add the elements of a tile to ``total``, and divide the sum."""
+    """Add the elements of a tile, or of one from each of some messages, and divide the sum.
+
+    Args:
+        total: ``(blocks, block)``.
+        codes: of its shape, or ``(messages, ...)``.
+        scales: see above; ``None`` if codes are elements.
+        may_lack: whether codes may say ``NO_VALUE``.
+        divisor: of the sum.
+    """
+    if codes.ndim > total.ndim:
+        lack = _LACKS[codes.dtype] if may_lack else None
+        single = _single(codes, (len(codes), *total.shape))
+        _run(_add_several, total, single, scales, lack, divisor)
+        return
+    if scales is not None and not may_lack:
+        _run(_add, total, _single(codes, total.shape), scales, divisor)
+        return
     if scales is None:
         total.add_(codes)
-    elif may_lack:
+    else:
         term = torch.empty_like(total)
         decode(term, codes, scales, may_lack)
         total.add_(term)
-    else:
-        _run(_add, total, _single(codes, total), scales, divisor)
-        return
     if divisor != 1:
         total.div_(divisor)
 
 
-def _single(codes: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """Codes of elements, one by one."""
+def _single(codes: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Codes one by one, in the shape of their elements."""
     if codes.dtype != torch.uint8:
         return codes
-    single = torch.empty_like(elements, dtype=torch.int8)
+    single = codes.new_empty(shape, dtype=torch.int8)
     _run(_unpack, single, codes)
     return single
 
@@ -170,6 +183,25 @@ def _add(total: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, divisor
         total.div_(divisor)
 
 
+def _add_several(
+    total: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    lack: int | None,
+    divisor: float,
+) -> None:
+    terms = codes.to(total.dtype)
+    if scales is not None:
+        terms = terms * scales
+    if lack is not None:
+        terms = terms.masked_fill(codes == lack, NO_VALUE)
+    # A sum of no values is 0.0: where there are none, the total stays as it is.
+    is_missing = ((terms == 0) & terms.signbit()).all(0)
+    total.copy_(torch.where(is_missing, total, total + terms.sum(0)))
+    if divisor != 1:
+        total.div_(divisor)
+
+
 def _pack(codes: torch.Tensor, packed: torch.Tensor) -> None:
     half = packed.shape[-1]
     low, high = codes[..., :half], codes[..., half:]
@@ -183,7 +215,7 @@ def _unpack(codes: torch.Tensor, packed: torch.Tensor) -> None:
     codes[..., half:] = signed[..., : codes.shape[-1] - half] >> 4
 
 
-_KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
+_KERNELS = (_encode, _encode_with_noise, _decode, _add, _add_several, _pack, _unpack)
 
 
 # -- noise ---------------------------------------------------------------------------------------

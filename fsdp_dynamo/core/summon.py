@@ -187,7 +187,7 @@ class _SummonedFlat:
         if not self._has_whole or self._options.rank0_only:
             self._take_from_first(shard, values)
             return
-        taken = flat.shard_layout.of(self._as_flat(shard, values))
+        taken = flat.shard_layout.of(self._as_flat(shard, values)).to(shard.device)
         if not torch.equal(shard, taken):  # a backward that is still to come may have saved it
             shard.copy_(taken)
 

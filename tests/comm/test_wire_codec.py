@@ -123,6 +123,34 @@ def test_sums_are_of_what_arrived(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(output.float(), expected, rtol=2**-8 if dtype != torch.float32 else 1e-6)  # type: ignore[arg-type]
 
 
+@given(
+    name=st.sampled_from(WIRE_FORMATS),
+    num_messages=st.integers(2, 6),
+    numel=st.integers(1, 300),
+    tile=st.sampled_from([16, 200, 1 << 18]),
+    seed=st.integers(0, 1000),
+)
+def test_several_messages_at_once(
+    name: str, num_messages: int, numel: int, tile: int, seed: int
+) -> None:
+    """Their sum is that of one by one, and what is missing in all of them stays so."""
+    torch.manual_seed(seed)
+    wire = WireFormat(name, 16)  # type: ignore[arg-type]
+    values = torch.randn(num_messages, numel).masked_fill(torch.rand(numel) < 0.3, NO_VALUE)
+    values[0, :: max(1, numel // 3)] = NO_VALUE  # of some elements, in one message only
+    own = torch.randn(numel).masked_fill(torch.rand(numel) < 0.5, NO_VALUE)
+    sent = wire_codec.encode(values.view(-1), num_messages, wire, may_lack=True)
+    apart, at_once = own.clone(), own.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire_kernels, "tile_numel", lambda _: tile)
+        wire_codec.add_decoded(apart, sent.chunk(num_messages), wire, 3)
+        messages = sent.view(num_messages, -1)
+        wire_codec.add_decoded(at_once, [messages[:1], messages[1:]], wire, 3)
+    torch.testing.assert_close(at_once, apart, rtol=1e-5, atol=1e-5)
+    is_missing = (apart == 0) & apart.signbit()
+    assert torch.equal((at_once == 0) & at_once.signbit(), is_missing)
+
+
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_what_is_not_sent_is_not_encoded(name: str) -> None:
     wire = WireFormat(name, 16)  # type: ignore[arg-type]
@@ -205,9 +233,12 @@ def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     total = values[:40_000].clone()
     wire_codec.add_decoded(total, [plain.view(2, -1)[1]], nearest, 2.0)
     expected = (values[:40_000].float() + decoded[40_000:].float()) / 2
-    assert torch.allclose(
-        total.float(), expected, rtol=2**-7, atol=2**-7 if dtype is torch.bfloat16 else 1e-6
-    )
+    allowed = 2**-7 if dtype is torch.bfloat16 else 1e-6
+    assert torch.allclose(total.float(), expected, rtol=2**-7, atol=allowed)
+    total = values[:40_000].clone()
+    wire_codec.add_decoded(total, [plain.view(2, -1)], nearest, 2.0)
+    expected += decoded[:40_000].float() / 2
+    assert torch.allclose(total.float(), expected, rtol=2**-7, atol=2 * allowed)
 
 
 def test_bytes() -> None:
