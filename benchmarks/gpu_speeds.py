@@ -122,8 +122,9 @@ def exposed_ms(trainee: Trainee, setting: Setting) -> float | None:
 
 
 def measured(peer: Peer, setting: Setting, num_steps: int, num_runs: int) -> Row:
-    """A peer's row; nothing of it is left in the device's memory."""
+    """A peer's row; its memory is without what peers before it have left (FSDP1: two models)."""
     row: Row = {"key": peer.key, "title": peer.title, "communicates": peer.communicates}
+    left = _in_use(setting.device)
     try:
         row["reason"] = peer.why_not(setting) or attempt(
             lambda: row.update(_runs(peer.train(setting), setting, num_steps, num_runs))
@@ -133,7 +134,18 @@ def measured(peer: Peer, setting: Setting, num_steps: int, num_runs: int) -> Row
         gc.collect()
         if setting.device.type != "cpu":
             torch.cuda.empty_cache()
+    for name, num_bytes in left.items():
+        if name in row:
+            row[name] -= num_bytes
     return row
+
+
+def _in_use(device: torch.device) -> dict[str, int]:
+    """Bytes that the allocator has given out, and those that it has from the device."""
+    if device.type == "cpu":
+        return {}
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return {"allocated_bytes": allocated, "reserved_bytes": reserved}
 
 
 def _runs(trainee: Trainee, setting: Setting, num_steps: int, num_runs: int) -> Row:

@@ -176,7 +176,7 @@ class _SummonedFlat:
         assert self._has_grads is not None
         sharded_grad = self._sharded_grad()
         self._take(sharded_grad, grads)
-        parts = self._flat.shard_layout.split(sharded_grad)
+        parts = self._flat.shard_layout.split(sharded_grad.to(self._flat.home))
         for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
             if has:
                 original.grad = part
