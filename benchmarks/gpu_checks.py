@@ -33,7 +33,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.cuda._sanitizer import CUDASanitizerErrors
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpointing
 from torch.nn import functional as F
 
@@ -200,7 +199,9 @@ def _sanitized(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
         with mock.patch.object(Unit, "_wait_gathers", return_value=None):
             try:
                 _compare(case, mode, device)
-            except CUDASanitizerErrors:
+            except Exception as error:
+                if type(error).__name__ != "CUDASanitizerErrors":
+                    raise
                 return {**found, "fault_is_noticed": True}
         return {**found, "fault_is_noticed": False, "is_right": False}
     return found

@@ -48,8 +48,7 @@ def warmup(
 
     Raises:
         FSDPValueError: ``max_recompiles`` is no number of at least 0; no module of ``model`` is a
-            unit; without ``step``, no output depends on a
-            parameter.
+            unit; ``step`` returns no loss; without ``step``, no output depends on a parameter.
         DivergenceError: ranks give different numbers of batches, or one does not come.
     """
     _check_count(max_recompiles, "warmup(max_recompiles=...)")
@@ -64,12 +63,24 @@ def warmup(
             with told(f"warming up with batch {number} of {len(given)}"):
                 loss = _loss_of_outputs(model, batch) if step is None else step(model, batch)
                 if torch.is_grad_enabled():
+                    _require_loss(loss)
                     loss.backward()  # type: ignore[no-untyped-call]
             clear_gradients(list(module.parameters()), units)
     for group in groups:
         require_same(group, "end of the warm-up", "reached")
     if max_recompiles is not None:
         limit_recompiles(max_recompiles)
+
+
+def _require_loss(loss: object) -> None:
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return
+    raise FSDPValueError(
+        expected="a loss, one number that depends on a parameter, from step",
+        got=f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss),
+        where="warmup()",
+        fix="Let step return the loss; warmup() calls backward().",
+    )
 
 
 def _units_of(module: nn.Module) -> list[Unit]:

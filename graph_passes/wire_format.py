@@ -12,8 +12,10 @@ _BITS: dict[str, int] = {"bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}
 WIRE_FORMATS = tuple(_BITS)
 """All names."""
 SCALE_BYTES = 4
-_ALIGN_BYTES = 8
-"""Messages of one collective lie side by side; their scales are read in place."""
+HEADER_SCALES = 4
+"""What stands before the scales, in their size; the first says how zeros are to be read."""
+_ALIGN_BYTES = 16
+"""Scales, codes and messages begin at multiples of it: a kernel's loads on a device are so wide."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class WireFormat:
         """Whether two elements of a block, half of it apart, share a byte."""
         return self.name == "int4"
 
-    def num_scales(self, numel: int) -> int:
-        """Scales of ``numel`` elements, and one more that says how zeros are to be read."""
-        return 1 - (-numel // self.block_numel) if self.has_scales else 0
+    def codes_begin(self, numel: int) -> int:
+        """Byte of a message of ``numel`` elements where their codes begin, behind the scales."""
+        if not self.has_scales:
+            return 0
+        return _aligned((HEADER_SCALES - (-numel // self.block_numel)) * SCALE_BYTES)
 
     def num_codes(self, numel: int) -> int:
         """Codes of ``numel`` elements of a block, or of whole blocks, in memory."""
@@ -61,8 +65,7 @@ class WireFormat:
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of one message with ``numel`` elements."""
-        exact = self.num_scales(numel) * SCALE_BYTES - (-numel * _BITS[self.name] // 8)
-        return -(-exact // _ALIGN_BYTES) * _ALIGN_BYTES
+        return _aligned(self.codes_begin(numel) - (-numel * _BITS[self.name] // 8))
 
     def encode(self) -> str:
         """The format as a string; ``decode`` reads it."""
@@ -81,6 +84,10 @@ class WireFormat:
             "~" in block,
             "?" in block,
         )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def text_of(wire: WireFormat | None) -> str:
@@ -131,6 +138,7 @@ def coding_of_all_reduce(tensor_bytes: float, message_bytes: float) -> Coding:
 
 
 __all__ = [
+    "HEADER_SCALES",
     "SCALE_BYTES",
     "WIRE_FORMATS",
     "Coding",

@@ -53,10 +53,16 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line, with the script's path relative to the project."""
-    script = Path(sys.argv[0]).resolve()
-    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    return shlex.join(["python", str(name), *sys.argv[1:]])
+    """The command line; its paths are relative to the project, or names."""
+    given = [
+        one if i and not Path(one).is_absolute() else _path(one) for i, one in enumerate(sys.argv)
+    ]
+    return shlex.join(["python", *given])
+
+
+def _path(text: str) -> str:
+    path = Path(text).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def record(kind: str, **results: Any) -> dict[str, Any]:

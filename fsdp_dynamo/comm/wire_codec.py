@@ -4,8 +4,11 @@
 
 One rank's part of a tensor, ``n`` elements in blocks of ``b``, as bytes::
 
-    int8, int4, float8   | flag | scale of block 0 | scale of block 1 | ... | codes | padding |
-    bfloat16             | n elements | padding |
+    int8, int4, float8   | flag | scale of block 0 | scale of block 1 | ... | codes |
+    bfloat16             | n elements |
+
+with padding behind each of these, so that all but the scales after the first begin at multiples of
+16 bytes.
 
 An element is its code times the scale of its block; the scale is the largest absolute value of the
 block over the largest code. What a code cannot say:
@@ -33,7 +36,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fsdp_dynamo.comm import streams, wire_kernels
-from graph_passes.wire_format import SCALE_BYTES, WireFormat
+from graph_passes.wire_format import HEADER_SCALES, WireFormat
 
 _CODES = {
     "int8": torch.int8,
@@ -132,8 +135,11 @@ def _new_messages(parts: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def _views(
     messages: torch.Tensor, numel: int, wire: WireFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``(m, c)`` and scales ``(m, s)`` of messages ``(m, bytes)`` of ``numel`` elements."""
-    begin = wire.num_scales(numel) * SCALE_BYTES
+    """Codes ``(m, c)`` of messages ``(m, bytes)`` of ``numel`` elements, and what is before them.
+
+    That is the header and scales, ``(m, s)``.
+    """
+    begin = wire.codes_begin(numel)
     code = _CODES[wire.name]
     end = begin + wire.num_codes(numel) * code.itemsize
     return messages[:, begin:end].view(code), messages[:, :begin].view(torch.float32)
@@ -161,7 +167,8 @@ def _tiles(
             views = [one.unflatten(1, (count, width)) for one in views]
             sent = [one[:, begin : begin + count * coded] for one in codes]
             views += [one.unflatten(1, (count, coded)) for one in sent]
-            views += [one[:, 1 + first : 1 + first + count].unsqueeze(-1) for one in scales]
+            begin = HEADER_SCALES + first
+            views += [one[:, begin : begin + count].unsqueeze(-1) for one in scales]
             rows, num_blocks = max(map(len, views)), max(1, most // width)
             if rows > len(elements[0]):
                 pieces = [_cut_all_rows(view, max(1, num_blocks // rows)) for view in views]
@@ -196,7 +203,7 @@ def _encode_rows(
     if not wire.has_scales:
         codes.copy_(parts)
         return
-    scales[:, 0] = float(may_lack and wire.is_integer)
+    scales[:, :HEADER_SCALES] = float(may_lack and wire.is_integer)
     for values, some, their_scales in _tiles(wire, [parts], [codes], [scales]):
         wire_kernels.encode(values, some, their_scales, wire, may_lack)
 

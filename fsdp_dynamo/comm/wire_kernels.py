@@ -1,8 +1,8 @@
 """Arithmetic of messages in fewer bits, on tiles of some blocks.
 
 On a CPU a tile and what is computed of it stay in the cache, so that all the passes over it cost
-one over memory; on a device tiles are larger, for few launches. ``compile_kernels`` lets a
-backend make one pass of them.
+one over memory. ``compile_kernels`` lets a backend make one pass of them; on a device, where each
+launch takes the host longer than the device, tiles are then as large as a unit.
 
 A tile's elements and codes are ``(..., blocks, block)``, its scales ``(..., blocks, 1)``.
 """
@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,10 +37,13 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def tile_numel(device: torch.device) -> int:
-    """Elements of a tile, at most."""
-    if streams.host_runs_ahead(device):
-        return 1 << 22
-    return 1 << 20 if _compiled else 1 << 18
+    """Elements of a tile, at most; where there is Triton, kernels are compiled from then on."""
+    if not streams.host_runs_ahead(device):
+        return 1 << 20 if _compiled else 1 << 18
+    if not _compiled and device.type == "cuda" and find_spec("triton") is not None:
+        compile_kernels("inductor")  # in eager mode, too: one by one they cost more than is saved
+    # One kernel makes one pass, whatever its tile; without it, each operator has a tensor of one.
+    return 1 << 28 if _compiled else 1 << 22
 
 
 def compile_kernels(backend: str | Callable[..., Any]) -> None:
@@ -81,13 +85,12 @@ def encode(
 ) -> None:
     """Write codes and scales of a tile."""
     single = codes.new_empty(values.shape, dtype=torch.int8) if wire.is_packed else codes
+    lack = _LACKS[codes.dtype] if may_lack and wire.is_integer else None
     if wire.is_integer and wire.is_stochastic:
         noise, largest = _noise_like(values), _LARGEST_BEFORE_NOISE[wire.name]
-        scales.copy_(_run(_encode_with_noise, values, single, noise, largest))
+        scales.copy_(_run(_encode_with_noise, values, single, noise, largest, lack))
     else:
-        scales.copy_(_run(_encode, values, single, _LARGEST[wire.name], wire.is_integer))
-    if may_lack and wire.is_integer:
-        single.masked_fill_((values == 0) & values.signbit(), _LACKS[codes.dtype])
+        scales.copy_(_run(_encode, values, single, _LARGEST[wire.name], wire.is_integer, lack))
     if wire.is_packed:
         _run(_pack, single, codes)
 
@@ -95,10 +98,8 @@ def encode(
 @torch.no_grad()
 def decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_lack: bool) -> None:
     """Write the elements of a tile into ``output``."""
-    single = _single(codes, output.shape)
-    _run(_decode, output, single, scales)
-    if may_lack:
-        output.masked_fill_(single == _LACKS[codes.dtype], NO_VALUE)
+    lack = _LACKS[codes.dtype] if may_lack else None
+    _run(_decode, output, _single(codes, output.shape), scales, lack)
 
 
 @torch.no_grad()
@@ -118,22 +119,10 @@ def add(
         may_lack: whether codes may say ``NO_VALUE``.
         divisor: of the sum.
     """
-    if codes.ndim > total.ndim:
-        lack = _LACKS[codes.dtype] if may_lack else None
-        single = _single(codes, (len(codes), *total.shape))
-        _run(_add_several, total, single, scales, lack, divisor)
-        return
-    if scales is not None and not may_lack:
-        _run(_add, total, _single(codes, total.shape), scales, divisor)
-        return
-    if scales is None:
-        total.add_(codes)
-    else:
-        term = torch.empty_like(total)
-        decode(term, codes, scales, may_lack)
-        total.add_(term)
-    if divisor != 1:
-        total.div_(divisor)
+    is_one = codes.ndim == total.ndim
+    single = _single(codes, total.shape if is_one else (len(codes), *total.shape))
+    lack = _LACKS[codes.dtype] if may_lack else None
+    _run(_add if is_one else _add_several, total, single, scales, lack, divisor)
 
 
 def _single(codes: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -154,31 +143,61 @@ def _bounds(values: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def _encode(
-    values: torch.Tensor, codes: torch.Tensor, largest: float, is_integer: bool
+    values: torch.Tensor, codes: torch.Tensor, largest: float, is_integer: bool, lack: int | None
 ) -> torch.Tensor:
     exact = values.to(torch.float32)
     bounds = _bounds(exact, largest)
     scaled = exact * (largest / bounds)
     codes.copy_(scaled.round_() if is_integer else scaled)
+    if lack is not None:
+        codes.masked_fill_((values == 0) & values.signbit(), lack)
     return bounds / largest
 
 
 def _encode_with_noise(
-    values: torch.Tensor, codes: torch.Tensor, noise: torch.Tensor, largest: float
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    noise: torch.Tensor,
+    largest: float,
+    lack: int | None,
 ) -> torch.Tensor:
+    if noise.ndim < values.ndim:  # repeated
+        places = torch.arange(values.numel(), device=values.device) % noise.numel()
+        noise = noise[places].view(values.shape)
     exact = values.to(torch.float32)
     bounds = _bounds(exact, largest)
     factors = largest / bounds
     codes.copy_(torch.addcmul(noise, exact, factors).floor_())
+    if lack is not None:
+        codes.masked_fill_((values == 0) & values.signbit(), lack)
     return bounds / largest
 
 
-def _decode(output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _decode(
+    output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, lack: int | None
+) -> None:
     output.copy_(codes).mul_(scales)
+    if lack is not None:
+        output.masked_fill_(codes == lack, NO_VALUE)
 
 
-def _add(total: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, divisor: float) -> None:
-    total.add_(codes.to(total.dtype).mul_(scales))
+def _terms(
+    codes: torch.Tensor, scales: torch.Tensor | None, lack: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    if scales is None:
+        return codes
+    terms = codes.to(dtype).mul_(scales)
+    return terms if lack is None else terms.masked_fill_(codes == lack, NO_VALUE)
+
+
+def _add(
+    total: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    lack: int | None,
+    divisor: float,
+) -> None:
+    total.add_(_terms(codes, scales, lack, total.dtype))
     if divisor != 1:
         total.div_(divisor)
 
@@ -190,14 +209,10 @@ def _add_several(
     lack: int | None,
     divisor: float,
 ) -> None:
-    terms = codes.to(total.dtype)
-    if scales is not None:
-        terms = terms * scales
-    if lack is not None:
-        terms = terms.masked_fill(codes == lack, NO_VALUE)
+    terms = _terms(codes, scales, lack, total.dtype)
     # A sum of no values is 0.0: where there are none, the total stays as it is.
     is_missing = ((terms == 0) & terms.signbit()).all(0)
-    total.copy_(torch.where(is_missing, total, total + terms.sum(0)))
+    total.copy_(torch.where(is_missing, total, total + terms.sum(0, dtype=total.dtype)))
     if divisor != 1:
         total.div_(divisor)
 
@@ -248,11 +263,23 @@ def noise_unchanged() -> Iterator[None]:
 def _noise_like(values: torch.Tensor) -> torch.Tensor:
     """Numbers in (0, 1), all equally often, for a tile: in its shape.
 
-    Drawing a number for each element would cost more than all else.
+    Drawing a number for each element would cost more than all else. A tile larger than the run that
+    there is of them on a device gets that, in one dimension, which is to be repeated.
     """
-    most = tile_numel(values.device)
-    first = _offsets.randrange(most)
-    return _numbers(values.device, most)[first : first + values.numel()].view(values.shape)
+    device = values.device
+    if not streams.host_runs_ahead(device):
+        most = tile_numel(device)
+        first = _offsets.randrange(most)
+    else:
+        most = _DEVICE_RUN
+        first = _offsets.randrange(0, most, _ALIGNED)
+    run = _numbers(device, most)[first : first + min(most, values.numel())]
+    return run.view(values.shape) if values.numel() <= most else run
+
+
+_DEVICE_RUN = 1 << 22
+_ALIGNED = 4
+"""Elements of fp32: a run that begins elsewhere would be copied before a kernel reads it."""
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from fsdp_dynamo.comm import wire_codec, wire_kernels
+from fsdp_dynamo.comm import streams, wire_codec, wire_kernels
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WIRE_FORMATS, WireFormat
 
 LARGEST_ERROR = {"bfloat16": 2**-8, "float8": 2**-4, "int8": 1 / 254, "int4": 1 / 14}
 """Of an element, as a part of the largest one in its block."""
+TILE_NUMEL = wire_kernels.tile_numel
 
 
 def _arrived(values: torch.Tensor, num_parts: int, wire: WireFormat) -> torch.Tensor:
@@ -154,9 +156,9 @@ def test_several_messages_at_once(
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_what_is_not_sent_is_not_encoded(name: str) -> None:
     wire = WireFormat(name, 16)  # type: ignore[arg-type]
-    values = torch.randn(3 * 48)
+    values = torch.randn(3 * 64)
     every = wire_codec.encode(values, 3, wire).view(3, -1)
-    values[48:96] = torch.nan
+    values[64:128] = torch.nan
     sent = wire_codec.encode_for_others(values, 3, 1, wire, may_lack=False).view(3, -1)
     assert torch.equal(sent[0], every[0])
     assert torch.equal(sent[2], every[2])
@@ -210,6 +212,58 @@ def test_more_codes_than_dynamo_keeps(backend: CompileCounter) -> None:
     assert 2 < backend.frame_count < 2 * 16
 
 
+def test_launches_on_a_device(backend: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not grow with the tensor or the ranks, and what begins a kernel's load is aligned."""
+    monkeypatch.setattr(streams, "host_runs_ahead", lambda _: True)
+    monkeypatch.setattr(wire_kernels, "tile_numel", TILE_NUMEL)
+    launches: list[str] = []
+    run = wire_kernels._run
+
+    def counted(kernel: Any, *arguments: Any) -> Any:
+        launches.append(kernel.__name__)
+        for one in arguments:
+            if isinstance(one, torch.Tensor):
+                assert one.data_ptr() % 16 == 0
+        return run(kernel, *arguments)
+
+    monkeypatch.setattr(wire_kernels, "_run", counted)
+    wire = WireFormat("int8", 64, is_stochastic=True)
+    for num_parts, numel in ((4, 1 << 16), (16, 1 << 20)):
+        values = torch.randn(num_parts * numel)
+        sent = wire_codec.encode_for_others(values, num_parts, 1, wire, may_lack=True)
+        wire_codec.decode(values.clone(), sent, num_parts, wire)
+        rows = sent.view(num_parts, -1)
+        wire_codec.add_decoded(values[:numel].clone(), [rows[:1], rows[2:]], wire, 3)
+        kinds = ["_encode_with_noise"] * 2 + ["_decode", "_add", "_add_several"]
+        assert launches == kinds
+        launches.clear()
+
+
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_a_device_compiles_in_eager_mode_too(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_kernels, "_compiled", {})
+    monkeypatch.setattr(wire_kernels, "find_spec", lambda _: object() if has_triton else None)
+    few, many = TILE_NUMEL(torch.device("cpu")), TILE_NUMEL(torch.device("cuda"))
+    assert wire_kernels.are_compiled() is has_triton
+    assert many > few
+    assert (many > 1 << 24) is has_triton
+
+
+def test_a_run_of_noise_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, for a tile that is larger: it is rounded up as often as it should be."""
+    monkeypatch.setattr(streams, "host_runs_ahead", lambda _: True)
+    monkeypatch.setattr(wire_kernels, "_DEVICE_RUN", 1 << 12)
+    wire = WireFormat("int8", 64, is_stochastic=True)
+    values = torch.full((1 << 16,), 0.25).view(-1, 64)
+    values[:, 0] = 127.0
+    got = _arrived(values.view(-1), 1, wire).view(-1, 64)
+    ups = (got[:, 1:] > 0.5).float().mean()
+    assert set(got[:, 1:].round(decimals=3).unique().tolist()) == {0.0, 1.0}
+    assert 0.2 < ups < 0.3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "float8", "int4"])
@@ -243,9 +297,9 @@ def test_compiled_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 def test_bytes() -> None:
     assert WireFormat("bfloat16").num_bytes(1 << 20) == 2 << 20
-    assert WireFormat("int8").num_bytes(1 << 20) == (1 << 20) + 4 * (16384 + 1) + 4  # aligned
-    assert WireFormat("int4").num_bytes(1 << 20) == (1 << 19) + 4 * (16384 + 1) + 4
-    assert WireFormat("int4").num_bytes(3) == 8 + 8  # two scales, two bytes
+    assert WireFormat("int8").num_bytes(1 << 20) == (1 << 20) + 4 * (4 + 16384)
+    assert WireFormat("int4").num_bytes(1 << 20) == (1 << 19) + 4 * (4 + 16384)
+    assert WireFormat("int4").num_bytes(3) == 32 + 16  # a scale and two bytes, aligned
     for name in WIRE_FORMATS:
         wire = WireFormat(name, 64, name in ("int8", "int4"))  # type: ignore[arg-type]
         assert WireFormat.decode(wire.encode()) == wire

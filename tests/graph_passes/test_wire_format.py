@@ -96,11 +96,11 @@ def test_an_optional_format_counts_where_it_was_chosen() -> None:
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_time_of_coding(kind: CollectiveKind) -> None:
-    """An unsharded tensor of 16384 bytes, messages of 1096."""
+    """An unsharded tensor of 16384 bytes, messages of 1104."""
     cost = CostModel(Device(bytes_per_ms=10.0))
     assert cost.coding_ms(_collective(kind, "")) == (0.0, 0.0)
-    of_gather = (4096 + 1096, 4 * 1096 + 16384)
-    of_reduction = (3 * 4096 + 3 * 1096, 3 * 1096 + 2 * 4096)
+    of_gather = (4096 + 1104, 4 * 1104 + 16384)
+    of_reduction = (3 * 4096 + 3 * 1104, 3 * 1104 + 2 * 4096)
     expected = of_gather if kind == "all_gather" else of_reduction
     found = cost.coding_ms(_collective(kind, "int8/64"))
     assert found == tuple(num_bytes / 10 for num_bytes in expected)

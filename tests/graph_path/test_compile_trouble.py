@@ -284,13 +284,18 @@ def _wrong_calls(rank: int, world_size: int) -> list[str]:
 
     note(lambda: warmup(nn.Linear(2, 2), [torch.ones(2)]))
     note(lambda: limit_recompiles(-1))
+    wrapped = FSDP(nn.Linear(2, 2))
+    note(lambda: warmup(wrapped, [torch.ones(2)], lambda model, x: model(x).sum().backward()))
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
     return messages
 
 
 def test_wrong_calls(ranks: RankPool) -> None:
-    for unwrapped, negative in ranks.run(_wrong_calls, 2):
+    for unwrapped, negative, no_loss in ranks.run(_wrong_calls, 2):
         assert unwrapped.startswith("warmup(): expected a model with units, got Linear.")
         assert "0 or more" in negative
+        assert no_loss.startswith("warmup(): expected a loss, one number")
+        assert "got None" in no_loss
 
 
 def _other_batches(rank: int, world_size: int, how: str) -> tuple[str, str]:
