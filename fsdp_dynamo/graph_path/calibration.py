@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ from graph_passes.wire_format import WireFormat
 _SMALL_NUMEL = 256
 _LARGE_BYTES = 1 << 24
 """Bytes that a rank receives: enough that neither bursts nor latency matter much."""
+_DEVICE_NUMEL = 1 << 27
+"""Elements of what a device encodes: units are as large, and small ones measure launches."""
 _REPEATS = 5
+_IN_A_ROW = 4
 _MANY = 50
 _PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")
 _MEASURE = "measure"
@@ -118,6 +122,13 @@ def _known_or(
     return numbers
 
 
+@cache
+def _measured_code() -> str:
+    """Another one where another version measures, or runs, something else."""
+    files = (__file__, wire_kernels.__file__)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
 def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path:
     what = [
         platform.node(),
@@ -126,6 +137,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path
         group._get_backend(device).name(),
         str(torch.get_num_threads()),
         str(_DTYPES),
+        _measured_code(),
         *(os.environ.get(name, "") for name in _PLACES),
         *more,
     ]
@@ -201,7 +213,8 @@ def _measure_coding(
     """Bytes read and written in a millisecond of encoding, and of decoding."""
     wire = WireFormat.decode(text)
     assert wire is not None  # an empty text is no format
-    values = torch.ones(_LARGE_BYTES // 4, device=device)  # random ones are the user's
+    numel = _LARGE_BYTES // 4 if device.type == "cpu" else _DEVICE_NUMEL
+    values = torch.ones(numel, device=device)  # random ones are the user's
     output = torch.empty_like(values)
     with wire_kernels.noise_unchanged():
         # And once more below, where nothing is compiled.
@@ -214,9 +227,12 @@ def _measure_coding(
 
 
 def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Median of some repeats; of the processor, while it also serves a gather."""
+    """Median of some repeats; of the processor, while it also serves a gather.
+
+    A device does several in a row, so that it is not the host's time for a launch.
+    """
     if device.type != "cpu":
-        return _milliseconds(action, device)
+        return _milliseconds(lambda: [action() for _ in range(_IN_A_ROW)], device) / _IN_A_ROW
     gather = collectives.issue_all_gather(*_large_gather(group, device), group)
     found = _milliseconds(action, device)
     gather.wait()
