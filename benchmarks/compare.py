@@ -32,7 +32,7 @@ from benchmarks.measure import ranks, wire
 from benchmarks.measure.comparison_report import comparison_table, memory_table, rows
 from benchmarks.measure.report import record, write
 from benchmarks.measure.rounds import Comparison
-from benchmarks.peers import Setting, all_peers, named
+from benchmarks.peers import Peer, Setting, all_peers, named
 from benchmarks.workloads import catalogue
 
 
@@ -78,31 +78,36 @@ def run_rank(options: argparse.Namespace) -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
     with ranks.process_group(options.device) as device:
-        setting = Setting(workload_of(options), device, DTYPES[options.dtype])
-        rank = dist.get_rank()
+        return _run(options, chosen, device)
 
-        def say(text: str) -> None:
-            if rank == 0:
-                print(text, flush=True)
 
-        comparison = Comparison(chosen, setting, rank)
-        comparison.start(say=say)
-        comparison.run(options.rounds, say=say)
-        comparison.profile()
-        made = rows(comparison)
-        say(f"\n{setting.workload.name}; {dist.get_world_size()} ranks\n{comparison_table(made)}")
-        say(f"\n{memory_table(made)}")
-        if rank == 0 and options.json is not None:
-            results = record(
-                "comparison",
-                workload=setting.workload.name,
-                world_size=dist.get_world_size(),
-                decoder=None if options.torchbench_model else decoder_arguments(options),
-                link_bytes_per_s=wire.link_bytes_per_s(),
-                rounds=options.rounds,
-                rows=made,
-            )
-            write(options.json, results)
+def _run(options: argparse.Namespace, chosen: list[Peer], device: torch.device) -> int:
+    """Steps of the peers and what is told of them; the exit code. No model is left."""
+    setting = Setting(workload_of(options), device, DTYPES[options.dtype])
+    rank = dist.get_rank()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    comparison = Comparison(chosen, setting, rank)
+    comparison.start(say=say)
+    comparison.run(options.rounds, say=say)
+    comparison.profile()
+    made = rows(comparison)
+    say(f"\n{setting.workload.name}; {dist.get_world_size()} ranks\n{comparison_table(made)}")
+    say(f"\n{memory_table(made)}")
+    if rank == 0 and options.json is not None:
+        results = record(
+            "comparison",
+            workload=setting.workload.name,
+            world_size=dist.get_world_size(),
+            decoder=None if options.torchbench_model else decoder_arguments(options),
+            link_bytes_per_s=wire.link_bytes_per_s(),
+            rounds=options.rounds,
+            rows=made,
+        )
+        write(options.json, results)
     return 0 if all(row.get("loss_agrees", True) for row in made) else 1
 
 

@@ -110,31 +110,36 @@ def run_rank(options: argparse.Namespace, peer: Peer) -> int:
     if options.dynamo_no_optimize_ddp:
         torch._dynamo.config.optimize_ddp = False
     with ranks.process_group(options.device) as device:
-        rank = dist.get_rank()
+        return _run(options, peer, device)
 
-        def say(text: str) -> None:
-            if rank == 0:
-                print(text, flush=True)
 
-        extras.count_recompiles()
-        if options.verbose and rank == 0:
-            torch._logging.set_logs(graph_breaks=True, recompiles=True)
-        setting = Setting(
-            workload_of(options),
-            device,
-            DTYPES[options.dtype],
-            options.fsdp_wrap,
-            options.fsdp_checkpoint,
-        )
-        comparison = Comparison([peer], setting, rank)
-        comparison.start(say=say)
-        samples = comparison.samples[peer.key]
-        if samples.reason is not None:
-            return 1
-        comparison.run(options.repeat)
-        _extras(options, comparison, peer, say)
-        comparison.profile()
-        _report(options, comparison, say)
+def _run(options: argparse.Namespace, peer: Peer, device: torch.device) -> int:
+    """The peer's steps and what is told of them; the exit code. No model is left."""
+    rank = dist.get_rank()
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    extras.count_recompiles()
+    if options.verbose and rank == 0:
+        torch._logging.set_logs(graph_breaks=True, recompiles=True)
+    setting = Setting(
+        workload_of(options),
+        device,
+        DTYPES[options.dtype],
+        options.fsdp_wrap,
+        options.fsdp_checkpoint,
+    )
+    comparison = Comparison([peer], setting, rank)
+    comparison.start(say=say)
+    samples = comparison.samples[peer.key]
+    if samples.reason is not None:
+        return 1
+    comparison.run(options.repeat)
+    _extras(options, comparison, peer, say)
+    comparison.profile()
+    _report(options, comparison, say)
     return 0
 
 

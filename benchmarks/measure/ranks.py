@@ -7,6 +7,7 @@ one fails and passes Ctrl-C on.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,11 @@ def check_device(name: str, world_size: int) -> None:
 
 @contextmanager
 def process_group(device_name: str) -> Iterator[torch.device]:
-    """This rank's process group and device; gloo for CPUs, NCCL for GPUs."""
+    """This rank's process group and device; gloo for CPUs, NCCL for GPUs.
+
+    What has models must have returned before it ends: DDP's reducer, dropped after the group, joins
+    gloo's threads while it holds Python's lock, for which one of them may be waiting (torch 2.13).
+    """
     if device_name == "cpu":
         device, backend = torch.device("cpu"), "gloo"
     else:
@@ -70,6 +75,7 @@ def process_group(device_name: str) -> Iterator[torch.device]:
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield device
+        gc.collect()
         dist.barrier()
     finally:
         dist.destroy_process_group()

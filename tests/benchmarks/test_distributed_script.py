@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from pool import RankPool
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads import catalogue
 
@@ -27,7 +29,14 @@ DECODER = ("--decoder", "small", "--sequence_length", "64", "--repeat", "1")
 
 def _run(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> tuple[Any, str]:
     """The script as one rank under torchrun; its exit code, and what it has printed."""
-    dist.destroy_process_group()  # it makes one of its own
+    destroy = dist.destroy_process_group
+    destroy()  # it makes one of its own
+
+    def destroyed() -> None:
+        """Its reducer would join gloo's threads with Python's lock held: now and then a hang."""
+        assert not any(type(one) is DistributedDataParallel for one in gc.get_objects())
+        destroy()
+
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     place = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
     printed = io.StringIO()
@@ -35,6 +44,7 @@ def _run(rank: int, world_size: int, port: int, arguments: tuple[str, ...]) -> t
     with (
         mock.patch.dict(os.environ, place),
         mock.patch.object(sys, "argv", command),
+        mock.patch.object(dist, "destroy_process_group", destroyed),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(printed),
     ):
