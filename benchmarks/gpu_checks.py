@@ -24,7 +24,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,11 +268,19 @@ def late_collectives() -> Iterator[None]:
 
     with (
         mock.patch.object(collectives, "transport_of", return_value="library"),
-        mock.patch.object(collectives, "all_gather_single", late(collectives.all_gather_single)),
-        mock.patch.object(
-            collectives, "reduce_scatter_single", late(collectives.reduce_scatter_single)
-        ),
+        _changed_collectives(late),
     ):
+        yield
+
+
+@contextmanager
+def _changed_collectives(
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            changed = change(getattr(collectives, name))
+            stack.enter_context(mock.patch.object(collectives, name, changed))
         yield
 
 
@@ -302,20 +310,13 @@ class _Told:
         return getattr(self._work, name)
 
 
-@contextmanager
-def told_collectives() -> Iterator[None]:
+def told_collectives() -> AbstractContextManager[None]:
     """Collectives that torch's sanitizer understands when another stream than theirs waits."""
 
     def told(collective: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: _Told(collective(*args, **kwargs))
 
-    with (
-        mock.patch.object(collectives, "all_gather_single", told(collectives.all_gather_single)),
-        mock.patch.object(
-            collectives, "reduce_scatter_single", told(collectives.reduce_scatter_single)
-        ),
-    ):
-        yield
+    return _changed_collectives(told)
 
 
 @contextmanager

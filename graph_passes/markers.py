@@ -30,6 +30,12 @@ Adding it changes nothing, and a sum is -0.0 only where all of its terms are (+0
 So the mean over ranks of a parameter's gradient is all ``NO_VALUE`` where no rank has one.
 """
 
+
+def is_no_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Which elements are ``NO_VALUE``, which is equal to 0.0."""
+    return (tensor == 0) & tensor.signbit()
+
+
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 """What a collective does."""
 
@@ -177,6 +183,7 @@ __all__ = [
     "encode_name",
     "has_optional_format",
     "is_body",
+    "is_no_value",
     "launch_of",
     "mark_of",
     "set_launch",

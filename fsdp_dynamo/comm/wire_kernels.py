@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import streams
-from graph_passes.markers import NO_VALUE
+from graph_passes.markers import NO_VALUE, is_no_value
 from graph_passes.wire_format import WireFormat
 
 _LACKS = {torch.int8: -128, torch.uint8: -8}
@@ -119,10 +119,9 @@ def add(
         may_lack: whether codes may say ``NO_VALUE``.
         divisor: of the sum.
     """
-    is_one = codes.ndim == total.ndim
-    single = _single(codes, total.shape if is_one else (len(codes), *total.shape))
+    shape = total.shape if codes.ndim == total.ndim else (len(codes), *total.shape)
     lack = _LACKS[codes.dtype] if may_lack else None
-    _run(_add if is_one else _add_several, total, single, scales, lack, divisor)
+    _run(_add, total, _single(codes, shape), scales, lack, divisor)
 
 
 def _single(codes: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -150,7 +149,7 @@ def _encode(
     scaled = exact * (largest / bounds)
     codes.copy_(scaled.round_() if is_integer else scaled)
     if lack is not None:
-        codes.masked_fill_((values == 0) & values.signbit(), lack)
+        codes.masked_fill_(is_no_value(values), lack)
     return bounds / largest
 
 
@@ -169,7 +168,7 @@ def _encode_with_noise(
     factors = largest / bounds
     codes.copy_(torch.addcmul(noise, exact, factors).floor_())
     if lack is not None:
-        codes.masked_fill_((values == 0) & values.signbit(), lack)
+        codes.masked_fill_(is_no_value(values), lack)
     return bounds / largest
 
 
@@ -181,15 +180,6 @@ def _decode(
         output.masked_fill_(codes == lack, NO_VALUE)
 
 
-def _terms(
-    codes: torch.Tensor, scales: torch.Tensor | None, lack: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    if scales is None:
-        return codes
-    terms = codes.to(dtype).mul_(scales)
-    return terms if lack is None else terms.masked_fill_(codes == lack, NO_VALUE)
-
-
 def _add(
     total: torch.Tensor,
     codes: torch.Tensor,
@@ -197,22 +187,13 @@ def _add(
     lack: int | None,
     divisor: float,
 ) -> None:
-    total.add_(_terms(codes, scales, lack, total.dtype))
-    if divisor != 1:
-        total.div_(divisor)
-
-
-def _add_several(
-    total: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    lack: int | None,
-    divisor: float,
-) -> None:
-    terms = _terms(codes, scales, lack, total.dtype)
-    # A sum of no values is 0.0: where there are none, the total stays as it is.
-    is_missing = ((terms == 0) & terms.signbit()).all(0)
-    total.copy_(torch.where(is_missing, total, total + terms.sum(0, dtype=total.dtype)))
+    terms = codes if scales is None else codes.to(total.dtype).mul_(scales)
+    if lack is not None:
+        terms = terms.masked_fill_(codes == lack, NO_VALUE)
+    if terms.ndim > total.ndim:  # torch's sum of values that are not there is 0.0
+        is_missing = is_no_value(terms).all(0)
+        terms = terms.sum(0, dtype=total.dtype).masked_fill_(is_missing, NO_VALUE)
+    total.add_(terms)
     if divisor != 1:
         total.div_(divisor)
 
@@ -230,7 +211,7 @@ def _unpack(codes: torch.Tensor, packed: torch.Tensor) -> None:
     codes[..., half:] = signed[..., : codes.shape[-1] - half] >> 4
 
 
-_KERNELS = (_encode, _encode_with_noise, _decode, _add, _add_several, _pack, _unpack)
+_KERNELS = (_encode, _encode_with_noise, _decode, _add, _pack, _unpack)
 
 
 # -- noise ---------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from fsdp_dynamo.core.layout.row_planner import plan_rows
-from graph_passes.markers import NO_VALUE
+from graph_passes.markers import NO_VALUE, is_no_value
 
 ALIGN_BYTES = 16
 
@@ -85,7 +85,7 @@ def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Whether each of some tensors of one device has elements other than ``NO_VALUE``."""
     if not tensors:
         return []
-    found = [(~(tensor.signbit() & (tensor == 0))).any() for tensor in tensors]
+    found = [(~is_no_value(tensor)).any() for tensor in tensors]
     return torch.stack(found).tolist()
 
 
