@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +90,63 @@ def test_an_error_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError), best_probed():
         raise ZeroDivisionError
     assert cpu_vec_isa.valid_vec_isa_list is before
+
+
+@pytest.fixture
+def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, int]]:
+    """Starts anew with a cache folder; returns what is picked, and how often code was loaded."""
+    loaded: list[str] = []
+
+    def load(isa: cpu_vec_isa.VecISA, code: str) -> bool:
+        loaded.append(isa.build_arch_flags())
+        return True
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", load)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+
+    def start(folder: str) -> tuple[str, int]:
+        loaded.clear()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folder))
+        # Answers are kept by class: a new one knows nothing.
+        kind = type("Wide", (cpu_vec_isa.VecAVX512,), {})
+        monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [kind()])
+        with best_probed():
+            flags = cpu_vec_isa.pick_vec_isa().build_arch_flags()
+        return flags, len(loaded)
+
+    return start
+
+
+def test_a_later_start_picks_the_same_and_loads_nothing(
+    loads: Callable[[str], tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picked, num_loads = loads("one")
+    assert num_loads == 2
+    assert "-mavx512bf16" in picked  # a second probe, of what the set has besides
+    assert loads("one") == (picked, 0)
+    assert loads("other") == (picked, 2)
+    monkeypatch.setattr(
+        cpu_vec_isa, "_get_isa_dry_compile_fingerprint", lambda flags: f"new{flags}"
+    )
+    assert loads("one") == (picked, 2)
+
+
+def test_what_does_not_load_is_tried_again(
+    loads: Callable[[str], tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picked, _ = loads("one")
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, code: False)
+    assert loads("other") == ("", 0)
+    assert loads("one") == (picked, 0)
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(
+    loads: Callable[[str], tuple[str, int]], tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "fsdp_dynamo").write_text("")
+    first, again = loads("one"), loads("one")
+    assert first == again
+    assert first[1] == 2

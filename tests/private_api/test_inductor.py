@@ -199,6 +199,31 @@ def test_the_list_of_instruction_sets_can_be_replaced(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.private(
+    "torch._inductor.cpu_vec_isa.VecISA.check_build",
+    "torch._inductor.cpu_vec_isa._get_isa_dry_compile_fingerprint",
+    need="what an instruction set's probe has built is loaded once for each folder of the cache",
+    instead="three processes that load it in every start, as Inductor does it: 0.3 s",
+)
+def test_probes_of_instruction_sets_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    built = []
+
+    def build(isa: cpu_vec_isa.VecISA, code: str) -> bool:
+        built.append((isa, code))
+        return True
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", build)
+    wide = type("Wide", (cpu_vec_isa.VecAVX2,), {})()  # answers are kept by class
+    assert wide
+    ((isa, code),) = built
+    assert isa is wide
+    assert code == cpu_vec_isa.VecISA._avx_code
+    flags = isa.build_arch_flags()
+    assert flags in cpu_vec_isa._get_isa_dry_compile_fingerprint(flags)
+
+
+@pytest.mark.private(
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "torch._inductor.config.custom_partitioner_fn",
     need="our partition below Inductor, as a part of the key of AOTAutograd's cache",
