@@ -85,18 +85,13 @@ def _run(options: argparse.Namespace, chosen: list[Peer], device: torch.device) 
     """Steps of the peers and what is told of them; the exit code. No model is left."""
     setting = Setting(workload_of(options), device, DTYPES[options.dtype])
     rank = dist.get_rank()
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
     comparison = Comparison(chosen, setting, rank)
-    comparison.start(say=say)
-    comparison.run(options.rounds, say=say)
+    comparison.start(say=ranks.say)
+    comparison.run(options.rounds, say=ranks.say)
     comparison.profile()
     made = rows(comparison)
-    say(f"\n{setting.workload.name}; {dist.get_world_size()} ranks\n{comparison_table(made)}")
-    say(f"\n{memory_table(made)}")
+    ranks.say(f"\n{setting.workload.name}; {dist.get_world_size()} ranks\n{comparison_table(made)}")
+    ranks.say(f"\n{memory_table(made)}")
     if rank == 0 and options.json is not None:
         results = record(
             "comparison",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from benchmarks.measure.report import record, write
 from benchmarks.measure.rounds import Comparison
 from benchmarks.peers import FAMILIES, Peer, Setting
 from benchmarks.workloads import catalogue
-
-Say = Callable[[str], None]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -116,11 +113,6 @@ def run_rank(options: argparse.Namespace, peer: Peer) -> int:
 def _run(options: argparse.Namespace, peer: Peer, device: torch.device) -> int:
     """The peer's steps and what is told of them; the exit code. No model is left."""
     rank = dist.get_rank()
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
     extras.count_recompiles()
     if options.verbose and rank == 0:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
@@ -132,18 +124,18 @@ def _run(options: argparse.Namespace, peer: Peer, device: torch.device) -> int:
         options.fsdp_checkpoint,
     )
     comparison = Comparison([peer], setting, rank)
-    comparison.start(say=say)
+    comparison.start(say=ranks.say)
     samples = comparison.samples[peer.key]
     if samples.reason is not None:
         return 1
     comparison.run(options.repeat)
-    _extras(options, comparison, peer, say)
+    _extras(options, comparison, peer)
     comparison.profile()
-    _report(options, comparison, say)
+    _report(options, comparison)
     return 0
 
 
-def _extras(options: argparse.Namespace, comparison: Comparison, peer: Peer, say: Say) -> None:
+def _extras(options: argparse.Namespace, comparison: Comparison, peer: Peer) -> None:
     """Requested output besides times; all ranks take part in its steps."""
 
     def step() -> None:
@@ -152,32 +144,34 @@ def _extras(options: argparse.Namespace, comparison: Comparison, peer: Peer, say
     rank_0 = dist.get_rank() == 0
     if options.verbose:
         losses = comparison.samples[peer.key].losses
-        say("losses of rank 0: " + " ".join(f"{loss:.6f}" for loss in losses))
+        ranks.say("losses of rank 0: " + " ".join(f"{loss:.6f}" for loss in losses))
         if peer.ours:
-            say("order of issue in one step:\n" + extras.event_order(step))
+            ranks.say("order of issue in one step:\n" + extras.event_order(step))
     if options.profile:
         extras.write_trace(step, options.trace_file if rank_0 else None)
-        say(f"trace: {options.trace_file} (open it in Perfetto or chrome://tracing)")
+        ranks.say(f"trace: {options.trace_file} (open it in Perfetto or chrome://tracing)")
     if options.torchviz:
         trainee = comparison.trainees[peer.key]
         batch = comparison.setting.workload.batch_of(dist.get_rank(), 0, comparison.setting.device)
         loss = trainee.forward(batch)
         if rank_0:
-            say(f"autograd graph: {extras.draw(loss, trainee.model, options.torchviz_file)}")
+            ranks.say(f"autograd graph: {extras.draw(loss, trainee.model, options.torchviz_file)}")
         trainee.backward(loss)
         trainee.update()
     if options.gpu_memory_stats:
-        say(torch.cuda.memory_summary())
+        ranks.say(torch.cuda.memory_summary())
 
 
-def _report(options: argparse.Namespace, comparison: Comparison, say: Say) -> None:
+def _report(options: argparse.Namespace, comparison: Comparison) -> None:
     made = rows(comparison)
     graphs = extras.dynamo_counts()
     name, world_size = comparison.setting.workload.name, dist.get_world_size()
-    say(f"\n{name}; {world_size} ranks\n{comparison_table(made)}")
-    say(f"\n{memory_table(made)}\n")
-    say(", ".join(f"{count} {what}" for what, count in made[0]["collectives"].items()) + " a step")
-    say(", ".join(f"{count} {what}" for what, count in graphs.items()))
+    ranks.say(f"\n{name}; {world_size} ranks\n{comparison_table(made)}")
+    ranks.say(f"\n{memory_table(made)}\n")
+    ranks.say(
+        ", ".join(f"{count} {what}" for what, count in made[0]["collectives"].items()) + " a step"
+    )
+    ranks.say(", ".join(f"{count} {what}" for what, count in graphs.items()))
     if options.json is not None and dist.get_rank() == 0:
         arguments: dict[str, Any] = {"workload": name, "world_size": world_size}
         write(options.json, record("distributed", **arguments, dynamo=graphs, rows=made))

@@ -59,6 +59,12 @@ def check_device(name: str, world_size: int) -> None:
         )
 
 
+def say(text: str) -> None:
+    """Print a line on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 @contextmanager
 def process_group(device_name: str) -> Iterator[torch.device]:
     """This rank's process group and device; gloo for CPUs, NCCL for GPUs.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fsdp_dynamo.agreement.comparison import share_from_first
 from fsdp_dynamo.comm import collectives, wire_codec, wire_kernels
-from fsdp_dynamo.graph_path.compile_cache import own_folder
+from fsdp_dynamo.graph_path.compile_cache import own_file
 from graph_passes.wire_format import WireFormat
 
 _SMALL_NUMEL = 256
@@ -143,8 +143,7 @@ def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path
     ]
     if device.type != "cpu":
         what.append(torch.get_device_module(device).get_device_name())
-    digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
-    return own_folder() / f"{digest}.json"
+    return own_file(".json", *what)
 
 
 def _milliseconds(action: Callable[[], Any], device: torch.device) -> float:

@@ -55,12 +55,22 @@ _temporary: ExitStack | None = None
 
 
 def own_folder() -> Path:
-    """Our files in the cache's folder: measured rates, and locks.
+    """Our files in the cache's folder: measured rates, marks of probes, and locks.
 
     Raises:
         OSError: the cache's folder cannot be made.
     """
     return Path(cache_dir()) / "fsdp_dynamo"
+
+
+def own_file(suffix: str, *what: str) -> Path:
+    """A file in ``own_folder()``: another one where one of the texts differs.
+
+    Raises:
+        OSError: as ``own_folder()``.
+    """
+    digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:24]
+    return own_folder() / f"{digest}{suffix}"
 
 
 def require_usable_folder() -> None:
@@ -246,4 +256,10 @@ def _leave_temporary_folder() -> None:
         atexit.unregister(_leave_temporary_folder)
 
 
-__all__: Sequence[str] = ["compile_once", "graph_key", "own_folder", "require_usable_folder"]
+__all__: Sequence[str] = [
+    "compile_once",
+    "graph_key",
+    "own_file",
+    "own_folder",
+    "require_usable_folder",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from torch._inductor import cpu_vec_isa
 
-from fsdp_dynamo.graph_path.compile_cache import own_folder
+from fsdp_dynamo.graph_path.compile_cache import own_file
 
 
 @contextmanager
@@ -65,8 +64,7 @@ def best_probed() -> Iterator[None]:
 def _mark_of(isa: cpu_vec_isa.VecISA, code: str) -> Path:
     """File that is there if the code was built and loaded, by this compiler and this torch."""
     fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa.build_arch_flags())
-    text = "\n".join((code, fingerprint, torch.__file__))
-    return own_folder() / f"probe-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    return own_file(".probe", code, fingerprint, torch.__file__)
 
 
 __all__ = ["best_probed"]
