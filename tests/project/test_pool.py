@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from pool import RankFailedError, RankPool
+import torch
+import torch.distributed as dist
+from pool import RankFailedError, RankPool, on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,3 +110,21 @@ def test_what_nobody_handles_here_fails_the_test(tmp_path: Path) -> None:
         [*command, "--rootdir", str(tmp_path), str(tmp_path)], capture_output=True, text=True
     )
     assert done.stdout.startswith("FF."), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("addend", [1, 2])
+@on_ranks(2)
+def test_a_body_that_every_rank_runs(rank: int, addend: int) -> None:
+    total = torch.tensor(rank + addend)
+    dist.all_reduce(total)
+    assert total == 1 + 2 * addend
+
+
+@on_ranks(2)
+def _fails_on_the_second_rank(rank: int) -> None:
+    assert rank == 0, "as asked"
+
+
+def test_an_assertion_in_one_rank(ranks: RankPool) -> None:
+    with pytest.raises(RankFailedError, match="AssertionError: as asked"):
+        _fails_on_the_second_rank(ranks)

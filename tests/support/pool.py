@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import importlib
+import inspect
 import itertools
 import multiprocessing as mp
 import os
@@ -240,3 +241,38 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._ranks = []
+
+
+def on_ranks(world_size: int, timeout: float = 240.0) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function that every rank runs and that asserts in place.
+
+    The function takes ``rank`` first, then parameters of ``pytest.mark.parametrize`` that can be
+    pickled, and no other fixture::
+
+        @pytest.mark.parametrize("mode", MODES)
+        @on_ranks(2)
+        def test_gradients(rank: int, mode: str) -> None: ...
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        parameters = [*inspect.signature(body).parameters.values()][1:]
+
+        @functools.wraps(body)
+        def on_rank(rank: int, world_size: int, *args: Any) -> None:
+            body(rank, *args)
+
+        on_rank.__qualname__ = f"{body.__qualname__}.on_rank"
+
+        @functools.wraps(body)
+        def test(ranks: RankPool, **arguments: Any) -> None:
+            in_order = [arguments[parameter.name] for parameter in parameters]
+            ranks.run(on_rank, world_size, *in_order, timeout=timeout)
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        test.__signature__ = inspect.Signature([fixture, *keywords])  # type: ignore[attr-defined]
+        test.on_rank = on_rank  # type: ignore[attr-defined]
+        del test.__wrapped__  # type: ignore[attr-defined]
+        return test
+
+    return decorate
