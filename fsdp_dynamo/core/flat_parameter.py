@@ -24,7 +24,11 @@ The all-gather reads ``sharded`` and writes ``unsharded``: no copy in, no copy o
 ``param_dtype`` is another dtype, it reads a temporary cast of ``sharded`` that lives until the
 all-gather is done (``shard_to_gather``).
 The storage of ``unsharded`` is emptied and refilled in place, so a view that autograd saved in
-the forward reads the values that were gathered again for the backward.
+the forward reads the values that were gathered again for the backward. A backward may reach such a
+view before its unit is told (a loss on a tensor that the unit stored, say), while the storage is
+empty or being written. So all views share the version counter of ``unsharded``, which is raised by
+``UNREADABLE`` except between the end of a gather and the next reshard: autograd then refuses to
+unpack them, as it does for any tensor that was changed in place (``set_readable``).
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ from fsdp_dynamo.core.wires import Wires, wires_of
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
+
+UNREADABLE = 1 << 30
+"""Added to the version of an unsharded flat parameter while it holds no parameters."""
 
 
 class Dtypes(NamedTuple):
@@ -153,6 +160,7 @@ class FlatParameter:
         if mesh and (sharded_strategy or self.group.size() == 1):
             self._show_dtensors(None if mesh is True else mesh)
         self.point_originals_to_shard()
+        self._is_readable = False
         self.unsharded = self._make_unsharded()  # when the originals' storage is free
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
         self.piece: Piece | None = None
@@ -192,6 +200,7 @@ class FlatParameter:
             rows = rows_in(self.layout, index, self.groups, original.fqn, original.parallel)
             original.become_dtensor(Placing(rows, mesh, self.device), part)
 
+    @torch.inference_mode(False)  # or the next training step could not save views of it
     def _make_unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter; without storage unless it is never sharded."""
         if not self.needs_storage:
@@ -200,6 +209,7 @@ class FlatParameter:
             self.layout.padded_numel, dtype=self.param_dtype, device=self.device
         )
         unsharded.untyped_storage().resize_(0)
+        _set_unreadable(unsharded, True)
         return unsharded
 
     # -- precision ---------------------------------------------------------------------
@@ -230,6 +240,7 @@ class FlatParameter:
         have saved views of both.
         """
         if wanted is not self.is_full_precision:
+            self.set_readable(False)
             self.is_full_precision = wanted
             other, self._other_unsharded = self._other_unsharded, self.unsharded
             self.unsharded = self._make_unsharded() if other is None else other
@@ -309,6 +320,12 @@ class FlatParameter:
             storage.resize_(self.unsharded_bytes)
         return self.unsharded.data
 
+    def set_readable(self, readable: bool) -> None:
+        """Let autograd unpack saved views, or refuse to: see the note above."""
+        if readable is not self._is_readable and self.needs_storage:
+            self._is_readable = readable
+            _set_unreadable(self.unsharded, not readable)
+
     def storages_to_free(self) -> list[torch.UntypedStorage]:
         """The storage that resharding frees, if there is one."""
         storage = self.unsharded.untyped_storage()
@@ -357,7 +374,7 @@ class FlatParameter:
 
     def make_views(self) -> list[torch.Tensor]:
         """One view of the unsharded flat parameter for each original parameter."""
-        return self.layout.split(self.unsharded.data)
+        return self.layout.split(self.unsharded)
 
     def point_originals_to_shard(self) -> None:
         """Let each original parameter be this rank's part of ``sharded``."""
@@ -468,6 +485,7 @@ class FlatParameter:
         for storage in self.storages_to_free():
             storage.resize_(0)
         self._other_unsharded = self.piece = None
+        self._is_readable = False
         self.dtype = shard.dtype
         if not self.is_offloaded:
             self.device = shard.device
@@ -476,3 +494,8 @@ class FlatParameter:
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.unsharded = self._make_unsharded()
         self.point_originals_to_shard()
+
+
+def _set_unreadable(tensor: torch.Tensor, unreadable: bool) -> None:
+    version = tensor._version % UNREADABLE + UNREADABLE * unreadable
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.core.row_gathers import WholeDTensor, count_write, on_whole
@@ -68,6 +69,8 @@ def _counted(operator: Callable[..., Any]) -> Callable[..., Any]:
     def run_it(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = operator(cls, func, args, kwargs)
         count_write()
+        if isinstance(args[0], (list, tuple)):  # autograd raises the versions of single tensors
+            increment_version(args[0])
         return out
 
     return run_it

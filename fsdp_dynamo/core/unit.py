@@ -128,6 +128,7 @@ class Unit:
         self.pending_calls = 0
         self.is_unsharded = False
         self.is_ahead = False
+        self._is_unsharded_by_hand = False
         self.is_summoned = False
         self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
@@ -223,12 +224,15 @@ class Unit:
         if self.is_unsharded:
             return
         self.is_unsharded = True
+        before, self._gathered_versions = self._gathered_versions, self._versions()
         streams = self._side_streams()
         if streams is None:
             self._issue_gathers(phase)
             return
         retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
-        if retired and streams.take_back(retired):
+        if retired and before != self._gathered_versions:
+            streams.settle()  # frees them: they hold old values
+        elif retired and streams.take_back(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
             self.drop_pieces()
             return
@@ -337,12 +341,21 @@ class Unit:
         self.drop_secondary()  # parameters may have changed
         self.issue_unshard("forward")
         self.stay_unsharded()
+        self._is_unsharded_by_hand = True
+
+    @property
+    def outlives_forwards(self) -> bool:
+        """Whether the user has asked for what is unsharded now to serve the next forward, too."""
+        settings = self.settings
+        return self.is_ahead and (
+            self._is_unsharded_by_hand
+            or settings.reshards_after_forward is False
+            or not settings.reshards_after_backward
+        )
 
     def stay_unsharded(self) -> None:
         """Let its next forward take what is unsharded now, unless parameters change before."""
-        if self.is_unsharded:
-            self.is_ahead = True
-            self._gathered_versions = self._versions()
+        self.is_ahead = self.is_unsharded
 
     def show_gathered(self) -> None:
         """Let modules hold whole parameters where they would hold DTensors, until a forward."""
@@ -356,8 +369,8 @@ class Unit:
             flat.module_parameters.hide_gathered()
 
     def drop_outdated(self) -> None:
-        """Reshard before a forward if parameters have changed since they were gathered for it."""
-        if not self.is_ahead:
+        """Reshard before a forward if parameters have changed since they were gathered."""
+        if not self.is_unsharded:
             return
         self.hide_gathered()
         if self.pending_calls:
@@ -374,6 +387,8 @@ class Unit:
     def wait_unshard(self) -> None:
         """Wait for the all-gathers of ``issue_unshard``, before the unit computes."""
         self._wait_gathers()
+        for flat in self.flats:
+            flat.set_readable(True)
         self.settle()
 
     def _wait_gathers(self) -> None:
@@ -395,7 +410,9 @@ class Unit:
             self.hide_gathered()
         if self._gathers:
             self._wait_gathers()
-        self.is_unsharded = self.is_ahead = False
+        self.is_unsharded = self.is_ahead = self._is_unsharded_by_hand = False
+        for flat in self.flats:
+            flat.set_readable(False)
         if not self.settings.keeps_storage:
             self._free(phase)
 

@@ -77,15 +77,22 @@ def hint_at_cause(error: BaseException) -> None:
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
-    """Start the unit's backward with the first gradient of an output."""
+    """Start the unit's backward with the first gradient of an output.
+
+    Where the caller changes a view in place, autograd gives it another node, and the view's own is
+    never run; that of its base is.
+    """
     hook = partial(_pre_backward, root, call)
     for tensor in tensors_of(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(hook)
 
 
 @untraced(BY_AUTOGRAD)
-def _pre_backward(root: Root, call: ForwardCall, grad: torch.Tensor) -> None:
+def _pre_backward(root: Root, call: ForwardCall, grad: object) -> None:
     root.pre_backward(call)
 
 

@@ -196,7 +196,7 @@ class Root:
         for unit in self.units:
             reduce_frozen(unit.flats)
             unit.drop_pieces()  # left over from a forward that no backward followed
-            if not unit.is_ahead and not self._stays_unsharded:
+            if not unit.outlives_forwards and not self._stays_unsharded:
                 unit.reshard("forward")
         self._settle()  # shards are as the optimizer left them
         self.secondary.gather()

@@ -55,6 +55,7 @@ from fsdp_dynamo.graph_path.program import loaded_programs
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from fsdp_dynamo.graph_path.unshard_operators import collectives_of, share_unshards
+from fsdp_dynamo.graph_path.written_parameters import refuse_writes_before_gathers
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.planner import Planner
@@ -92,6 +93,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     announce_this_compilation()
     warn_if_the_graph_breaks(gm)
     parsed = GraphOptions.parse(options)
+    refuse_writes_before_gathers(gm)
     share_unshards(gm)
     if parsed.regions:
         report = outline_regions(gm)

@@ -755,3 +755,55 @@ def test_norms_come_from_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     param.sum().backward()
     assert clip_grad_norm_([param], 1.0).item() == pytest.approx(2**0.5)
     assert seen[0][0] is param.grad
+
+
+@pytest.mark.private(
+    "torch._C._autograd._unsafe_set_version_counter",
+    need="let autograd refuse saved views of a buffer that holds nothing yet",
+    instead="torch.autograd.graph.increment_version when it is emptied, and views made anew for "
+    "each forward",
+)
+def test_versions_of_saved_views_can_be_raised_and_put_back() -> None:
+    buffer = torch.ones(6)
+
+    def set_version(version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+
+    class Views(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(buffer.split([4, 2]))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(())
+
+    view, other = Views.apply(torch.zeros((), requires_grad=True))
+    x = torch.ones(1, 2, requires_grad=True)
+    for saved in (view.view(2, 2).t(), other.view(2, 1).detach()):
+        out = (x @ saved).sum()
+        before = buffer._version
+        set_version(before + 1000)
+        with pytest.raises(RuntimeError, match="inplace"):
+            out.backward(retain_graph=True)
+        set_version(before)
+        out.backward()
+    assert x.grad is not None
+
+
+@pytest.mark.private(
+    "Tensor._base",
+    need="start a unit's backward where its output is a view that the caller changes in place",
+    instead="a clone of outputs that are views",
+)
+def test_a_hook_on_the_base_of_a_view_changed_in_place() -> None:
+    ran: list[str] = []
+    hidden = torch.ones(2, 2, requires_grad=True) * 2
+    view = hidden.flatten()
+    assert view._base is hidden
+    assert hidden._base is None
+    view.register_hook(lambda grad: ran.append("view"))
+    hidden.grad_fn.register_prehook(lambda grads: ran.append("base"))
+    view += 1
+    view.sum().backward()
+    assert ran == ["base"]
