@@ -116,14 +116,11 @@ class UnshardedSum:
         self._note_trained()
         self._show(unused)
 
-    def add_reduced(self, parts: Sequence[torch.Tensor]) -> None:
+    def add_reduced(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Add a reduced gradient, in this rank's parts of the parameters, to the sum."""
         assert self.total is not None
         self.drop_dropped()
-        trained = [original.param.requires_grad for original in self._originals]
-        self._add_parts(
-            self.total, [part if one else None for part, one in zip(parts, trained, strict=True)]
-        )
+        self._add_parts(self.total, parts)
 
     @torch.no_grad()
     def take(self) -> torch.Tensor | None:
@@ -163,7 +160,8 @@ class UnshardedSum:
     def give_partial(self, parts: Sequence[torch.Tensor], frozen: Collection[int]) -> None:
         """Give what waited, reduced, to the parameters: those that are frozen by now, too."""
         if self.total is not None:
-            self.add_reduced(parts)
+            trained = self._now_trained()
+            self.add_reduced([part if i in trained else None for i, part in enumerate(parts)])
             self.keep_reduced(frozen, parts)
             return
         for original, part, has in zip(self._originals, parts, has_value(parts), strict=True):

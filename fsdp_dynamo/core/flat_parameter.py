@@ -437,15 +437,22 @@ class FlatParameter:
         wanted = self.grad_dtype
         return sharded_grad if sharded_grad.dtype == wanted else sharded_grad.to(wanted)
 
-    def accumulate_grad(self, sharded_grad: torch.Tensor, unused: Collection[int] = ()) -> None:
+    def accumulate_grad(
+        self,
+        sharded_grad: torch.Tensor,
+        unused: Collection[int] = (),
+        frozen: Collection[int] = (),
+    ) -> None:
         """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
 
-        Then call the parameters' hooks. To be called without gradient tracking.
+        Then call the parameters' hooks. To be called without gradient tracking. Parameters that
+        are not trained now get nothing: autograd asks leaves when their gradients come, too.
 
         Args:
             sharded_grad: the mean over ranks.
             unused: indices of parameters of which this rank had no gradient. Where no other rank
                 had one, nothing is added: a ``.grad`` of ``None`` stays ``None``.
+            frozen: indices of parameters that were not trained in the forward.
 
         Raises:
             FSDPStateError: a parameter has a hook of ``register_hook()``.
@@ -456,10 +463,12 @@ class FlatParameter:
         if self.is_offloaded:
             sharded_grad = sharded_grad.to(self.home)
         parts = self.shard_layout.split(sharded_grad)
+        dropped = self.module_parameters.frozen_now().union(frozen)
         if self.grad_sum.total is not None:
-            self.grad_sum.add_reduced(parts)
+            self.grad_sum.add_reduced(
+                [None if index in dropped else part for index, part in enumerate(parts)]
+            )
             return
-        dropped = self.module_parameters.frozen
         if unused:
             indices = sorted(unused)
             has = has_value([parts[index] for index in indices])

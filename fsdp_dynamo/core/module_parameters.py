@@ -46,6 +46,7 @@ class ModuleParameters:
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
         self._gathered: list[tuple[OriginalParameter, int]] = []  # shown, with their versions
+        self._put_since: list[tuple[nn.Module, str, nn.Parameter | None]] = []  # by the user
         # For each place of an original: who holds it, its name, it, the tensor whose memory it has,
         # that one's elements and address, and whether it is trained.
         self._as_left: list[_Facts] = []
@@ -54,12 +55,17 @@ class ModuleParameters:
         """Let every module see the views in place of its parameters.
 
         A view is no ``nn.Parameter`` and cannot be registered; as a plain attribute AOTAutograd
-        would not see it. So it goes into ``_parameters`` directly.
+        would not see it. So it goes into ``_parameters`` directly. What the user has put there
+        since the forward is for the next forward: ``unset_views`` puts it back.
         """
         for original, view in zip(self._originals, views, strict=True):
+            held = original.held
             if original.parallel is not None:
                 view = original.parallel.as_dtensor(view)
             for module, name, _ in original.sites:
+                found = module._parameters.get(name)
+                if found is not held and not self._has_views:
+                    self._put_since.append((module, name, found))
                 module._parameters[name] = view  # type: ignore[assignment]
         self._has_views = True
 
@@ -71,7 +77,8 @@ class ModuleParameters:
                 value = view.data  # has a version of its own
                 if original.parallel is not None:
                     value = original.parallel.as_dtensor(value)
-                self._gathered.append((original, original.show_whole(value)._version))
+                whole = original.show_whole(value, self.paths.fqn_of(original.fqn))
+                self._gathered.append((original, whole._version))
 
     def hide_gathered(self) -> None:
         """Let modules hold DTensors again.
@@ -105,6 +112,9 @@ class ModuleParameters:
         for original in self._originals:
             for module, name, _ in original.sites:
                 module._parameters[name] = original.param
+        for module, name, param in self._put_since:
+            module._parameters[name] = param
+        self._put_since = []
         self._has_views = False
 
     @torch.no_grad()
@@ -133,8 +143,12 @@ class ModuleParameters:
             facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
                 self._as_left.append((module._parameters, name, *facts))
-        self.frozen = frozenset(
-            i for i, original in enumerate(self._originals) if not original.param.requires_grad
+        self.frozen = self.frozen_now()
+
+    def frozen_now(self) -> frozenset[int]:
+        """Indices of originals that are not trained at the moment."""
+        return frozenset(
+            [i for i, original in enumerate(self._originals) if not original.param.requires_grad]
         )
 
     def check(self) -> None:

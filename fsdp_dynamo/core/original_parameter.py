@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
 from fsdp_dynamo.core.row_dtensor import Placing, RowDTensor, local_of
 from fsdp_dynamo.core.row_operands import rows_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
+from fsdp_dynamo.errors import FSDPStateError
 
 _OWNER = "_fsdp_dynamo_owner"
 _UPSTREAMS_MARK = "_fsdp_flattened"
@@ -33,6 +35,7 @@ class OriginalParameter:
         rows_together: how many rows of it stay on one rank; the last ones may be fewer.
         placing: of its DTensors, if ``param`` is one.
         whole: a plain parameter that modules hold in the place of a DTensor while it is summoned.
+        guard: raises where a gradient of a whole parameter would be lost; ``None``: sharded.
     """
 
     param: nn.Parameter
@@ -43,6 +46,7 @@ class OriginalParameter:
     rows_together: int = 1
     placing: Placing | None = None
     whole: nn.Parameter | None = None
+    guard: _WholeGradientGuard | None = None
 
     def take_local(self) -> None:
         """Put a plain parameter in the place of a DTensor: its local tensor."""
@@ -122,8 +126,13 @@ class OriginalParameter:
         """Whether a DTensor has the rows that this one has."""
         return self.placing is not None and self.placing.rows.holds_as(tensor._placing.rows)
 
-    def show_whole(self, value: torch.Tensor) -> nn.Parameter:
-        """Let modules hold the whole parameter until ``show_part`` or ``end_whole``; returns it."""
+    def show_whole(self, value: torch.Tensor, fqn: str) -> nn.Parameter:
+        """Let modules hold the whole parameter until ``end_whole``; returns it.
+
+        Args:
+            value: the whole parameter's.
+            fqn: relative to the root, for messages.
+        """
         if self.placing is None:
             self.param.data = value
         else:
@@ -132,10 +141,12 @@ class OriginalParameter:
                 {k: v for k, v in self.param.__dict__.items() if k != "_placing"}
             )
             self._put_into_modules(self.whole)
+        self.guard = _WholeGradientGuard(self, fqn) if self.held.requires_grad else None
         return self.held
 
     def end_whole(self) -> None:
         """Let modules hold the DTensor again."""
+        self.guard = None
         if self.whole is not None:
             self.whole = None
             self._put_into_modules(self.param)
@@ -178,6 +189,35 @@ class OriginalParameter:
         for mark in (_OWNER, _UPSTREAMS_MARK):
             setattr(new, mark, getattr(old, mark))
             delattr(old, mark)
+
+
+class _WholeGradientGuard:
+    """Raises when a backward brings a gradient to a whole parameter outside of its unit's forward.
+
+    Nothing would reduce it. The guard is on autograd's node of the parameter, which lives as long
+    as a graph that was made meanwhile, or this object. ``torch.autograd.grad`` does not run it.
+    """
+
+    def __init__(self, original: OriginalParameter, fqn: str) -> None:
+        self._node = get_gradient_edge(original.held).node
+
+        def refuse(grads: Sequence[torch.Tensor]) -> None:
+            # A plain parameter is the same object afterwards, when gradients of its part are right.
+            is_sharded = original.guard is None and original.placing is None
+            if not (is_sharded and grads[0].shape == original.param.shape):
+                raise FSDPStateError(
+                    expected="a parameter outside of its unit's forward to be used without "
+                    "gradients, while it is whole",
+                    got="a backward that reaches it: nothing would reduce its gradient",
+                    where=f"parameter '{fqn}'",
+                    fix="Use it in the forward of its unit, or in a method that is one "
+                    "(register_forward_method), or detach it.",
+                )
+
+        self._node.register_prehook(refuse)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the parameter is sharded."""
 
 
 def _of_its_own(part: torch.Tensor) -> torch.Tensor:

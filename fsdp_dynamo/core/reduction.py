@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,10 +134,10 @@ def _issue_on_levels(
 
 @torch.no_grad()
 def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
-    """Before a forward, reduce what waits for a reduction of parameters that are frozen by now.
+    """Reduce what waits for a reduction of parameters that are frozen by now.
 
     Nothing is added to it any more, and what comes with later gradients is not theirs. Every rank
-    must call it.
+    must call it, before a forward and before a sum goes into a gradient.
     """
     for flat in flats:
         waiting = flat.grad_sum
@@ -151,6 +151,22 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
             reduced = flat.as_grad(reduced).to(flat.home)
             waiting.keep_reduced(frozen, flat.shard_layout.split(reduced))
         waiting.accumulation.refresh()
+
+
+def without_frozen(
+    grads: Mapping[FlatParameter, list[torch.Tensor | None]],
+) -> Iterator[tuple[FlatParameter, list[torch.Tensor | None]]]:
+    """Leave out gradients of parameters that were frozen since the forward, as autograd does.
+
+    What waits for a reduction of them is reduced first. Every rank must call it.
+    """
+    for flat, own in grads.items():
+        frozen = flat.module_parameters.frozen_now()
+        for index in frozen:
+            own[index] = None
+        reduce_frozen([flat])
+        if len(frozen) < len(own):
+            yield flat, own
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:

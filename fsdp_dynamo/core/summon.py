@@ -110,7 +110,7 @@ class _SummonedFlat:
         for i, original in enumerate(flat.originals):
             if self._moves_grads:
                 original.param.grad = None  # of another shape
-            original.show_whole(values[i])
+            original.show_whole(values[i], flat.paths.fqn_of(original.fqn))
             if grads is not None and self._has_grads is not None and self._has_grads[i]:
                 original.held.grad = grads[i]
 

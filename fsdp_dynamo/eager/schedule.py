@@ -22,7 +22,7 @@ from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
-from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of
+from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
@@ -381,7 +381,7 @@ class Root:
         end = self._end_of_calls(unit)
         with end.on_stream():
             self._reduces.advance()
-            for flat, grads in end.take().items():
+            for flat, grads in without_frozen(end.take()):
                 if flat.grad_sum.settings.reduces:
                     self._reduces.make_room()  # before the next flat gradient is made
                     self._reduces.issue(flat, flat.grad_to_reduce(grads), unused_of(grads))

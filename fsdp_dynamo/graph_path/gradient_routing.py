@@ -55,16 +55,18 @@ def _no_flat() -> None:
 def _grad_handler(flat: FlatParameter) -> GradHandler:
     """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
     total = flat.grad_sum.total if flat.grad_sum.settings.reduces else None
+    frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
         if total is not None:
             # Other forwards that wait for their backward, and this one's where its graph is
             # retained, would add the sum once more: from now on they add nothing.
             if flat.grad_sum.total is total:
+                reduce_frozen([flat])
                 flat.grad_sum.take()
                 flat.grad_sum.accumulation.refresh()
             total.data.fill_(NO_VALUE)
-        flat.accumulate_grad(grad, _unused(flat, absent))
+        flat.accumulate_grad(grad, _unused(flat, absent), frozen)
 
     return handle
 
@@ -78,8 +80,10 @@ def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
 
 
 def _carry(flat: FlatParameter) -> GradHandler:
+    before = flat.module_parameters.frozen
+
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
-        frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
+        frozen = flat.module_parameters.frozen_now().union(before)
         views = flat.layout.split(grad) if frozen else []
         for index in frozen:
             views[index].fill_(NO_VALUE)

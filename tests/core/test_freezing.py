@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer, average_gradients, batch, loss_of, make_transformer, wrap
+from loops import different, whole_gradients
+from models import (
+    DOORS,
+    Transformer,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    through,
+    wrap,
+)
 from modes import INDUCTOR_MODES, MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
@@ -273,3 +283,80 @@ def _evaluated(rank: int, world_size: int, mode: str) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_copy(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_evaluated, 2, mode) == [True, True]
+
+
+Script = list[tuple[str, Any]]
+
+HEAD = ("blocks.0.up", "head.weight")
+LATER: dict[str, Script] = {
+    "all": [("forward", None), ("freeze", ("",)), ("backward", 0)],
+    "some": [("forward", None), ("freeze", ("blocks.0", "head.weight")), ("backward", 0)],
+    "trained again": [
+        ("forward", None),
+        ("freeze", HEAD),
+        ("evaluate", None),
+        ("freeze", ()),
+        ("backward", 0),
+    ],
+    "between two forwards": [
+        ("freeze", HEAD),
+        ("forward", None),
+        ("freeze", ()),
+        ("forward", None),
+        ("backward", 1),
+        ("backward", 0),
+    ],
+    "after a sum": [("sum", None), ("forward", None), ("freeze", HEAD), ("backward", 0)],
+    "in a sum": [("sum", HEAD), ("freeze", ()), ("forward", None), ("backward", 0)],
+}
+"""Scripts that freeze parameters, by the beginnings of their names, after a forward."""
+
+
+def _run_script(
+    script: Script,
+    model: nn.Module,
+    call: Callable[..., Any],
+    rank: int,
+    no_sync: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    def freeze(prefixes: tuple[str, ...]) -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(prefixes))
+
+    losses: list[torch.Tensor] = []
+    freeze(())
+    model.zero_grad()
+    for step, (action, argument) in enumerate(script):
+        tokens = batch(rank, step)
+        if action == "freeze":
+            freeze(argument)
+        elif action == "forward":
+            losses.append(loss_of(call, tokens))  # type: ignore[arg-type]
+        elif action == "evaluate":
+            with torch.no_grad():
+                call(tokens)
+        elif action == "backward":
+            losses[argument].backward()
+        else:
+            with no_sync():
+                loss = loss_of(call, tokens)  # type: ignore[arg-type]
+                freeze(argument or ())
+                loss.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_frozen_between_forward_and_backward(rank: int, door: str, mode: str) -> None:
+    """What is frozen when the backward runs gets no gradient, and keeps the one that it has."""
+    plain = make_transformer(num_blocks=2)
+    model = through(door, copy.deepcopy(plain))
+    run = in_mode(model, mode)
+    wrong = {}
+    for name, script in LATER.items():
+        _run_script(script, plain, plain, rank, nullcontext)
+        average_gradients(plain)
+        expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        _run_script(script, model, run, rank, model.no_sync)
+        wrong[name] = different(whole_gradients(model), expected)
+    assert not any(wrong.values()), wrong

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from models import batch, loss_of, make_transformer, train, wrap
+from loops import different, whole_gradients
+from models import (
+    DOORS,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    through,
+    train,
+    wrap,
+)
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -239,3 +250,31 @@ def _without_parameters(rank: int, world_size: int) -> tuple[float, list[bool]]:
 
 def test_units_without_parameters_or_shards(ranks: RankPool) -> None:
     assert ranks.run(_without_parameters, 2) == [(4.0, [True, True])] * 2
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_gradient_of_a_whole_parameter_is_refused(rank: int, door: str) -> None:
+    """At the backward, inside the context or after it; what was there before is as it was."""
+    plain = make_transformer(num_blocks=1)
+    model = through(door, copy.deepcopy(plain))
+    loss_of(plain, batch(rank, 0)).backward()
+    average_gradients(plain)
+    loss_of(model, batch(rank, 0)).backward()
+    with FSDP.summon_full_params(model):
+        copy.deepcopy(model)
+        weight = model.head.weight
+        loss = weight.pow(2).sum()
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], 2 * weight)
+        with pytest.raises(FSDPStateError, match=r"parameter 'head\.weight'"):
+            weight.pow(2).sum().backward()
+        loss = weight.sum()
+    with pytest.raises(FSDPStateError, match=r"parameter 'head\.weight'"):
+        loss.backward()
+    got, expected = whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}
+    assert different(got, expected) == []
+    del loss, weight
+    sum(param.pow(2).sum() for param in model.parameters()).backward()  # of this rank's parts
+    got = whole_gradients(model)
+    expected = {n: p.grad + 2 * p for n, p in plain.named_parameters()}
+    assert different(got, expected) == []

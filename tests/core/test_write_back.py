@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer, batch, loss_of, make_transformer, wrap
+from loops import different, whole_gradients
+from models import (
+    DOORS,
+    Transformer,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    through,
+    wrap,
+)
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
@@ -267,6 +277,32 @@ def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> li
 def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mode: str) -> None:
     for wrong in ranks.run(_before_backward, 2, mode, strategy):
         assert wrong == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) -> None:
+    """The backward is that of its forward; the new parameter is the next forward's."""
+    models: list[Any] = [make_transformer(num_blocks=2)]
+    models.append(through(door, copy.deepcopy(models[0])))
+    losses = []
+    for model, run in (models[0], models[0]), (models[1], in_mode(models[1], mode)):
+        loss_of(run, batch(rank, 0)).backward()
+        model.zero_grad()
+        loss = loss_of(run, batch(rank, 0))
+        for linear in (model.head, model.blocks[0].up):
+            linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.25))
+        loss.backward()
+        losses.append(loss_of(run, batch(rank, 1)).item())
+        if model is models[0]:
+            average_gradients(model)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
+    got = whole_gradients(models[1])
+    if door == "fully_shard":  # the DTensor stays and takes the values, so its gradient stays, too
+        got = {name: grad for name, grad in got.items() if name in expected}
+    assert different(got, expected) == []
 
 
 def _unit_without_a_backward(rank: int, world_size: int) -> bool:

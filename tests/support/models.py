@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, ShardingStrategy
+from fsdp_dynamo import FSDP, ShardingStrategy, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 VOCABULARY = 31
@@ -128,6 +128,16 @@ def wrap(model: nn.Module, **kwargs: Any) -> FSDP:
     """One unit a block, and the root."""
     kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
     return FSDP(model, **kwargs)
+
+
+DOORS = ("wrapper", "fully_shard")
+
+
+def through(door: str, model: nn.Module, **kwargs: Any) -> Any:
+    """As ``wrap``, through one of the two front doors."""
+    if door == "wrapper":
+        return wrap(model, **kwargs)
+    return fully_shard(model, policy=ModuleWrapPolicy({Block}), **kwargs)
 
 
 @contextmanager
