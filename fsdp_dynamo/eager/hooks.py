@@ -16,9 +16,11 @@ from torch import nn
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
+from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_output, map_tensors, tensors_of
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
@@ -48,9 +50,12 @@ def run_unit(
         # its views already.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         return cast_output(unit.output_dtype, body(*args, **kwargs))
+    if is_in_reverse_mode() and unit.flats:
+        raise _reverse_mode_error(unit)
     outermost = root.is_outside
     try:
-        call = root.pre_forward(unit)
+        with outside_transforms():
+            call = root.pre_forward(unit)
     except BaseException:
         if outermost:
             root.reset()
@@ -65,7 +70,8 @@ def run_unit(
         if outside is not None:
             raise outside from error
         raise
-    root.post_forward(unit, call, module)
+    with outside_transforms():
+        root.post_forward(unit, call, module)
     if torch.is_grad_enabled():
         _register_pre_backward(root, call, output)
     return output
@@ -84,11 +90,21 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
     """
     hook = partial(_pre_backward, root, call)
     for tensor in tensors_of(output):
-        if tensor.requires_grad:
-            tensor.register_hook(hook)
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(hook)
+        for own in below_transforms(tensor):
+            if own.requires_grad:
+                own.register_hook(hook)
+                base = own._base
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(hook)
+
+
+def _reverse_mode_error(unit: Unit) -> UnsupportedError:
+    return UnsupportedError(
+        expected="a backward that starts the unit's own: loss.backward() or torch.autograd.grad()",
+        got="torch.func.grad, vjp or jacrev, whose backward runs none of its hooks",
+        where=unit_name(unit.fqn),
+        fix="Call torch.autograd.grad() in its place, or use torch.func.jvp or jacfwd.",
+    )
 
 
 @untraced(BY_AUTOGRAD)
