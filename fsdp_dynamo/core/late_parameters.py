@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -41,20 +41,22 @@ class LateParameterCheck:
             return
         for fqn, module in self._modules():
             for name, param in module._parameters.items():
-                if (
-                    isinstance(param, nn.Parameter)
-                    and param.requires_grad
-                    and owner_of(param) is None
-                    and param not in self._ignored
-                ):
+                if self._is_late(param) and param.requires_grad:
                     raise _late_error(paths.fqn_of(join_fqn(fqn, name)))
         self._remember()
+
+    def _is_late(self, param: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+        is_parameter = isinstance(param, nn.Parameter)
+        return is_parameter and owner_of(param) is None and param not in self._ignored
 
     def _is_as_remembered(self) -> bool:
         if sum(map(len, self._entries)) != self._num_entries:
             return False
         for holder, name in self._absent:
             if holder.get(name) is not None:
+                return False
+        for param in self._frozen:
+            if param.requires_grad:
                 return False
         for held, children in self._children:  # noqa: SIM110  # a generator costs more than all of it
             if [*held.values()] != children:
@@ -72,6 +74,8 @@ class LateParameterCheck:
             for name, param in module._parameters.items()
             if param is None
         ]
+        parameters = [param for module in found for param in module._parameters.values()]
+        self._frozen = [param for param in parameters if self._is_late(param)]
         self._children = [
             (module._modules, [*module._modules.values()]) for module in found if module._modules
         ]

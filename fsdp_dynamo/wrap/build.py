@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed._composable.contract import (  # no public way to ask
     REGISTRY_KEY,
     STATE_KEY,
@@ -38,6 +39,7 @@ from fsdp_dynamo.wrap.fsdp2_arguments import keeps_dtype
 from fsdp_dynamo.wrap.initial_values import InitialValues
 
 _SPLIT_BYTES = 1 << 20
+_TORCHS_UNITS = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
 
 
 @dataclass
@@ -229,6 +231,14 @@ class _Walk:
     def below(
         self, module: nn.Module, path: str, chain: tuple[nn.Module, ...]
     ) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
+        if isinstance(module, _TORCHS_UNITS) and not is_unit(module):
+            raise FSDPValueError(
+                expected="modules that torch's own FSDP does not shard",
+                got=f"a unit of torch's ({type(module).__name__})",
+                where=f"module '{path}'",
+                fix="Shard the whole model with one of the two, or pass the module in "
+                "ignored_modules.",
+            )
         if module in self._owners:
             self._have_nested.add(chain[-1])
             chain = (*chain, module)

@@ -120,7 +120,10 @@ class UnitModule(UserMethods):
             module.__dict__.pop(module._fsdp_entry, None)
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
-            walk = partial(build.managed_modules_of, unit, ignored)
+            if len(unit.modules) > 1:
+                walk = partial(build.managed_modules_of, unit, ignored)
+            else:  # what is attached to a wrapper, too
+                walk = partial(build.managed_modules, module, ignored)
             unit.late_parameters = LateParameterCheck(walk, ignored.parameters)
         wire_kernels.begin_noise()
         for _, module in named:
@@ -250,6 +253,17 @@ class UnitModule(UserMethods):
         self._fsdp_root.accumulation.refresh()
         self._fsdp_share_shards()
         return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Raise where ``DistributedDataParallel``, which asks for it first, wraps the module."""
+        raise UnsupportedError(
+            expected="one wrapper that reduces the gradients",
+            got="DistributedDataParallel around a unit, whose parts differ between ranks",
+            where=unit_name(self._fsdp_unit.fqn),
+            fix="Leave it out: the unit reduces its own. For replicas of shards use "
+            "ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two dimensions.",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

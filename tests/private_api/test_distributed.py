@@ -488,3 +488,20 @@ def test_collectives_in_a_trace(group: dist.ProcessGroup) -> None:
     reduced, gathered = torch.compile(both, backend="aot_eager", fullgraph=True)(x)
     assert torch.equal(reduced, x * group.size())
     assert torch.equal(gathered, x.repeat(group.size()))
+
+
+@pytest.mark.private(
+    "Module._ddp_params_and_buffers_to_ignore",
+    need="an error by name where DistributedDataParallel wraps a unit: it asks for this first, and "
+    "then waits for ranks whose parameters have another size",
+    instead="nothing: its own error, or a timeout",
+)
+@pytest.mark.usefixtures("group")
+def test_ddp_asks_what_to_ignore_before_it_communicates() -> None:
+    class Refusing(nn.Linear):
+        @property
+        def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        nn.parallel.DistributedDataParallel(Refusing(1, 1))
