@@ -73,6 +73,10 @@ def issue_all_gather(
     # ``data``: a collective neither bumps its output's version nor is differentiated.
     shard = shard.data
     slots = output.data.chunk(group.size())
+    # Before the first send: an error in between would leave the other ranks waiting.
+    own = slots[group.rank()]
+    own_part = shard.view_as(own)
+    is_in_place = own.data_ptr() == shard.data_ptr()
     works: list[Work] = []
     try:
         for r in _others(group):
@@ -81,9 +85,8 @@ def issue_all_gather(
             works.append(group.send([shard], r, tag))
     except RuntimeError as error:
         raise UnreachableError(error, group, r) from error
-    own = slots[group.rank()]
-    if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard.view_as(own))
+    if not is_in_place:
+        own.copy_(own_part)
     return works
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,6 +186,15 @@ def test_receive_buffer(ranks: RankPool, world_size: int) -> None:
     for rank, answer in enumerate(ranks.run(_received_bytes, world_size)):
         values = [8.0 * rank + r for r in range(world_size)]
         assert answer == [32 * (world_size - 2), True, True, [*values, sum(values)]]
+
+
+def test_what_cannot_be_gathered_is_not_begun() -> None:
+    """The other ranks would wait for the rest."""
+    group = Mock(rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(RuntimeError):
+        point_to_point.issue_all_gather(torch.zeros(4), torch.zeros(3), group, TAG)
+    assert not group.send.called
+    assert not group.recv.called
 
 
 def test_sums_of_low_precision_round_once() -> None:
