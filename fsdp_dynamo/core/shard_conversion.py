@@ -11,10 +11,11 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 
 
 def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A shard ``(shard_numel,)`` of tensors as large as this rank's parts, on the device where
-    collectives work; zero where there is none."""
-    dtype = next((local.dtype for local in locals_ if local is not None), flat.dtype)
-    shard = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.device)
+    """A shard ``(shard_numel,)`` of tensors of one dtype, as large as this rank's parts, on the
+    device where collectives work; zero where there is none."""
+    dtypes = {local.dtype for local in locals_ if local is not None} or {flat.dtype}
+    assert len(dtypes) == 1, f"tensors of one dtype, got {dtypes}"
+    shard = torch.zeros(flat.layout.shard_numel, dtype=dtypes.pop(), device=flat.device)
     for place, local in zip(flat.shard_layout.split(shard), locals_, strict=True):
         if local is not None:
             place.copy_(local)

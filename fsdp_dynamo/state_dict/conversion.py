@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,15 +30,23 @@ def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
 
 
 def gather_states(
-    flat: FlatParameter, locals_: Sequence[torch.Tensor | None]
-) -> Iterator[torch.Tensor | None]:
-    """``gather_params`` for tensors of one dtype, each as large as its local original parameter.
+    flat: FlatParameter, parts: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Gather states as large as their original parameters, with one all-gather for each dtype.
 
-    A tensor that is ``None`` must be so on every rank.
+    They share memory as those of ``gather_params`` do.
+
+    Args:
+        parts: by the parameter's number, this rank's part; ranks have the same numbers and dtypes.
+
+    Yields:
+        Number and unsharded state.
     """
-    shard = shard_of(flat, [one if one is None else local_of(one) for one in locals_])
-    for value, local in zip(_gathered(flat, shard), locals_, strict=True):
-        yield value if local is not None else None
+    for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+        own = {number: part for number, part in parts.items() if part.dtype == dtype}
+        locals_ = [local_of(own[i]) if i in own else None for i in range(len(flat.originals))]
+        whole = enumerate(_gathered(flat, shard_of(flat, locals_)))
+        yield from ((number, value) for number, value in whole if number in own)
 
 
 def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -81,9 +89,12 @@ def mark_rank_local(flat: FlatParameter, value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(RankLocalTensor), value)
 
 
-def unmark_rank_local(value: Any) -> Any:
-    """Plain tensors instead of those that ``mark_rank_local`` marked."""
-    return tree_map_only(RankLocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
+def from_rank_local(flat: FlatParameter, index: int, value: Any) -> Any:
+    """A value that ``mark_rank_local`` marked; a DTensor where it is this rank's part of one."""
+    value = tree_map_only(RankLocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
+    part, original = flat.shard_layout.ranges[index], flat.originals[index]
+    is_part = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == part.shape
+    return original.as_param(value) if is_part else value
 
 
 def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:

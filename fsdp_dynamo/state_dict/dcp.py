@@ -31,10 +31,11 @@ from fsdp_dynamo.config import (
 )
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_modules import units_in
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict import methods, optim_state
 from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
+from fsdp_dynamo.state_dict.flattened import flatten, unflatten
 from fsdp_dynamo.state_dict.methods import uncompiled
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -94,17 +95,56 @@ def _load_model_state(model: nn.Module, state_dict: dict[str, Any], info: Any) -
 def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
     if not info.handle_optim:
         return {}
+    named = optim_state.named_places(model, units_in(model))
     for optimizer in optimizers:
-        torch_state_dict._init_optim_state(optimizer)
+        _make_states(optimizer, named)
     with _configured(model, info):
         settings = methods.get_state_dict_type(model)
-    named = optim_state.named_places(model, units_in(model))
     merged = optim_state.save_several(named, optimizers, settings)
     if not merged["param_groups"]:  # only rank 0 has them
         return {}
     if info.flatten_optimizer_state_dict:
-        return torch_state_dict._flatten_optim_state_dict(merged)  # type: ignore[arg-type]
+        return flatten(merged)
     return merged
+
+
+@contextmanager
+def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While open, an optimizer without states has those of its first step, and no gradients."""
+    if optimizer.state:
+        yield
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    try:
+        for param in params:
+            param.grad = None  # torch makes no states where there are gradients
+        torch_state_dict._init_optim_state(optimizer)
+        yield
+    finally:
+        optimizer.state.clear()
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParams) -> None:
+    """Give an optimizer without states those of its first step, to load into.
+
+    Raises:
+        FSDPStateError: it has gradients: a step that was to follow would find the states.
+    """
+    with_grad = [place for _, _, place in named.of(optimizer) if place.param.grad is not None]
+    if optimizer.state or not with_grad:
+        torch_state_dict._init_optim_state(optimizer)
+        return
+    with _first_states(optimizer):
+        if any(optimizer.state.values()):
+            raise FSDPStateError(
+                expected="an optimizer that has made a step, or parameters without gradients",
+                got="gradients and no states, which would be missing in the state dict",
+                where=f"{type(optimizer).__name__}, parameter '{with_grad[0].fqn}'",
+                fix="Call optimizer.zero_grad() before, or optimizer.step().",
+            )
 
 
 def _load_optim_state(
@@ -114,21 +154,22 @@ def _load_optim_state(
         return
     given = _received(model, state_dict, info)
     named = optim_state.named_places(model, units_in(model))
+    if "state" not in given:
+        given = unflatten(given, {place.fqn for place in named.places.values()})
+    with _configured(model, info):
+        settings = methods.get_state_dict_type(model)
+    ready = []
     for optimizer in optimizers:
-        torch_state_dict._init_optim_state(optimizer)
-        one: Any = given
-        if "state" not in given:
-            one = torch_state_dict._unflatten_optim_state_dict(optimizer, given, info)
-        fqns = {place.fqn for _, _, place in named.of(optimizer)}
-        if info.strict:
-            _require_states(optimizer, one["state"], named)
-        own: dict[str, Any] = {
-            "state": {fqn: state for fqn, state in one["state"].items() if fqn in fqns},
-            "param_groups": one["param_groups"],
-        }
-        with _configured(model, info):
-            settings = methods.get_state_dict_type(model)
-        loaded = optim_state.load(named, optimizer, own, settings)
+        with _first_states(optimizer):
+            if info.strict:
+                _require_states(optimizer, given["state"], named)
+            fqns = {place.fqn for _, _, place in named.of(optimizer)}
+            own = {
+                "state": {fqn: state for fqn, state in given["state"].items() if fqn in fqns},
+                "param_groups": given["param_groups"],
+            }
+            ready.append(optim_state.load(named, optimizer, own, settings))
+    for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
 
 

@@ -25,6 +25,7 @@ from fsdp_dynamo.module_tree import COMPILED, join_fqn, plain_fqn, without_wrapp
 from fsdp_dynamo.state_dict.conversion import (
     as_tensor_shard,
     extract_local,
+    from_rank_local,
     gather_params,
     mark_rank_local,
 )
@@ -161,13 +162,19 @@ def load_unit(
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
     _refuse_flat_parameters(keys.values())
     for flat in unit.flats:
-        takes_parts = not is_local and not flat.module_parameters.is_whole
-        for index, original in enumerate(flat.originals if takes_parts else ()):
+        is_whole = flat.module_parameters.is_whole
+        for index, original in enumerate(() if is_whole else flat.originals):
             for _, _, fqn in original.sites:
                 name = unit.below(module, fqn)
                 key = None if name is None else keys.get(name)
-                if key is not None:
-                    state_dict[key] = extract_local(flat, index, state_dict[key], plain_fqn(key))
+                if key is None:
+                    continue
+                value = state_dict[key]
+                state_dict[key] = (
+                    from_rank_local(flat, index, value)
+                    if is_local
+                    else extract_local(flat, index, value, plain_fqn(key))
+                )
     return keys
 
 

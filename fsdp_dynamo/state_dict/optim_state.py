@@ -36,9 +36,9 @@ from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.conversion import (
     as_tensor_shard,
     extract_local,
+    from_rank_local,
     gather_states,
     mark_rank_local,
-    unmark_rank_local,
     unsharded_shape,
 )
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
@@ -264,12 +264,13 @@ def _full_state(
     states: Mapping[ParamPlace, Mapping[str, Any]],
     settings: StateDictSettings,
 ) -> dict[str, Any] | None:
-    """Unsharded states, gathered for one flat parameter and one kind of state at a time.
+    """Unsharded states, gathered for one flat parameter, kind of state and dtype at a time.
 
     Returns:
         ``None`` on ranks that are to have none.
     """
     config = settings.optim_state_dict_config
+    to_cpu = config.offload_to_cpu
     by_index = {(p.flat, p.index): p for p in states if p.flat is not None}
     result: dict[str, dict[str, Any]] = {place.fqn: {} for place, state in states.items() if state}
     first = all(g.rank() == 0 for flat in named.flats[:1] for g in flat.groups.all)
@@ -278,35 +279,18 @@ def _full_state(
         members = [by_index.get((flat, i)) for i in range(len(flat.originals))]
         names = dict.fromkeys(n for m in members if m for n in states[m])
         for name in names:
-            having = [m if m is not None and name in states[m] else None for m in members]
-            values = [None if m is None else states[m][name] for m in having]
-            for fqn, kept in _gathered_states(flat, having, values, wanted, config.offload_to_cpu):
-                result[fqn][name] = kept
+            having = {i: m for i, m in enumerate(members) if m is not None and name in states[m]}
+            values = {number: states[m][name] for number, m in having.items()}
+            parts = {n: v for n, v in values.items() if _is_like_param(having[n], v)}
+            # In a comprehension, as a variable would keep this buffer while the next is gathered.
+            whole = {n: copied(v, to_cpu) for n, v in gather_states(flat, parts) if wanted}
+            for number, value in values.items() if wanted else ():
+                kept = whole[number] if number in whole else copied(value, to_cpu)
+                result[having[number].fqn][name] = kept
     for place, state in states.items():
         if place.flat is None and state and wanted:
-            result[place.fqn] = copied(dict(state), config.offload_to_cpu)
+            result[place.fqn] = copied(dict(state), to_cpu)
     return result if wanted else None
-
-
-def _gathered_states(
-    flat: FlatParameter,
-    members: Sequence[ParamPlace | None],
-    values: Sequence[Any],
-    wanted: bool,
-    to_cpu: bool,
-) -> Iterator[tuple[str, Any]]:
-    """FQNs and unsharded states of one kind, as copies; nothing unless they are wanted.
-
-    Args:
-        members: for each original parameter, its place if it has such a state.
-    """
-    pairs = zip(members, values, strict=True)
-    own = [v if m is not None and _is_like_param(m, v) else None for m, v in pairs]
-    whole = gather_states(flat, own) if any(v is not None for v in own) else iter(own)
-    for member, value, gathered in zip(members, values, whole, strict=True):
-        if member is None or not wanted:
-            continue
-        yield member.fqn, copied(value if gathered is None else gathered, to_cpu)
 
 
 def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
@@ -317,13 +301,14 @@ def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> No
 def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
     """Text that all ranks must have in common, as JSON.
 
-    It has the names of all states, and fingerprints of those that are not as large as this rank's
-    part of their parameter: another sharding can use these only if they are the same on all ranks.
+    It has the names of all states, the dtypes of this rank's parts, and fingerprints of the other
+    states: another sharding can use these only if they are the same on all ranks.
     """
     numbers = _scalar_values(v for state in states.values() for v in state.values())
 
     def comparable(place: ParamPlace, value: Any) -> Any:
-        return "part" if _is_like_param(place, value) else _fingerprint(value, numbers)
+        is_part = _is_like_param(place, value)
+        return f"part of {value.dtype}" if is_part else _fingerprint(value, numbers)
 
     compared = {
         p.fqn: {name: comparable(p, value) for name, value in s.items()} for p, s in states.items()
@@ -388,8 +373,8 @@ def load(
         raise _mismatch_error("FQNs of this optimizer's parameters", f"'{unknown[0]}'")
     state: dict[Any, Any] = {
         keys[place.fqn]: {
-            name: copied(_from_local(place, value))
-            if is_local
+            name: copied(from_rank_local(place.flat, place.index, value))
+            if is_local and place.flat is not None
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
@@ -402,17 +387,6 @@ def load(
         if is_named:
             with_origins_of(optim, result["param_groups"])
     return result
-
-
-def _from_local(place: ParamPlace, value: Any) -> Any:
-    """A value of a local state dict; a DTensor where the parameter is one of the same rows."""
-    value = unmark_rank_local(value)
-    if place.flat is None or not isinstance(place.param, RowDTensor):
-        return value
-    part = place.flat.shard_layout.ranges[place.index]
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.shape:
-        return place.flat.originals[place.index].as_param(value)
-    return value
 
 
 def _loaded(
@@ -459,26 +433,73 @@ def _groups(
     optim: torch.optim.Optimizer,
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the settings of the saved groups of their parameters."""
-    holder = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+    """The optimizer's groups with the settings that were saved for them."""
+    fqns: list[list[str]] = [[] for _ in optim.param_groups]
+    for group_number, _, place in places:
+        fqns[group_number].append(place.fqn)
+    settings = [_settings(group) for group in saved]
     result: list[dict[str, Any]] = []
-    for group_number in range(len(optim.param_groups)):
-        own = [place.fqn for g, _, place in places if g == group_number]
-        sources = {holder.get(fqn) for fqn in own}
-        settings = [
-            {k: v for k, v in without_origin(saved[i]).items() if k != "params"}
-            for i in sources
-            if i is not None
-        ]
-        if None in sources or any(one != settings[0] for one in settings):
+    for own, group, source in zip(
+        fqns, optim.param_groups, _sources(fqns, saved, settings), strict=True
+    ):
+        chosen = _settings(group) if source is None else settings[source]
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        result.append({**chosen, **names, "params": [keys[fqn] for fqn in own]})
+    return result
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters and their names, which are the optimizer's own."""
+    return {k: v for k, v in without_origin(group).items() if k not in ("params", "param_names")}
+
+
+def _sources(
+    fqns: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+) -> list[int | None]:
+    """Number of the saved group that has the settings of each of the optimizer's groups.
+
+    A group has those of its parameters. A group without parameters has those of the saved one in
+    its place, counted from the optimizer's other groups, as groups of other optimizers may precede
+    them; where groups were reordered, the k-th of the optimizer's has those of the k-th saved one.
+    ``None``: no group without parameters was saved.
+
+    Args:
+        fqns: parameters of each of the optimizer's groups.
+        saved: groups of the optimizer, perhaps of others too.
+        settings: settings of the saved groups.
+
+    Raises:
+        FSDPValueError: a parameter is in no saved group, or settings do not belong to one group.
+    """
+    holder = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+    for fqn in (fqn for own in fqns for fqn in own if fqn not in holder):
+        raise _mismatch_error(f"a saved group with parameter '{fqn}'", "none")
+    sources = [holder[own[0]] if own else None for own in fqns]
+    for fqn, source in ((fqn, s) for own, s in zip(fqns, sources, strict=True) for fqn in own):
+        if source is not None and settings[holder[fqn]] != settings[source]:
             raise _mismatch_error(
                 "one saved group (or groups of equal settings) for each of the optimizer's",
-                f"{len(settings)} for the group of '{own[0]}'",
+                f"other settings for '{fqn}' than for its group's first parameter",
             )
-        own_settings = {k: v for k, v in optim.param_groups[group_number].items() if k != "params"}
-        chosen = settings[0] if settings else own_settings  # its own for a group without parameters
-        result.append({**chosen, "params": [keys[fqn] for fqn in own]})
-    return result
+    empty = [number for number, source in enumerate(sources) if source is None]
+    saved_empty = [number for number, group in enumerate(saved) if not group["params"]]
+    if not empty or not saved_empty:
+        return sources
+    shifts = {s - number for number, s in enumerate(sources) if s is not None} or {0}
+    in_place = [number + max(shifts) for number in empty]
+    if len(shifts) > 1 or not set(in_place) <= set(saved_empty):
+        is_alone = holder.keys() <= {fqn for own in fqns for fqn in own}
+        if not is_alone or len(empty) != len(saved_empty):
+            raise _mismatch_error(
+                "a saved group without parameters for each of the optimizer's",
+                f"{len(saved_empty)} for {len(empty)}, and groups in another order",
+            )
+        in_place = saved_empty
+    for number, source in zip(empty, in_place, strict=True):
+        sources[number] = source
+    return sources
 
 
 def _mismatch_error(expected: str, got: str) -> FSDPValueError:

@@ -205,38 +205,6 @@ def test_states_are_made_without_a_step() -> None:
     )
 
 
-@pytest.mark.private(
-    "torch.distributed.checkpoint.state_dict._flatten_optim_state_dict",
-    need="the form of StateDictOptions(flatten_optimizer_state_dict=True)",
-    instead="the same keys, made by us: state.FQN.NAME and param_groups.FQN.NAME",
-)
-def test_optimizer_states_are_flattened() -> None:
-    value = torch.ones(2)
-    merged = {
-        "state": {"a.weight": {"exp_avg": value}},
-        "param_groups": [{"lr": 0.25, "params": ["a.weight"]}],
-    }
-    flat = state_dict._flatten_optim_state_dict(merged)
-    assert flat == {"state.a.weight.exp_avg": value, "param_groups.a.weight.lr": 0.25}
-
-
-@pytest.mark.private(
-    "torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
-    need="a state dict that was saved with flatten_optimizer_state_dict=True",
-    instead="the nested form, made by us from the keys and the FQNs of the optimizer's parameters",
-)
-def test_optimizer_states_are_nested_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = _trained()
-    nested: Any = state_dict.get_optimizer_state_dict(model, optimizer)
-    flattened = Options(flatten_optimizer_state_dict=True)
-    flat: Any = state_dict.get_optimizer_state_dict(model, optimizer, options=flattened)
-    info = _info_of(monkeypatch, model, optimizer, flatten_optimizer_state_dict=True)
-    again: Any = state_dict._unflatten_optim_state_dict(optimizer, flat, info)
-    assert again["state"].keys() == nested["state"].keys() == {"weight", "bias"}
-    assert torch.equal(again["state"]["weight"]["exp_avg"], nested["state"]["weight"]["exp_avg"])
-    assert again["param_groups"] == nested["param_groups"]
-
-
 class _Wrapper(nn.Module):
     """A wrapper whose own name is in no key."""
 
