@@ -185,7 +185,8 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     """Cut state of the whole parameter to this rank's part of it.
 
     Raises:
-        FSDPStateError: state of torch's own optimizers that is of neither size.
+        FSDPStateError: state of torch's own optimizers is of neither size where a plain parameter
+            is split. Elsewhere it is of no rank, such as LBFGS's, which is of all parameters.
     """
     state = optimizer.state[param]
     tensors = {
@@ -203,7 +204,7 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
             if isinstance(value, DTensor):  # torch's own, made of a whole tensor
                 value = whole_of(value)
             state[key] = flat.originals[index].as_param(part.of(value).clone())
-        elif type(optimizer).__module__.startswith("torch.optim."):
+        elif has_plain_parts(flat) and type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(
                 expected=f"state of this rank's part, {tuple(param.shape)}, or of the whole "
                 f"parameter, {tuple(whole)}",

@@ -6,12 +6,14 @@ tensor. All of them use four internal functions, which are replaced here; the re
 torch's own function for a model without our units.
 
 A planner gives DTensors on the meta device memory before it loads into them, by a division that
-ours do not follow. Ours get theirs before it looks.
+ours do not follow. Ours get theirs before it looks. It also ignores what a file has and the state
+dict has not, such as states of frozen parameters.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from fsdp_dynamo.config import (
     FullOptimStateDictConfig,
@@ -31,12 +34,13 @@ from fsdp_dynamo.config import (
 )
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_modules import units_in
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict import methods, optim_state
 from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
-from fsdp_dynamo.state_dict.flattened import flatten, unflatten
+from fsdp_dynamo.state_dict.flattened import flatten, fqns_of, unflatten
 from fsdp_dynamo.state_dict.methods import uncompiled
+from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -111,7 +115,7 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
 @contextmanager
 def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """While open, an optimizer without states has those of its first step, and no gradients."""
-    if optimizer.state:
+    if optimizer.state or _needs_closure(optimizer):
         yield
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -127,12 +131,25 @@ def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             param.grad = grad
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParams) -> None:
     """Give an optimizer without states those of its first step, to load into.
 
     Raises:
         FSDPStateError: it has gradients: a step that was to follow would find the states.
+        UnsupportedError: it makes no step without a closure.
     """
+    if not optimizer.state and _needs_closure(optimizer):
+        raise UnsupportedError(
+            expected="an optimizer that has made a step, or makes one without a closure",
+            got="no states, and no step without a closure",
+            where=type(optimizer).__name__,
+            fix="Load with fsdp_dynamo.checkpoint, or set a full state dict.",
+        )
     with_grad = [place for _, _, place in named.of(optimizer) if place.param.grad is not None]
     if optimizer.state or not with_grad:
         torch_state_dict._init_optim_state(optimizer)
@@ -155,6 +172,7 @@ def _load_optim_state(
     given = _received(model, state_dict, info)
     named = optim_state.named_places(model, units_in(model))
     if "state" not in given:
+        _refuse_empty_groups_of_several(optimizers)
         given = unflatten(given, {place.fqn for place in named.places.values()})
     with _configured(model, info):
         settings = methods.get_state_dict_type(model)
@@ -171,6 +189,18 @@ def _load_optim_state(
             ready.append(optim_state.load(named, optimizer, own, settings))
     for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
+
+
+def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
+    """Raise where a flat state dict does not say in which optimizer a group is."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if len(optimizers) > 1 and not all(group["params"] for group in groups):
+        raise FSDPValueError(
+            expected="one optimizer, or groups that all have parameters",
+            got=f"a group without parameters in one of {len(optimizers)} optimizers",
+            where="flattened optimizer state dict",
+            fix="Leave flatten_optimizer_state_dict out, where saving too.",
+        )
 
 
 def _require_states(
@@ -233,13 +263,55 @@ def _give_memory(states: Any) -> None:
             states[key] = torch.empty_like(value, device=value._placing.device)
 
 
-_give_others = default_planner._init_state_dict  # type: ignore[attr-defined]
+def _require_all_states(template: Any, saved: Any) -> None:
+    """Raise if a file has states of a parameter that a template of ours lacks.
+
+    torch reads what the template has. It has no state of a parameter that is frozen where the
+    template is made, and was trained when the file was written.
+
+    Args:
+        template: nested dicts that torch reads into.
+        saved: the names in the file, nested as the template.
+
+    Raises:
+        FSDPValueError: the optimizer would go on without the state.
+    """
+    if not (isinstance(template, dict) and isinstance(saved, dict)):
+        return
+    for key, value in template.items():
+        _require_all_states(value, saved.get(key))
+    if fqns := fqns_of(template):
+        template, saved = unflatten(template, fqns), unflatten(saved, fqns)
+    states, groups = template.get("state"), template.get("param_groups")
+    if not (isinstance(states, dict) and isinstance(groups, list)):
+        return
+    values = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
+    is_ours = any(isinstance(value, (RowDTensor, TensorShard)) for value in values)
+    members = {fqn for group in groups if is_ours for fqn in group["params"]}
+    for fqn, state in saved.get("state", {}).items():
+        lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()
+        if lost:
+            raise FSDPValueError(
+                expected="all states that the file has of a parameter",
+                got=f"no {sorted(map(str, lost))} in the optimizer's state dict that is read into: "
+                "the parameter was frozen, perhaps",
+                where=f"parameter '{fqn}'",
+                fix="Call requires_grad_(True) on it while the state dict is made, load with "
+                "fsdp_dynamo.checkpoint, or pass DefaultLoadPlanner(allow_partial_load=True).",
+            )
 
 
-@functools.wraps(_give_others)
-def _give_memory_first(state_dict: dict[str, Any]) -> Any:
+_set_up_planner = default_planner.DefaultLoadPlanner.set_up_planner
+
+
+@functools.wraps(_set_up_planner)
+def _set_up_for_ours(planner: Any, state_dict: Any, metadata: Any = None, *rest: Any) -> None:
     _give_memory(state_dict)
-    return _give_others(state_dict)
+    paths = getattr(metadata, "planner_data", None)
+    if paths and not planner.allow_partial_load:
+        _require_all_states(state_dict, unflatten_state_dict(dict.fromkeys(paths), paths))
+    _set_up_planner(planner, state_dict, metadata, *rest)
 
 
-default_planner._init_state_dict = _give_memory_first  # type: ignore[attr-defined]
+_planners: Any = default_planner.DefaultLoadPlanner
+_planners.set_up_planner = _set_up_for_ours

@@ -62,6 +62,12 @@ def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     }
 
 
+def fqns_of(flat: Mapping[Any, Any]) -> set[str]:
+    """Parameters in the groups of a flat state dict; none of any other dict."""
+    groups = [str(key).partition(".") for key in flat]
+    return {rest.rpartition(".")[0] for kind, _, rest in groups if kind == "param_groups"} - {""}
+
+
 def _owner_of(key: str, fqns: Collection[str]) -> str | None:
     """Prefix of a key that is a parameter's FQN, or stands for a group without parameters."""
     parts = key.split(".")

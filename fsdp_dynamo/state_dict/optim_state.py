@@ -134,14 +134,16 @@ def save(
     """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings.
 
     Args:
-        compare: compares states that must be the same on all ranks; by default, through the store.
+        compare: compares states that must be the same on all ranks, those of units; by default,
+            through the store.
     """
     compare = compare or _compare_through_store
     places = list(named.of(optim))
     states = {place: _state_of(given, number, place) for _, number, place in places}
     form = settings.state_dict_type
-    if form is not StateDictType.LOCAL_STATE_DICT and named.flats:
-        compare(named.flats[0].groups.all, _comparison_text(states))
+    if form is not StateDictType.LOCAL_STATE_DICT:
+        for groups, shared in _states_by_groups(named, states).items():
+            compare(groups, _comparison_text(shared))
     if form is StateDictType.FULL_STATE_DICT:
         result = _full_state(named, states, settings)
         if result is None:
@@ -291,6 +293,19 @@ def _full_state(
         if place.flat is None and state and wanted:
             result[place.fqn] = copied(dict(state), to_cpu)
     return result if wanted else None
+
+
+def _states_by_groups(
+    named: NamedParams, states: Mapping[ParamPlace, Mapping[str, Any]]
+) -> dict[tuple[dist.ProcessGroup, ...], dict[ParamPlace, Mapping[str, Any]]]:
+    """States of units, by the groups that share them, in an order that all ranks have."""
+    result: dict[Any, dict[ParamPlace, Mapping[str, Any]]] = {
+        flat.groups.all: {} for flat in named.flats
+    }
+    for place, state in states.items():
+        if place.flat is not None:
+            result[place.flat.groups.all][place] = state
+    return result
 
 
 def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
@@ -494,7 +509,7 @@ def _sources(
         if not is_alone or len(empty) != len(saved_empty):
             raise _mismatch_error(
                 "a saved group without parameters for each of the optimizer's",
-                f"{len(saved_empty)} for {len(empty)}, and groups in another order",
+                f"{len(saved_empty)} for {len(empty)}, which are not in the same places",
             )
         in_place = saved_empty
     for number, source in zip(empty, in_place, strict=True):

@@ -219,7 +219,10 @@ def _optimizer(
     """The optimizer, or one that numbers the same parameters as it does."""
     if optim is not None:
         return optim
-    return torch.optim.SGD(model.parameters() if optim_input is None else list(optim_input))
+    given = model.parameters() if optim_input is None else optim_input
+    # Copies of groups: the optimizer writes its defaults into them.
+    groups: Any = [dict(one) if isinstance(one, dict) else one for one in given]
+    return torch.optim.SGD(groups)
 
 
 def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:

@@ -79,20 +79,26 @@ def test_model_states_come_from_one_function(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.private(
-    "torch.distributed.checkpoint.default_planner._init_state_dict",
+    "DefaultLoadPlanner.set_up_planner",
     need="replaced, so that DTensors on the meta device get memory for the rows that they have, "
-    "not for those that torch's division would give them",
-    instead="a planner of our own that is told to give meta tensors memory, which users pass to "
-    "dcp.load",
+    "not for those that torch's division would give them, and states of which a template has none "
+    "are not ignored",
+    instead="a planner of our own, which users pass to dcp.load",
 )
-def test_planners_give_memory_by_one_function(
+def test_planners_are_told_what_is_in_a_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(default_planner, "_init_state_dict", seen.append)
-    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    original = default_planner.DefaultLoadPlanner.set_up_planner
+
+    def ours(planner: Any, state_dict: Any, metadata: Any, *rest: Any) -> None:
+        seen.append((list(state_dict), metadata.planner_data, planner.allow_partial_load))
+        original(planner, state_dict, metadata, *rest)
+
+    monkeypatch.setattr(default_planner.DefaultLoadPlanner, "set_up_planner", ours)
+    dcp.save({"a": torch.ones(1), "b": {"c": 1}}, checkpoint_id=tmp_path, no_dist=True)
     dcp.load({"a": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
-    assert [list(state) for state in seen] == [["a"]]
+    assert seen == [(["a"], {"a": ("a",), "b.c": ("b", "c")}, False)]
 
 
 @pytest.mark.private(

@@ -17,6 +17,20 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_dynamo import FSDP, StateDictType, checkpoint
 
+
+class MixedStates(torch.optim.SGD):
+    """States of several dtypes and sizes in one unit, as of optimizers that quantise some."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        kinds = (torch.bfloat16, torch.float32, torch.uint8, torch.float64)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            count = self.state[param].get("count", 0) + 1
+            value = (param.detach() * 100).abs().to(kinds[number % 4])
+            self.state[param].update(count=count, kept=value, odd=torch.full((2, 1), 2.0))
+
+
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 Resume = Callable[[Pair, Pair, str], None]
 """Save the first pair, perhaps into a folder, and load the second one."""
