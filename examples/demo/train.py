@@ -171,7 +171,7 @@ class Checkpoints:
     def load(self) -> None:
         """Go on from the newest one; a new run begins where there is none."""
         try:
-            checkpoint.load(self.folder, *self._saved, **self._states)
+            checkpoint.load(self.folder, *self._saved, missing_ok=True, **self._states)
         except CheckpointError as error:
             raise SystemExit(f"--resume: {error}") from None
 

@@ -2,12 +2,13 @@
 
     from fsdp_dynamo import checkpoint
 
-    loaded = checkpoint.load("run", model, optimizer, per_rank={"data": loader})
+    states = {"per_rank": {"data": loader}}
+    loaded = checkpoint.load("run", model, optimizer, missing_ok=True, **states)
     for step in range(loaded.step if loaded else 0, steps):
         ...
         if step % 100 == 99:
             saving = checkpoint.async_save(
-                "run", model, optimizer, step=step + 1, per_rank={"data": loader}, keep_last=3
+                "run", model, optimizer, step=step + 1, keep_last=3, **states
             )
     saving.wait()
 

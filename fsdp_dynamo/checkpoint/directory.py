@@ -54,22 +54,33 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Pa
     return [(int(match[1]), int(match[2]), path) for match, path in matches if match]
 
 
-def find(folder: Path, step: int | None) -> Path | None:
-    """The newest checkpoint, or the newest of ``step``; ``None`` if there is no checkpoint at all.
+def find(folder: Path, step: int | None, *, missing_ok: bool) -> Path | None:
+    """The newest checkpoint, or the newest of ``step``.
+
+    Returns:
+        Its path; ``None`` if there is no checkpoint, ``step`` is not given, and ``missing_ok``.
 
     Raises:
-        CheckpointError: no checkpoint of this step, or ``folder`` is a file or a single checkpoint.
+        CheckpointError: no checkpoint (of this step), or ``folder`` is a file, a single checkpoint,
+            or holds checkpoints of ``torch.distributed.checkpoint``.
     """
-    _require_run_folder(folder)
     found = complete(folder)
-    if step is None:
-        return found[-1][1] if found else None
     for saved_step, path in reversed(found):
-        if saved_step == step:
+        if step is None or saved_step == step:
             return path
-    listed = ", ".join(str(saved_step) for saved_step, _ in found)
+    if not found:
+        _require_run_folder(folder)
+        if missing_ok and step is None:
+            return None
+        raise CheckpointError(
+            expected="a complete checkpoint",
+            got="none in this folder" if folder.is_dir() else "no such folder",
+            where=f"'{folder}'",
+            fix="Pass the folder that was given to save(), or missing_ok=True if the run may begin "
+            "without a checkpoint.",
+        )
     raise CheckpointError(
-        expected=f"one of the steps {listed or '(there is none)'}",
+        expected=f"one of the steps {', '.join(str(saved_step) for saved_step, _ in found)}",
         got=f"step {step}",
         where=f"checkpoints in '{folder}'",
         fix="Leave step out to load the newest.",
@@ -77,11 +88,19 @@ def find(folder: Path, step: int | None) -> Path | None:
 
 
 def _require_run_folder(folder: Path) -> None:
+    """Raise if a folder without complete checkpoints is, or holds, something else to load."""
     own = _COMPLETE.fullmatch(folder.resolve().name)
+    other = _checkpoint_of_torch(folder)
     if own is not None and (folder / MANIFEST).exists():
         got, fix = (
             "one of them",
             f"Pass '{folder.parent}', and step={int(own[2])} to load this one.",
+        )
+    elif other is not None:
+        got = f"a checkpoint of torch.distributed.checkpoint, '{other}'"
+        fix = (
+            f"Load it with torch.distributed.checkpoint.load(..., checkpoint_id='{other}') and "
+            "set_state_dict(): docs/checkpoints.md#without-fsdp_dynamocheckpoint."
         )
     elif folder.is_file():
         got, fix = "a file", "Pass the folder that was given to save()."
@@ -89,6 +108,13 @@ def _require_run_folder(folder: Path) -> None:
         return
     expected = "the folder of all checkpoints of a run"
     raise CheckpointError(expected=expected, got=got, where=f"'{folder}'", fix=fix)
+
+
+def _checkpoint_of_torch(folder: Path) -> Path | None:
+    """A folder, or the first one in it, with an index of torch's; incomplete ones of ours aside."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    candidates = (folder, *[path for path in inside if not _ANY.fullmatch(path.name)])
+    return next((path for path in candidates if (path / ".metadata").is_file()), None)
 
 
 def create_partial(folder: Path, step: int) -> Path:

@@ -52,6 +52,7 @@ def load(
     optimizers: OneOrMore = (),
     *,
     step: int | None = None,
+    missing_ok: bool = False,
     shared: Mapping[str, StatefulObject] | None = None,
     per_rank: Mapping[str, StatefulObject] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -66,15 +67,18 @@ def load(
         model: has the same parameters as the one that was saved, under any sharding or none.
         optimizers: one or several; leave them out to load only the model.
         step: the checkpoint to load; ``None``: the newest complete one.
+        missing_ok: return ``None`` where there is no checkpoint yet, as in the first start of a run
+            that resumes.
         shared: as for ``save``; the given ones are restored.
         per_rank: as for ``save``; the given ones are restored.
         process_group: as for ``save``.
 
     Returns:
-        The checkpoint; ``None`` if there is none at all and ``step`` is not given.
+        The checkpoint; ``None`` only with ``missing_ok``.
 
     Raises:
-        CheckpointError: a file is missing or damaged (names it and the FQNs it holds), or the
+        CheckpointError: there is no checkpoint, or one of ``torch.distributed.checkpoint`` in its
+            place; a file is missing or damaged (names it and the FQNs it holds), or the
             checkpoint belongs to another model or has a newer format. On every rank; nothing was
             changed. Also if a rank has died or does not come.
         DivergenceError: ranks want to load different checkpoints or states, or from different
@@ -98,7 +102,7 @@ def load(
         return as_list(optimizers)
 
     optimizers = coordinator.run_locally(check)
-    path = coordinator.run_on_first(lambda: folders.find(target, step))
+    path = coordinator.run_on_first(lambda: folders.find(target, step, missing_ok=missing_ok))
     if path is None:
         return None
     found = _checked_manifest(coordinator, path, names)

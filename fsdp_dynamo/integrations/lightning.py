@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from fsdp_dynamo import checkpoint as checkpoints
-from fsdp_dynamo.errors import CheckpointError, UnsupportedError
+from fsdp_dynamo.errors import UnsupportedError
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -158,13 +158,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         )
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fitting else []
-        if checkpoints.load(path, module, optimizers, shared={"lightning": held}) is None:
-            raise CheckpointError(
-                expected="a folder that FSDPDynamoStrategy has written",
-                got="a file of another strategy, or nothing",
-                where=f"checkpoint '{path}'",
-                fix="Load its state dict into the module and begin anew.",
-            )
+        checkpoints.load(path, module, optimizers, shared={"lightning": held})
         return held.state
 
     # -- unsupported arguments ---------------------------------------------------------------------

@@ -98,9 +98,8 @@ class Run:
         return {"step": step, "shared": self.shared, "per_rank": self.per_rank}
 
     def load(self, folder: str) -> checkpoint.Loaded | None:
-        return checkpoint.load(
-            folder, self.model, self.optimizers, shared=self.shared, per_rank=self.per_rank
-        )
+        states = {"shared": self.shared, "per_rank": self.per_rank}
+        return checkpoint.load(folder, self.model, self.optimizers, missing_ok=True, **states)
 
 
 def sharded(plain: nn.Module, how: str) -> nn.Module:
@@ -182,7 +181,8 @@ def _pass_on(
 ) -> tuple[dict[str, torch.Tensor], bool | None]:
     """Load the newest one (at first: train), and save it as the next step."""
     run = Run(rank, how)
-    loaded = checkpoint.load(folder, run.model, run.optimizers, shared=run.shared)
+    states = {"shared": run.shared}
+    loaded = checkpoint.load(folder, run.model, run.optimizers, missing_ok=True, **states)
     if loaded is None:
         run.step()
     checkpoint.save(folder, run.model, run.optimizers, **run.states(step))

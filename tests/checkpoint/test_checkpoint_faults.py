@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import threading
@@ -251,11 +252,31 @@ def test_another_models_checkpoint(
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("missing_ok", [False, True])
+@pytest.mark.parametrize(
+    ("files", "got"),
+    [
+        ((), "no such folder"),
+        (("log.txt", "000001-step-1.part/.metadata"), "none in this folder"),
+        ((".metadata",), "a checkpoint of torch.distributed.checkpoint, '{}'"),
+        (("step-1/.metadata",), "a checkpoint of torch.distributed.checkpoint, '{}/step-1'"),
+    ],
+)
+def test_no_checkpoint(tmp_path: Path, files: tuple[str, ...], got: str, missing_ok: bool) -> None:
+    """One of torch's is never taken for the first start of a run."""
+    for name in files:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).touch()
+    model, _ = _model()
+    if missing_ok and "torch" not in got:
+        assert checkpoint.load(tmp_path / "run", model, missing_ok=True) is None
+    for step in (1,) if missing_ok and "torch" not in got else (1, None):
+        with pytest.raises(CheckpointError, match=re.escape(got.format(tmp_path / "run"))):
+            checkpoint.load(tmp_path / "run", model, step=step, missing_ok=missing_ok)
+
+
 def test_what_was_not_saved(tmp_path: Path) -> None:
     model, optimizer = _model()
-    assert checkpoint.load(tmp_path / "nowhere", model) is None
-    with pytest.raises(CheckpointError, match=r"expected one of the steps \(there is none\), got"):
-        checkpoint.load(tmp_path, model, step=3)
     checkpoint.save(tmp_path, model, step=1)
     with pytest.raises(CheckpointError, match="expected optimizer states, got none in the"):
         checkpoint.load(tmp_path, model, optimizer)
@@ -270,7 +291,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model, torch.optim.AdamW(model.first.parameters()), step=2)
     checkpoint.load(tmp_path, part, torch.optim.AdamW(part.first.parameters()))
     part, _ = _model()
-    with pytest.raises(FSDPValueError, match="expected one saved group"):
+    with pytest.raises(FSDPValueError, match="saved group"):
         checkpoint.load(tmp_path, part, torch.optim.AdamW(part.parameters()))
     assert not torch.equal(part.first.weight, model.first.weight)
 
@@ -516,7 +537,7 @@ def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[lis
         storage_writer.Writer.write_data = write  # type: ignore[method-assign]
     texts = [str(one.message) for one in told]
     assert sum("was not saved" in text and "went away" in text for text in texts) == 1
-    assert checkpoint.load(folder, model, optimizer) is None
+    assert checkpoint.load(folder, model, optimizer, missing_ok=True) is None
     checkpoint.save(folder, model, optimizer, step=2)
     return [step for step, _ in checkpoint.complete(folder)], _error_of(failed.wait)[1]
 

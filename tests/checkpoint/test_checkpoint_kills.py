@@ -51,7 +51,7 @@ def _train(rank: int, world_size: int, folder: str, steps: int, background: bool
     model = wrap(make_transformer(num_blocks=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     out = Path(folder)
-    loaded = checkpoint.load(out / "saved", model, optimizer)
+    loaded = checkpoint.load(out / "saved", model, optimizer, missing_ok=True)
     first = loaded.step if loaded else 0
     with (out / f"records-{rank}").open("a") as records:
         records.write(f"loaded {first} 0 {_checksum(model, optimizer)}\n")

@@ -123,7 +123,11 @@ def test_resumed_within_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
         ("Module", {"is_compiled": True}, "got one of torch.compile. Use Sharding(compile={"),
         ("Manual", {}, "got automatic_optimization=False. Return the loss from training_step."),
         ("WithoutForward", {"compile": True}, "a module with forward, which is compiled, got one"),
-        ("Module", {"ckpt_path": "nowhere.ckpt"}, "a folder that FSDPDynamoStrategy has written"),
+        (
+            "Module",
+            {"ckpt_path": "nowhere.ckpt"},
+            "a complete checkpoint, got no such",
+        ),
     ],
 )
 def test_refused(ranks: RankPool, kind: str, changed: dict[str, Any], message: str) -> None:

@@ -111,7 +111,7 @@ class _Trained:
         self._model = wrap(make_transformer(num_blocks=2))
         self._run = in_mode(self._model, mode)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
-        loaded = checkpoint.load(folder, self._model, self._optimizer)
+        loaded = checkpoint.load(folder, self._model, self._optimizer, missing_ok=True)
         self.first = loaded.step if loaded else 0
 
     def step(self, rank: int, number: int) -> tuple[float, int]:

@@ -121,7 +121,7 @@ def train(rank: int, world_size: int, trial: Trial, folder: str) -> End:
     run = in_mode(model, trial.mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     optimizer.register_step_pre_hook(lambda *_: faults.place("optimizer"))
-    loaded = checkpoint.load(out / "saved", model, optimizer)
+    loaded = checkpoint.load(out / "saved", model, optimizer, missing_ok=True)
     has_fault = rank == trial.victim and loaded is None
     with _places_of_saving():
         try:
