@@ -18,10 +18,18 @@ from torch.overrides import is_tensor_like
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.parts import parts_now
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
-from fsdp_dynamo.module_tree import COMPILED, join_fqn, plain_fqn, without_wrapper_names
+from fsdp_dynamo.module_tree import (
+    COMPILED,
+    is_unit,
+    join_fqn,
+    plain_fqn,
+    raw_named_modules,
+    without_wrapper_names,
+)
 from fsdp_dynamo.state_dict.conversion import (
     as_tensor_shard,
     extract_local,
@@ -88,6 +96,29 @@ def save_unit(
                 name = unit.below(module, fqn)
                 if name is not None and base + name in state_dict:
                     state_dict[base + name] = value
+
+
+def refuse_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    """Raise if ``state_dict()`` of a module inside a unit was called: its values are 1-D parts.
+
+    A hook of every module in a unit. The first entry of torch's own metadata tells which module's
+    ``state_dict()`` the user has called.
+    """
+    if next(iter(getattr(state_dict, "_metadata", ())), None) != prefix.rstrip("."):
+        return
+    inside = raw_named_modules(module, lambda below: not is_unit(below))
+    held = {id(param) for _, below in inside for param in below._parameters.values()}
+    for part, fqn in parts_now():
+        if id(part) in held:
+            raise FSDPStateError(
+                expected="state_dict() of a unit, or of the model",
+                got=f"that of a {type(module).__name__} inside a unit: 1-D parts of this rank",
+                where=f"parameter '{fqn}'",
+                fix="Take the entry from the model's state_dict(), make the module a unit, or call "
+                "it inside summon_full_params().",
+            )
 
 
 def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:

@@ -131,6 +131,19 @@ def check_whole_units(root: nn.Module) -> None:
             )
 
 
+def check_inference(module: nn.Module) -> None:
+    """Raise inside ``torch.inference_mode()``, or for parameters that were made there: what the
+    unit writes in place later cannot be an inference tensor."""
+    made = next((fqn for fqn, param in module.named_parameters() if param.is_inference()), None)
+    if made is not None or torch.is_inference_mode_enabled():
+        raise FSDPStateError(
+            expected="a module that is made and wrapped outside torch.inference_mode()",
+            got="a call inside it" if made is None else "an inference tensor",
+            where=f"a {type(module).__name__}" if made is None else f"parameter '{made}'",
+            fix="Make and wrap the model first; call it under torch.inference_mode() then.",
+        )
+
+
 def check_init_fn(param_init_fn: object) -> None:
     """Raise for an initialisation that cannot be called."""
     if param_init_fn is not None and not callable(param_init_fn):

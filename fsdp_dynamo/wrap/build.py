@@ -26,7 +26,7 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed,
 from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import (
     WRAPPER_NAMES,
     UnitPaths,
@@ -184,6 +184,7 @@ def plan_units(
             fqn = join_fqn(paths[owner], original.fqn)
             _check_parameter(original.param, fqn)
             check_parallel(original.param, fqn, config_of(owner).groups.all)
+            _check_embeddings(original, fqn)
             original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
     values.check([original for originals in owned.values() for original in originals])
     return Planned(owned, paths, late)
@@ -310,6 +311,27 @@ def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
         where=f"parameter '{fqn}'",
         fix=fix,
     )
+
+
+def _check_embeddings(original: OriginalParameter, fqn: str) -> None:
+    """Raise for an embedding that changes its weight in the forward, or has sparse gradients."""
+    for module, _, _ in original.sites:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.max_norm is not None:
+            expected, got = "max_norm=None", f"max_norm={module.max_norm}"
+            fix = (
+                "Leave max_norm out: it changes the unsharded weight, which is freed. Rescale rows "
+                "between steps, in summon_full_params(), or look up rows and rescale these."
+            )
+        elif module.sparse and original.param.requires_grad:
+            expected, got = "sparse=False", "sparse=True"
+            fix = "Leave sparse out: gradients are reduced as dense tensors."
+        else:
+            continue
+        raise UnsupportedError(
+            expected=f"an embedding with {expected}", got=got, where=f"parameter '{fqn}'", fix=fix
+        )
 
 
 def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> None:

@@ -90,6 +90,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         FSDPError: one of its subclasses, before anything is changed.
     """
     arguments.check_whole_units(module)
+    arguments.check_inference(module)
     strategy = strategy_of(given.sharding_strategy)
     check_budget(given.unsharded_budget_bytes, strategy)
     is_given = dist.is_initialized()  # otherwise, making a group warns

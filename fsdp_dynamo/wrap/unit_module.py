@@ -16,7 +16,7 @@ from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import mark_managed
-from fsdp_dynamo.core.parts import note_parts
+from fsdp_dynamo.core.parts import has_plain_parts, note_parts
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
 from fsdp_dynamo.dynamo.private_api import (
@@ -93,6 +93,10 @@ class UnitModule(UserMethods):
         if inner is not self:
             inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
             inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
+        if any(map(has_plain_parts, unit.flats)):
+            for _, below in managed:
+                if below is not inner:
+                    below.register_state_dict_post_hook(model.refuse_parts)  # type: ignore[no-untyped-call]
         self._fsdp_tell_inner()
 
     def _fsdp_tell_inner(self) -> None:
@@ -298,6 +302,18 @@ class UnitModule(UserMethods):
         self._fsdp_share_shards()
         if self._fsdp_is_outermost():
             self._fsdp_give_own_code()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``nn.Module``; also under ``torch.inference_mode()``, where a DTensor has no
+        ``detach()``.
+
+        Args:
+            args: as in ``nn.Module``.
+            kwargs: as in ``nn.Module``.
+        """
+        is_grad_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+            return super().state_dict(*args, **kwargs)
 
     # -- names -----------------------------------------------------------------------------------
 

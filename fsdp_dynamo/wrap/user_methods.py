@@ -126,6 +126,23 @@ class UserMethods(nn.Module):
         groups = self._fsdp_unit.config.groups.all
         return clip_grad_norm(flats, others, groups, float(max_norm), norm_type)
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Refuse ``torch.distributed.algorithms.join.Join``, which calls it.
+
+        Args:
+            kwargs: those of ``Join``.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            expected="as many batches on all ranks",
+            got="torch.distributed.algorithms.join.Join",
+            where=unit_name(self._fsdp_unit.fqn),
+            fix="A rank without batches would have to gather and reduce like the others: end the "
+            "epoch on all ranks when the first one's data end, or repeat batches with a loss of 0.",
+        )
+
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce gradients with a hook of the user's in eager and on the hooks path.
 

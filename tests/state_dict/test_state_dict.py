@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from models import VOCABULARY, Block, Transformer, batch, loss_of, make_transformer, train, wrap
-from pool import RankFailedError, RankPool
+from pool import RankFailedError, RankPool, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo import (
     FSDP,
+    FSDPStateError,
     FSDPValueError,
     FullStateDictConfig,
     MixedPrecision,
@@ -301,3 +303,36 @@ def _loaded_inside_summon(rank: int, world_size: int, rank0_only: bool) -> list[
 @pytest.mark.parametrize("rank0_only", [False, True])
 def test_loading_whole_parameters(ranks: RankPool, rank0_only: bool) -> None:
     assert ranks.run(_loaded_inside_summon, 2, rank0_only) == [[], []]
+
+
+@pytest.mark.parametrize("composable", [False, True])
+@on_ranks(2)
+def test_under_inference_mode(rank: int, composable: bool) -> None:
+    plain = make_transformer(num_blocks=1)
+    model = fully_shard(plain, policy=BLOCKS) if composable else wrap(plain)
+    expected = make_transformer(num_blocks=1).state_dict()
+    with torch.inference_mode():
+        model.load_state_dict({key: value + 1 for key, value in expected.items()})
+        state = model.state_dict()
+    for key, value in expected.items():
+        assert not state[key].is_inference()
+        whole = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
+        torch.testing.assert_close(whole, value + 1)
+    loss_of(model, batch(rank, 0)).backward()
+
+
+@on_ranks(2)
+def test_of_a_module_inside_a_unit(rank: int) -> None:
+    """Its values would be 1-D parts; a module between units has none of its own."""
+    model = wrap(make_transformer(num_blocks=1))
+    inner, whole = model.module, model.state_dict()
+    for module, fqn in ((inner.head, "head.weight"), (inner.blocks[0].up, "blocks.0.up.weight")):
+        for prefix in ("", "head."):
+            with pytest.raises(FSDPStateError, match=f"parameter '{fqn}'"):
+                module.state_dict(prefix=prefix)
+    for state, prefix in ((inner.state_dict(), ""), (inner.blocks.state_dict(), "blocks.")):
+        assert state
+        for key, value in state.items():
+            torch.testing.assert_close(value, whole[prefix + key])
+    with FSDP.summon_full_params(model):
+        torch.testing.assert_close(inner.head.state_dict()["weight"], whole["head.weight"])

@@ -15,10 +15,11 @@ from models import Block, Transformer, batch, loss_of, make_transformer, train, 
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_dynamo
-from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy
+from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, fully_shard
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.wrap import build, initial_values
 from fsdp_dynamo.wrap.arguments import warn_of_cpu_start
@@ -63,6 +64,12 @@ def _tied_to_a_nested_unit() -> None:
     model.blocks[1].up.weight = model.blocks[0].up.weight
     model.blocks[0] = FSDP(model.blocks[0])
     FSDP(model)
+
+
+def _wrap_in_inference_mode() -> None:
+    module = nn.Linear(2, 2)
+    with torch.inference_mode():
+        fully_shard(module)
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
@@ -185,6 +192,26 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "fullgraph with another backend": (
         lambda: _wrap_in_compiled_mode("aot_eager", True),
         'expected backend="fsdp_dynamo"',
+    ),
+    "max_norm": (
+        lambda: FSDP(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))),
+        "UnsupportedError: parameter '0.weight': expected an embedding with max_norm=None",
+    ),
+    "sparse gradients": (
+        lambda: fully_shard(nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))),
+        "UnsupportedError: parameter '0.weight': expected an embedding with sparse=False",
+    ),
+    "inference mode, wrapper": (
+        torch.inference_mode(lambda: FSDP(nn.Linear(2, 2))),
+        "FSDPStateError: parameter 'weight': expected a module that is made and wrapped outside",
+    ),
+    "inference mode, composable": (
+        _wrap_in_inference_mode,
+        "FSDPStateError: a Linear: expected a module that is made and wrapped outside",
+    ),
+    "Join": (
+        lambda: Join([FSDP(nn.Linear(2, 2))]),
+        "UnsupportedError: the root unit: expected as many batches on all ranks",
     ),
     "no such parameter": (
         lambda: FSDP(nn.Linear(2, 2)).flat_parameter_of("nothing"),
