@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import zipfile
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from loops import error_of
 from models import batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -503,3 +504,14 @@ def _meshes(rank: int, world_size: int) -> dict[str, float]:
 def test_meshes(ranks: RankPool) -> None:
     for differences in ranks.run(_meshes, 4):
         assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.xfail(strict=True, reason="rows are a class of ours, not torch's DTensor")
+@on_ranks(2)
+def test_files_name_torch_only(rank: int) -> None:
+    """torch.load() needs torch.distributed.tensor to be imported, and nothing of ours."""
+    buffer = io.BytesIO()
+    torch.save(_sharded(composable=True)[0].state_dict(), buffer)
+    with zipfile.ZipFile(buffer) as file:
+        content = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+    assert b"fsdp_dynamo" not in content

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Transformer, batch, loss_of, make_transformer, wrap
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.functional import cross_entropy
 
-from fsdp_dynamo import FSDP, FSDPError, set_agreement_timeout
+from fsdp_dynamo import FSDP, FSDPError, fully_shard, set_agreement_timeout
 from fsdp_dynamo import troubleshooting as help_page
 from fsdp_dynamo.errors import TROUBLESHOOTING, Mistake
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -252,6 +252,44 @@ def test_what_is_wrong_without_a_message(ranks: RankPool) -> None:
     parts = [found["norms"][0] ** 2 for found in (first, second)]
     assert sum(parts) == pytest.approx(first["norms"][1] ** 2, rel=1e-5)
     assert first["statistics"] != second["statistics"]
+
+
+class _KeepsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = _small(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.__dict__["last"] = self.head.weight
+        y: torch.Tensor = self.head(self.body(x))
+        return y
+
+
+@pytest.mark.parametrize("composable", [False, True])
+@on_ranks(2)
+def test_gradients_of_one_layer(rank: int, composable: bool) -> None:
+    """As the row with torch's message says."""
+
+    def gradients(wrap_it: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = _KeepsLast()
+        wrapped = wrap_it(model)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(rank))
+        y = wrapped(x)
+        losses = y.square().mean(), y.abs().mean()
+        found = [torch.autograd.grad(one, model.last, retain_graph=True)[0] for one in losses]
+        sum(losses).backward()
+        return found
+
+    own = gradients(lambda model: model)
+    shard = fully_shard if composable else FSDP
+    model = shard(_KeepsLast())
+    with pytest.raises(RuntimeError) as error:
+        torch.autograd.grad(model(torch.ones(8, 8)).sum(), model.head.weight)
+    words = str(error.value).partition(". ")[0]
+    assert f"`{words}`" in PAGE.read_text()
+    for got, wanted in zip(gradients(shard), own, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 # -- the page --------------------------------------------------------------------------------------
