@@ -21,7 +21,7 @@ from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
 from fsdp_dynamo.errors import UnsupportedError, unit_name
-from fsdp_dynamo.pytree import map_output, map_tensors, tensors_of
+from fsdp_dynamo.pytree import map_tensors, tensors_of
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
@@ -136,32 +136,35 @@ def cast_output(dtype: torch.dtype | None, output: Any) -> Any:
     """Cast the floating-point tensors of an output to ``dtype`` (``None``: do not)."""
     if dtype is None:
         return output
-    return map_output(_Caster(dtype).cast, output)
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output
+    )
 
 
-def keep_module_precision(module: nn.Module, own: torch.dtype, low: torch.dtype | None) -> None:
+def keep_module_precision(module: nn.Module, own: torch.dtype) -> None:
     """Let one module of a mixed-precision unit compute in its own data type.
 
-    Its floating-point inputs are cast to ``own``, its outputs back to ``low`` (``None``: are not).
+    Its floating-point inputs are cast to ``own``, its outputs back to the dtype of the inputs.
     """
-    module.register_forward_pre_hook(_Caster(own).inputs, with_kwargs=True, prepend=True)
-    if low is not None:
-        module.register_forward_hook(_Caster(low).output)
+    casts = _Casts(own)
+    module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
+    module.register_forward_hook(casts.output)
 
 
-class _Caster:
-    """Forward hooks that cast floating-point tensors to one dtype."""
+class _Casts:
+    """Forward hooks of a module that computes in a dtype of its own."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        self.given: torch.dtype | None = None  # the inputs' dtype, while the module runs
 
     def inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return map_tensors(self.cast, args), map_tensors(self.cast, kwargs)
+        given = [t.dtype for t in tensors_of((args, kwargs)) if t.is_floating_point()]
+        self.given = given[0] if given else None
+        return prepare_inputs(None, self.dtype, args, kwargs)
 
     def output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return map_tensors(self.cast, output)
+        given, self.given = self.given, None
+        return cast_output(given, output)

@@ -279,7 +279,7 @@ class Collectives(NamedTuple):
     Attributes:
         groups: registered names of their groups, those that gather first.
         formats: the formats that they have or may have, as text.
-        marks: of each of them, and how many elements it has unsharded.
+        marks: of each of them, and how many elements of which dtype it has unsharded.
     """
 
     groups: list[str]
@@ -291,19 +291,20 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
     """The collectives of a graph that Dynamo hands over."""
     gathers: dict[str, None] = {}
     reductions: dict[str, None] = {}
-    marks: list[tuple[str, int]] = []
+    marks: list[tuple[str, str]] = []
     for node in unshard_nodes(gm):
         *_, carrier, constants = node.args
         flat: FlatConstants = _decode(FlatConstants, str(constants))
         unsharded = node.meta["example_value"]
+        kind = f"{unsharded.dtype} {unsharded.numel()}"
         if flat.is_sharded:
             gathers[flat.group_name] = None
-            marks.append((flat.gather_mark, unsharded.numel()))
+            marks.append((flat.gather_mark, kind))
         if carrier is None and unsharded.requires_grad:
             reductions |= dict.fromkeys(flat.reductions)
-            marks += [(mark, unsharded.numel()) for mark in flat.reduce_marks]
+            marks += [(mark, kind) for mark in flat.reduce_marks]
     wires = {Mark.decode(mark).wire for mark, _ in marks}
-    texts = [f"{mark} {numel}" for mark, numel in marks]
+    texts = [f"{mark} {kind}" for mark, kind in marks]
     return Collectives(list(gathers | reductions), sorted(wires - {""}), texts)
 
 

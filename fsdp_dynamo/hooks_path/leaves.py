@@ -15,7 +15,6 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,9 +42,10 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
 from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
-from fsdp_dynamo.pytree import tensors_of
+from fsdp_dynamo.pytree import open_container, tensors_of
 
-_classes: dict[str, Any] = {}  # dataclasses that nested units have returned, by name
+_rebuild: dict[str, Callable[[Any], Any]] = {}
+"""What makes a container of its items, for those that nested units have returned, by name."""
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
@@ -164,9 +164,7 @@ def run_leaf(
     leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """The leaf at run time: the nested unit with its hooks."""
-    tensors: list[torch.Tensor] = []
-    _flatten(registered(leaf_id)(*args, **kwargs), tensors)
-    return tuple(tensors)
+    return tuple(tensors_of(registered(leaf_id)(*args, **kwargs)))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -186,15 +184,13 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         return ("dict", tuple(value), items)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("constant", value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple([field.name for field in dataclasses.fields(value) if field.init])
-        items = tuple([_flatten(getattr(value, name), tensors) for name in names])
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        _classes[name] = type(value)
-        return ("dataclass", names, items, name)
+    if (opened := open_container(value)) is not None:
+        name = f"{type(value)} {opened[1].args}"
+        _rebuild[name] = opened[1]
+        return ("container", name, tuple([_flatten(item, tensors) for item in opened[0]]))
     return cannot_capture(
         f"a unit that returns {type(value).__name__}",
-        "return tensors in tuples, lists, dicts or dataclasses",
+        "return tensors in dataclasses, or in containers that torch.utils._pytree knows",
     )
 
 
@@ -208,11 +204,10 @@ def _unflatten(spec: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
         return tuple([_unflatten(item, tensors) for item in spec[1]])
     if kind == "list":
         return [_unflatten(item, tensors) for item in spec[1]]
-    items = {
-        key: _unflatten(item, tensors)
-        for key, item in zip(spec[1], spec[2])  # noqa: B905  # traced by Dynamo
-    }
-    return items if kind == "dict" else _classes[spec[3]](**items)
+    items = [_unflatten(item, tensors) for item in spec[2]]
+    if kind == "dict":
+        return dict(zip(spec[1], items))  # noqa: B905  # traced by Dynamo
+    return _rebuild[spec[1]](items)
 
 
 # -- a leaf's output on fake tensors -----------------------------------------------------------

@@ -417,9 +417,7 @@ def _keep_own_precision(
 ) -> None:
     """Let modules that mixed precision leaves alone cast their inputs and outputs."""
     for module, dtype in _modules_in_own_precision(originals, precision).items():
-        assert precision is not None
-        assert precision.param_dtype is not None
-        keep_module_precision(module, dtype, precision.param_dtype)
+        keep_module_precision(module, dtype)
 
 
 def cast_buffers(

@@ -112,7 +112,7 @@ def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> 
         for child in module.children():
             if child in missing and around is not None:
                 missing.remove(child)
-                keep_module_precision(child, _own_dtype(child), around.param_dtype)
+                keep_module_precision(child, _own_dtype(child))
             if not is_unit(child):
                 inside = chosen.configs.get(child)
                 visit(child, around if inside is None else inside.precision)

@@ -38,6 +38,7 @@ from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
 from fsdp_dynamo.graph_path.trace import CALL_UNIT, Inputs, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
+from fsdp_dynamo.pytree import is_plain
 from fsdp_dynamo.state_dict import model
 from fsdp_dynamo.untraced import untraced
 from fsdp_dynamo.wrap import build
@@ -193,8 +194,12 @@ class UnitModule(UserMethods):
                     kwargs,
                     self._fsdp_gathered,
                 )
-            if mode == LEAF_MODE and leaves.may_be_leaf(
-                self._fsdp_name, changes_python_state(), self._fsdp_own_root.trained
+            if (
+                mode == LEAF_MODE
+                and is_plain((args, kwargs))  # as Dynamo's graphs hold no other containers
+                and leaves.may_be_leaf(
+                    self._fsdp_name, changes_python_state(), self._fsdp_own_root.trained
+                )
             ):
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict, namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -414,6 +415,26 @@ def test_the_structure_of_a_value_can_be_sent() -> None:
     assert again == value
     assert list(again) == list(value)
     assert pytree.tree_unflatten(*pytree.tree_flatten(1)) == 1
+
+
+@pytest.mark.private(
+    "torch.utils._pytree.tree_is_leaf",
+    need="containers of inputs and outputs, named tuples and users' classes; torch has no public "
+    "pytree",
+    instead="a recursion of our own over named tuples and torch's containers",
+)
+def test_a_container_is_opened_level_by_level() -> None:
+    from torch.utils import _pytree as pytree
+
+    pair = namedtuple("pair", "one two")
+    value = OrderedDict(a=pair(1, [2]), b=None)
+    assert not pytree.tree_is_leaf(value)
+    assert not pytree.tree_is_leaf(value["a"])
+    assert pytree.tree_is_leaf(object())
+    items, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    assert items == [pair(1, [2]), None]
+    again = pytree.tree_unflatten([3, 4], spec)
+    assert (type(again), again) == (OrderedDict, {"a": 3, "b": 4})
 
 
 @pytest.mark.private(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,12 +14,13 @@ from models import batch as tokens_of
 from models import loss_of, make_transformer
 from models import wrap as wrap_blocks
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 
 import fsdp_dynamo
 from fsdp_dynamo import FSDP, FSDPError, MixedPrecision
 from fsdp_dynamo.wrap.construct import FULL_PRECISION_IN_EVAL
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 Library = Any
 LOW = torch.bfloat16
@@ -177,3 +179,33 @@ def _wrong_shape(rank: int, world_size: int) -> None:
 def test_errors_of_nested_units_stay_as_they_are(ranks: RankPool) -> None:
     """They are not taken for uses of sharded parameters outside of their unit."""
     ranks.run(_wrong_shape, 2)
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("units", ["policy", "one unit"])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_batch_norms(rank: int, mode: str, units: str) -> None:
+    """They return the dtype that they are given, so an evaluation equals the plain model's."""
+    torch.manual_seed(0)
+    plain, x = _Normed(), torch.randn(3, 4)
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if units == "policy" else {}
+    with mock.patch.dict("os.environ", {FULL_PRECISION_IN_EVAL: "1"}):
+        wrapped = FSDP(copy.deepcopy(plain), mixed_precision=MixedPrecision(LOW), **policy)
+    model = in_mode(wrapped, mode)
+    expected = plain.eval()(x)
+    torch.testing.assert_close(model.eval()(x), expected)
+    trained = model.train()(x)
+    assert trained.dtype == LOW
+    trained.sum().backward()
+    plain.train()(x)  # changes the running statistics
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x), rtol=0.02, atol=0.02)
