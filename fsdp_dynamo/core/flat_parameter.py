@@ -176,6 +176,8 @@ class FlatParameter:
     # -- construction ------------------------------------------------------------------
 
     def _set_precision(self, precision: MixedPrecision) -> None:
+        if not self.dtype.is_floating_point:  # low precision would drop imaginary parts
+            return
         param_dtype = precision.param_dtype or self.dtype
         self.low_dtypes = Dtypes(param_dtype, precision.reduce_dtype or param_dtype)
         self.keep_low_precision_grads = precision.keep_low_precision_grads

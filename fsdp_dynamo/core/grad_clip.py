@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.memory_runs import by_kind, runs_of
-from fsdp_dynamo.core.row_reductions import power_sum, require_one_norm
+from fsdp_dynamo.core.row_reductions import norm_dtype_of, power_sum, require_one_norm
 from fsdp_dynamo.errors import unit_name
 
 
@@ -35,8 +34,8 @@ def clip_grad_norm(
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
-        The norm before clipping: a scalar in the dtype that gradients of all units are promoted
-        to (computed in float32 at least), equal on all ranks.
+        The norm before clipping: a scalar in the real dtype that gradients of all units are
+        promoted to (computed in float32 at least), equal on all ranks.
 
     Raises:
         UnsupportedError: ranks of the root have different norms, as they train different
@@ -64,8 +63,8 @@ def clip_grad_norm(
             dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
     has_grads = any(spread.values())
     runs = {over: runs_of(same) for over, same in spread.items()}
-    wanted = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-    dtype = torch.float64 if wanted == torch.float64 else torch.float32
+    wanted = norm_dtype_of(dtypes or [torch.float32])
+    dtype = torch.promote_types(wanted, torch.float32)
     norm_type = float(norm_type)
     totals = torch.stack(
         [power_sum(same, over, norm_type, dtype, device) for over, same in runs.items()]

@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import torch
@@ -360,7 +360,7 @@ def norm_of_rows(
     rows = [tensor for tensor in tensors if isinstance(tensor, RowDTensor)]
     others = [tensor for tensor in tensors if not isinstance(tensor, RowDTensor)]
     plain = [one.full_tensor() if isinstance(one, DTensor) else one for one in others]
-    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
+    dtype = row_reductions.norm_dtype_of(tensor.dtype for tensor in tensors)
     total = row_reductions.total_norm(rows, plain, float(norm_type)).to(dtype)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

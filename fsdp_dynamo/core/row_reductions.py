@@ -33,7 +33,7 @@ def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float
     for row in rows:
         by_groups.setdefault(row._placing.rows.groups, []).append(row._local_tensor)
     found = [tensor for tensors in by_groups.values() for tensor in tensors]
-    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in found}, torch.float32)
+    dtype = norm_dtype_of([torch.float32, *(tensor.dtype for tensor in found)])
     powers = [
         power_sum(runs_of(tensors), groups, order, dtype, found[0].device)
         for groups, tensors in by_groups.items()
@@ -47,6 +47,11 @@ def total_norm(rows: Sequence[Any], others: Sequence[torch.Tensor], order: float
         where = f"a norm of several tensors, '{first._placing.rows.fqn}' among them"
         require_one_norm(norm, widest, _num_ranks(fewest), where)
     return norm
+
+
+def norm_dtype_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Real dtype that the dtypes of tensors with a common norm are promoted to."""
+    return reduce(torch.promote_types, {one.to_real() if one.is_complex else one for one in dtypes})
 
 
 def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
@@ -99,9 +104,10 @@ def power_sum(
         dtype: of the sum.
         device: of the sum.
     """
+    real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     norms = [
         torch.stack(torch._foreach_norm(same, order, dtype=dtype)).to(device)
-        for same in by_kind(_in_blocks(tensors))
+        for same in by_kind(_in_blocks(real))
     ]
     own = torch.cat([*norms, torch.zeros(1, dtype=dtype, device=device)])
     if math.isinf(order):
@@ -178,7 +184,7 @@ def _norm_of_all(
     order = 2.0 if order is None else float(order)
     if keepdim or not _is_every_dim(row, dim) or order <= 0:
         return None
-    return _value(row, total_norm([row], [], order).to(dtype or row.dtype))
+    return _value(row, total_norm([row], [], order).to(dtype or norm_dtype_of([row.dtype])))
 
 
 def _foreach_norm(

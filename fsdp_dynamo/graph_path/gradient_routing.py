@@ -43,7 +43,7 @@ def carrier_of(flat: FlatParameter) -> torch.Tensor:
     """
     one = torch.zeros((), dtype=flat.sum_dtype, device=flat.device)
     carrier = one.expand(flat.layout.padded_numel)
-    carrier.requires_grad_(flat.sum_dtype.is_floating_point)
+    carrier.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
     setattr(carrier, _CARRIED, ref(flat))
     return carrier
 
