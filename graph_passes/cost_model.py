@@ -42,8 +42,11 @@ class Link:
 
     Attributes:
         latency_ms: what a collective needs besides its bytes, 0 or more.
-        bytes_per_ms: that a rank sends in a millisecond while it receives, more than 0.
+        bytes_per_ms: that a rank sends in a millisecond of an all-gather while it receives, more
+            than 0.
         name: groups whose links have one name share it; "": the group has a link of its own.
+        node_ranks: ranks of the group on each node, where collectives are rings over several nodes;
+            else 1. Of an all-to-all, as many times more bytes go between nodes as of a ring.
 
     Raises:
         ValueError: a number outside those bounds.
@@ -52,12 +55,15 @@ class Link:
     latency_ms: float = 0.05
     bytes_per_ms: float = 1e6
     name: str = ""
+    node_ranks: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):
             raise ValueError(f"latency_ms: expected 0 or more, got {self.latency_ms!r}")
         if not (math.isfinite(self.bytes_per_ms) and self.bytes_per_ms > 0):
             raise ValueError(f"bytes_per_ms: expected more than 0, got {self.bytes_per_ms!r}")
+        if self.node_ranks < 1:
+            raise ValueError(f"node_ranks: expected 1 or more, got {self.node_ranks!r}")
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,8 @@ class CostModel:
     def collective_ms(self, node: fx.Node) -> float:
         """Milliseconds of a collective that has its link to itself."""
         link = self.link_of(node)
-        return link.latency_ms + wire_bytes(node) / link.bytes_per_ms
+        ring_bytes = wire_bytes(node) * _ring_share(node, link.node_ranks)
+        return link.latency_ms + ring_bytes / link.bytes_per_ms
 
     def coding_ms(self, node: fx.Node) -> tuple[float, float]:
         """Milliseconds in which a rank encodes at the issue, and decodes at the wait.
@@ -169,6 +176,19 @@ def wire_bytes(node: fx.Node) -> int:
     if not message:
         return tensor_bytes(node)
     return message * (2 if size is None else size - 1)
+
+
+def _ring_share(node: fx.Node, node_ranks: int) -> float:
+    """Bytes of a ring that takes as long, for each byte that a rank sends.
+
+    Reductions in a format are all-to-alls: on M nodes of L ranks, (M - 1) * L of a rank's messages
+    go to other nodes, where a ring passes M - 1 on.
+    """
+    mark = mark_of(node)
+    if wire_of(node) is None or (mark is not None and mark.kind == "all_gather"):
+        return 1.0
+    is_all_reduce = world_size_of(node) is None  # an all-to-all, and a gather of the sums
+    return (node_ranks + 1) / 2 if is_all_reduce else float(node_ranks)
 
 
 def tensor_bytes(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -287,17 +288,30 @@ def _groups_by_node(
 
 def _ranks_per_node(levels: _Levels) -> int:
     """Ranks per node: as the launcher says, otherwise the number of devices."""
-    from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
-    if from_launcher is not None:
-        return int(from_launcher)
-    if torch.accelerator.is_available():
-        return torch.accelerator.device_count()
+    known = _known_ranks_per_node()
+    if known is not None:
+        return known
     raise FSDPValueError(
         expected="a known number of ranks per node",
         got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
         where=f"{levels.strategy} without process_group and device_mesh",
         fix=f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh}).",
     )
+
+
+def _known_ranks_per_node() -> int | None:
+    from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
+    if from_launcher is not None:
+        return int(from_launcher)
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else None
+
+
+def node_ranks_of(group: dist.ProcessGroup) -> int:
+    """Ranks of a group on each node, where it spans several nodes; 1 where it does not."""
+    ranks = dist.get_process_group_ranks(group)
+    size = _known_ranks_per_node() or len(ranks)
+    on_nodes = Counter(rank // size for rank in ranks)
+    return max(on_nodes.values()) if len(on_nodes) > 1 else 1
 
 
 # -- some of the ranks ----------------------------------------------------------------------------

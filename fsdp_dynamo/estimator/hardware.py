@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from fsdp_dynamo.errors import FSDPValueError
 
@@ -91,6 +92,16 @@ ACCELERATORS = {
 """Accelerators by name. Source: NVIDIA's data sheets of the SXM models."""
 
 
+Pattern = Literal["ring", "all_to_all"]
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends inside its node, and to other nodes."""
+
+    inside_bytes: float
+    between_bytes: float
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Ranks, spread evenly over nodes; rates per rank and millisecond.
@@ -115,45 +126,37 @@ class Cluster:
     latency_ms: float
     memory_bytes: int
 
-    def gather_ms(self, num_bytes: float, ranks: int) -> float:
-        """Milliseconds of an all-gather or a reduce-scatter among neighbouring ranks.
+    @property
+    def node_ranks(self) -> int:
+        """Ranks on a node that are in use."""
+        return min(self.per_node, self.world_size)
 
-        Each rank receives the other nodes' shards over the link and meanwhile passes them on
-        inside its node: the slower of the two counts.
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are in use."""
+        return self.world_size // self.node_ranks
+
+    def traffic(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> Traffic:
+        """Bytes that each rank sends for a collective.
+
+        A ring receives the other nodes' shards over the link and passes them on inside its node.
+        An all-to-all sends each message straight to its rank.
 
         Args:
-            num_bytes: size of the unsharded tensor.
+            pattern: ``"ring"`` for an all-gather or a reduce-scatter, or ``"all_to_all"``.
+            num_bytes: size of the unsharded tensor, or of all messages.
             ranks: number of ranks that hold a shard.
+            nodes: number of nodes that these ranks are spread over.
         """
+        shard = num_bytes / ranks
+        outside = nodes - 1 if pattern == "ring" else ranks - ranks // nodes
+        return Traffic((ranks - 1 - outside) * shard, outside * shard)
+
+    def collective_ms(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> float:
+        """Milliseconds of a collective: the slower link counts. For arguments see ``traffic``."""
         if ranks == 1:
             return 0.0
-        inside = min(ranks, self.per_node)
-        nodes = math.ceil(ranks / inside)
-        shard = num_bytes / ranks
-        over_link = (nodes - 1) * shard / self.link_bytes_per_ms
-        over_node = (ranks - nodes) * shard / self.node_bytes_per_ms
+        traffic = self.traffic(pattern, num_bytes, ranks, nodes)
+        over_link = traffic.between_bytes / self.link_bytes_per_ms
+        over_node = traffic.inside_bytes / self.node_bytes_per_ms
         return self.latency_ms * math.ceil(math.log2(ranks)) + max(over_link, over_node)
-
-    def between_nodes_ms(self, num_bytes: float, nodes: int) -> float:
-        """Milliseconds of an all-gather or a reduce-scatter among ranks of different nodes.
-
-        Args:
-            num_bytes: size of the gathered tensor.
-            nodes: number of ranks, each in a node of its own.
-        """
-        if nodes == 1:
-            return 0.0
-        over_link = (nodes - 1) / nodes * num_bytes / self.link_bytes_per_ms
-        return self.latency_ms * math.ceil(math.log2(nodes)) + over_link
-
-    def reduce_replicas_ms(self, num_bytes: float, replicas: int) -> float:
-        """Milliseconds of an all-reduce among ranks of different nodes.
-
-        Args:
-            num_bytes: size of the tensor on each rank.
-            replicas: number of ranks.
-        """
-        if replicas == 1:
-            return 0.0
-        sent = 2 * (replicas - 1) / replicas * num_bytes
-        return 2 * self.latency_ms * math.ceil(math.log2(replicas)) + sent / self.link_bytes_per_ms

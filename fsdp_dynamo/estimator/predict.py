@@ -12,6 +12,7 @@ from fsdp_dynamo.estimator.inventory import Inventory
 from fsdp_dynamo.estimator.transfers import (
     ElementSizes,
     Sharding,
+    accepted,
     between_nodes,
     gather_of,
     reduction_of,
@@ -88,8 +89,7 @@ def predict(
         unsharded, and are gathered before the forward, as in graph mode.
     """
     sharding = sharding_of(strategy, cluster)
-    if sizes.precision.only_where_exposed and sharding.nodes > 1:
-        sizes = sizes.without_formats()  # which is refused
+    sizes = accepted(sizes, sharding, cluster)
     pose = partial(_posed, inventory, cluster, sharding, checkpointing)
     forward, backward = problems = pose(sizes)
     if sizes.precision.only_where_exposed:

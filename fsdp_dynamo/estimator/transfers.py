@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy
-from fsdp_dynamo.estimator.hardware import Cluster
+from fsdp_dynamo.estimator.hardware import Cluster, Pattern
 from fsdp_dynamo.estimator.inventory import Inventory
 from graph_passes.markers import Mark
 from graph_passes.scheduling.problem import Transfer
@@ -73,15 +73,26 @@ class Sharding:
 
 def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> Sharding:
     """How a strategy shards on a cluster."""
-    world, node = cluster.world_size, min(cluster.per_node, cluster.world_size)
+    world, node = cluster.world_size, cluster.node_ranks
     if strategy.is_hierarchical:
-        return Sharding(world, 1, True, True, world // node)
+        return Sharding(world, 1, True, True, cluster.num_nodes)
     if strategy is ShardingStrategy.NO_SHARD:
         return Sharding(1, world, False, False)
     if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
         reshards = strategy is ShardingStrategy.HYBRID_SHARD
-        return Sharding(node, world // node, reshards, True)
+        return Sharding(node, cluster.num_nodes, reshards, True)
     return Sharding(world, 1, strategy is ShardingStrategy.FULL_SHARD, True)
+
+
+def accepted(sizes: ElementSizes, sharding: Sharding, cluster: Cluster) -> ElementSizes:
+    """The sizes without formats that are refused on these ranks."""
+    if sizes.precision.only_where_exposed and sharding.nodes > 1:
+        return sizes.without_formats()
+    is_flat = cluster.world_size in (sharding.gathering, sharding.replicas)
+    if is_flat and cluster.num_nodes > 1 and cluster.node_ranks > 1:
+        exact = replace(sizes.precision, reduce_scatter=None, all_reduce=None)
+        return replace(sizes, precision=exact)
+    return sizes
 
 
 def gather_of(
@@ -99,7 +110,7 @@ def gather_of(
     num_bytes = numel * sizes.param_bytes
     travels = _travels(wire, numel, ranks, sizes.param_bytes)
     mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
-    ms = cluster.gather_ms(travels, ranks)
+    ms = cluster.collective_ms("ring", travels, ranks, _nodes_of(ranks, cluster))
     sent = travels * (ranks - 1) // ranks
     transfer = Transfer(
         mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire)
@@ -127,11 +138,14 @@ def reduction_of(
     wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
     of_replicas = sizes.wire("all_reduce") if sharding.replicas > 1 else None
     message_of_replicas = _message_of_replicas(numel, sharding, sizes)
-    travels = _travels(wire if nodes == 1 else None, numel, ranks, sizes.reduce_bytes)
-    ms = cluster.gather_ms(travels, ranks)
-    ms += cluster.reduce_replicas_ms(message_of_replicas, sharding.replicas)
+    inner = wire if nodes == 1 else None
+    travels = _travels(inner, numel, ranks, sizes.reduce_bytes)
+    ms = cluster.collective_ms(_pattern_of(inner), travels, ranks, _nodes_of(ranks, cluster))
+    on_nodes = min(sharding.replicas, cluster.num_nodes)
+    for pattern in (_pattern_of(of_replicas), "ring"):  # an all-reduce
+        ms += cluster.collective_ms(pattern, message_of_replicas, sharding.replicas, on_nodes)
     between = _travels(wire, -(-numel // ranks), nodes, sizes.reduce_bytes)
-    ms += cluster.between_nodes_ms(between, nodes)
+    ms += cluster.collective_ms(_pattern_of(wire), between, nodes, nodes)
     sent = travels * (ranks - 1) / ranks + _reduced_between(numel, sharding, sizes)
     mark = Mark(unit, "reduce_scatter", "backward", 0)
     text = text_of(wire or of_replicas)
@@ -167,7 +181,7 @@ def secondary_gathers(
         numel = -(-unit.numel // sharding.gathering)
         travels = _travels(wire, numel, nodes, sizes.param_bytes)
         sent += travels * (nodes - 1) // nodes
-        total_ms += cluster.between_nodes_ms(travels, nodes)
+        total_ms += cluster.collective_ms("ring", travels, nodes, nodes)
         if wire is not None:
             coding = coding_of_gather(numel * sizes.param_bytes, travels / nodes, nodes)
             total_ms += sum(_coding_ms(coding, cluster))
@@ -178,11 +192,10 @@ def between_nodes(
     inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes, sent: int
 ) -> int:
     """Of the bytes that a rank sends, those over the link between nodes."""
-    world = cluster.world_size
-    nodes = world // min(cluster.per_node, world)
-    if nodes == 1 or sharding.ranks == 1:
-        return 0 if nodes == 1 else sent
-    if sharding.gathering == world:
+    world, nodes = cluster.world_size, cluster.num_nodes
+    if nodes == 1:
+        return 0
+    if world in (sharding.gathering, sharding.replicas):  # rings over all ranks
         return sent * (nodes - 1) // (world - 1)
     reduced = sum(_reduced_between(u.trained, sharding, sizes) for u in inventory.units.values())
     return secondary_gathers(inventory, cluster, sharding, sizes)[0] + round(reduced)
@@ -212,6 +225,16 @@ def _encoded(numel: int, sharding: Sharding) -> tuple[int, int]:
     return -(-numel // sharding.gathering), sharding.nodes
 
 
+def _nodes_of(ranks: int, cluster: Cluster) -> int:
+    """Nodes of neighbouring ranks."""
+    return max(1, ranks // cluster.node_ranks)
+
+
+def _pattern_of(wire: WireFormat | None) -> Pattern:
+    """How a reduction sends: in a format, each part goes straight to the rank that sums it."""
+    return "ring" if wire is None else "all_to_all"
+
+
 def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
     """Bytes of the messages of all ranks' parts."""
     if wire is None or ranks == 1:
@@ -229,6 +252,7 @@ def _coding_ms(coding: Coding, cluster: Cluster) -> tuple[float, float]:
 __all__ = [
     "ElementSizes",
     "Sharding",
+    "accepted",
     "between_nodes",
     "gather_of",
     "reduction_of",

@@ -22,6 +22,7 @@ from torch import fx
 
 from fsdp_dynamo.agreement.comparison import require_same, share_from_first
 from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.process_groups import node_ranks_of
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
 from fsdp_dynamo.graph_path.shared_plans import SharedPlans
@@ -169,7 +170,9 @@ def _cost_model(
     for name in names:
         first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
         link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
-        links[name] = replace(link, name=first)
+        is_ring = transport_of(_resolve(name), device) == "library"
+        node_ranks = node_ranks_of(_resolve(name)) if is_ring else link.node_ranks
+        links[name] = replace(link, name=first, node_ranks=node_ranks)
     computes = options.device
     if computes is None:
         assert rates is not None  # measured

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
 from fsdp_dynamo.config import (
     BackwardPrefetch,
+    CollectivePrecision,
     CPUOffload,
     ShardingStrategy,
     coerce_collective_precision,
@@ -63,6 +64,7 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
             fix="Leave only_where_exposed out: formats are those between nodes there, and gathers "
             "between nodes are in no plan.",
         )
+    _refuse_flat_reductions(config, precision, fqn)
     if param.dtype not in _TRAVEL:
         raise UnsupportedError(
             expected="float32, bfloat16 or float16 parameters",
@@ -71,6 +73,26 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
             fix="Leave the argument out for this unit, by a policy's dict of arguments, or put the "
             "parameter into ignored_states.",
         )
+
+
+def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, fqn: str) -> None:
+    """Raise if gradients would be reduced in a format by several ranks on each of several nodes."""
+    groups, is_whole = config.groups, config.strategy is ShardingStrategy.NO_SHARD
+    reduced_by = {"all_reduce": groups.shard if is_whole else groups.replicate}
+    if not is_whole and groups.hierarchy is None:
+        reduced_by["reduce_scatter"] = groups.reduce
+    for kind, group in reduced_by.items():
+        node_ranks = 1 if group is None else node_ranks_of(group)
+        if getattr(precision, kind) is not None and node_ranks > 1:
+            raise UnsupportedError(
+                expected="gradients as they are, reduced over several nodes by all of their ranks",
+                got=f"{kind}={getattr(precision, kind)!r}: each node would send its messages to "
+                f"other nodes from {node_ranks} ranks, {node_ranks} times as many bytes as a ring "
+                "sends",
+                where=f"argument 'collective_precision', parameter '{fqn}'",
+                fix=f"Leave {kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, whose "
+                "formats are those between nodes.",
+            )
 
 
 _TRAVEL = (torch.float32, torch.bfloat16, torch.float16)

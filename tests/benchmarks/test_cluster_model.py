@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from benchmarks.cluster.link import CommunicationLog, HostLink, Request
 from benchmarks.cluster.simulation import (
@@ -16,6 +19,13 @@ from benchmarks.cluster.simulation import (
     gpu_cluster,
     two_hosts,
 )
+from fsdp_dynamo import CollectivePrecision, ShardingStrategy
+from fsdp_dynamo.estimator import Cluster, ElementSizes
+from fsdp_dynamo.estimator.inventory import Inventory, UnitInventory, Work
+from fsdp_dynamo.estimator.transfers import between_nodes, reduction_of, sharding_of
+from graph_passes.cost_model import CostModel, Link
+from graph_passes.markers import COLLECTIVE, Mark
+from graph_passes.wire_format import WireFormat, text_of
 
 INTRA = LinkModel(latency_s=1e-4, bytes_per_s=1e9)
 INTER = LinkModel(latency_s=2e-4, bytes_per_s=1e8)
@@ -130,3 +140,69 @@ def test_burst_is_saved_up_while_idle_and_refilled(monkeypatch: pytest.MonkeyPat
     assert taken_s(0.06) == pytest.approx(0.02)  # what the one before left
     now[0] = 101.05
     assert taken_s(0.06) == pytest.approx(0.03)  # idle for 0.03 s since 101.02
+
+
+NUMEL = 1 << 24
+FORMAT = WireFormat("int8", is_stochastic=True)
+
+
+def _reduction_node(kind: Any, ranks: int, wire: WireFormat | None) -> fx.Node:
+    """The reduction of a gradient of ``NUMEL`` elements of bf16, in a graph of its own."""
+    graph, ops = fx.Graph(), torch.ops._c10d_functional
+    sent = graph.placeholder("sent")
+    if kind == "all_reduce":
+        node = graph.call_function(ops.all_reduce.default, (sent, "avg", "g"))
+    else:
+        node = graph.call_function(ops.reduce_scatter_tensor.default, (sent, "avg", ranks, "g"))
+    with FakeTensorMode():
+        sent.meta["val"] = torch.empty(NUMEL, dtype=torch.bfloat16)
+        received = NUMEL if kind == "all_reduce" else NUMEL // ranks
+        node.meta["val"] = torch.empty(received, dtype=torch.bfloat16)
+    mark = Mark("u", kind, "backward", 0, wire=text_of(wire))
+    node.meta["custom"] = {COLLECTIVE: mark.encode()}
+    return node
+
+
+@pytest.mark.parametrize("wire", [None, FORMAT], ids=["exact", "int8"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(64, 8), (8, 4), (8, 1), (8, 8)])
+def test_estimator_and_planner_agree(
+    ranks: int, node_ranks: int, kind: str, wire: WireFormat | None
+) -> None:
+    """One collective: as many bytes on each link, and as many milliseconds, in all three models."""
+    intra, inter = LinkModel(0, 4e10), LinkModel(0, 1e9)
+    model = ClusterModel(ranks, node_ranks, intra, inter, "ring")
+    payload = NUMEL * 2 if wire is None else ranks * wire.num_bytes(NUMEL // ranks)
+    first = "reduce_scatter" if wire is None else "all_to_all"
+    phases = [first] if kind == "reduce_scatter" else [first, "all_gather"]
+    expected_ms = sum(model.seconds(op, payload) for op in phases) * 1e3
+
+    cluster = Cluster(ranks, node_ranks, 1.0, float("inf"), 1e6, 4e7, 0.0, 1)
+    for op in phases:
+        traffic = model._traffic(op, payload)
+        pattern = "all_to_all" if op == "all_to_all" else "ring"
+        found = cluster.traffic(pattern, payload, ranks, model.num_nodes)
+        assert found == pytest.approx((traffic.intra_bytes, traffic.inter_bytes))
+    strategy = ShardingStrategy.NO_SHARD if kind == "all_reduce" else ShardingStrategy.FULL_SHARD
+    precision = CollectivePrecision(**{kind: None if wire is None else wire.name})
+    sizes, sharding = ElementSizes(precision=precision), sharding_of(strategy, cluster)
+    inventory = Inventory({"": UnitInventory("", NUMEL)}, [], Work())
+    reduction = reduction_of(inventory, cluster, sharding, sizes, "", 0, 1)
+    assert reduction.ms == pytest.approx(expected_ms, rel=1e-3)
+    assert reduction.wire_bytes == pytest.approx(
+        sum(model.wire_bytes(op, payload) for op in phases),
+        rel=1e-3,
+    )
+    if wire is None:
+        between = sum(model._traffic(op, payload).inter_bytes for op in phases)
+        sent = reduction.wire_bytes
+        found_between = between_nodes(inventory, cluster, sharding, sizes, sent)
+        assert found_between == pytest.approx(between, rel=1e-3)
+
+    gather_ms = model.seconds("all_gather", NUMEL) * 1e3  # what a rank measures
+    rate = NUMEL * (ranks - 1) / ranks / gather_ms
+    link = Link(0.0, rate, node_ranks=node_ranks if model.num_nodes > 1 else 1)
+    planned_ms = CostModel(link=link).collective_ms(_reduction_node(kind, ranks, wire))
+    if kind == "all_reduce":
+        planned_ms *= (ranks - 1) / ranks  # graphs do not know the number of ranks
+    assert planned_ms == pytest.approx(expected_ms, rel=1e-3)

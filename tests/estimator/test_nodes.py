@@ -20,6 +20,7 @@ from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 FULL, HIERARCHICAL = ShardingStrategy.FULL_SHARD, ShardingStrategy.HIERARCHICAL_SHARD
 NODES, PER_NODE, BLOCKS, DIM = 2, 2, 4, 64
+WORLD = NODES * PER_NODE
 NUMEL = (BLOCKS + 1) * DIM * DIM
 """No unit has padding on four ranks."""
 FP32 = ElementSizes(param_bytes=4, reduce_bytes=4, master_bytes=4, optimizer_bytes=8)
@@ -70,6 +71,21 @@ def test_bytes_of_a_step() -> None:
     assert (full.between_bytes, full.wire_bytes) == (sent // 3, sent)
     hybrid = _predicted(ShardingStrategy.HYBRID_SHARD)
     assert hybrid.between_bytes == found.between_bytes
+
+
+def test_replicas_on_all_ranks() -> None:
+    """Of an all-reduce over all ranks, a ring passes each part between nodes once and back."""
+    found = _predicted(ShardingStrategy.NO_SHARD)
+    assert found.wire_bytes == 2 * NUMEL * 4 * (WORLD - 1) // WORLD
+    assert found.between_bytes == 2 * NUMEL * 4 * (NODES - 1) // WORLD
+
+
+@pytest.mark.parametrize("strategy", [FULL, ShardingStrategy.NO_SHARD])
+def test_formats_that_are_refused_count_for_nothing(strategy: ShardingStrategy) -> None:
+    precision = CollectivePrecision(reduce_scatter="int8", all_reduce="int8")
+    sizes = replace(FP32, precision=precision)
+    assert _predicted(strategy, sizes) == _predicted(strategy)
+    assert _predicted(strategy, sizes, nodes=1) != _predicted(strategy, nodes=1)
 
 
 def test_formats_are_those_between_nodes() -> None:

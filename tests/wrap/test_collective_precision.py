@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from loops import error_of
 from models import Block, average_gradients, batch, loss_of, make_transformer, train, wrap
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -450,3 +451,33 @@ def _of_one_unit(rank: int, world_size: int) -> list[str]:
 def test_one_unit_may_have_a_format(ranks: RankPool) -> None:
     for found in ranks.run(_of_one_unit, 2):
         assert found == ["blocks.1"]
+
+
+@pytest.mark.parametrize("per_node", [1, 4, 8])
+@on_ranks(1)
+def test_reductions_over_a_flat_group_of_nodes(rank: int, per_node: int) -> None:
+    """Several ranks of each node would send more to other nodes than without a format."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=8)
+    reduced = CollectivePrecision(reduce_scatter="int8", only_where_exposed=True)
+    averaged = CollectivePrecision(all_reduce="int8")
+    whole = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    nodes = {"device_mesh": init_device_mesh("cpu", (2, 4))}
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, **nodes}
+    hierarchical = {"sharding_strategy": ShardingStrategy.HIERARCHICAL_SHARD, **nodes}
+    both = CollectivePrecision(reduce_scatter="int8", all_reduce="int8")
+    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(per_node)):
+        for precision, kwargs in ((reduced, {}), (averaged, whole)):
+            model = nn.Linear(8, 8)
+            wrap_it = partial(FSDP, model, collective_precision=precision, **kwargs)
+            if per_node == 4:
+                error = error_of(wrap_it)
+                assert "UnsupportedError" in error
+                assert "parameter 'weight'" in error
+                assert model.weight.shape == (8, 8)
+            else:
+                wrap_it()
+        if per_node == 4:
+            FSDP(nn.Linear(8, 8), collective_precision=both, **hybrid)
+            FSDP(nn.Linear(8, 8), collective_precision=both, **hierarchical)
+            FSDP(nn.Linear(8, 8), collective_precision=CollectivePrecision("int8"))
