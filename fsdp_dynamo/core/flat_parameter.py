@@ -484,12 +484,21 @@ class FlatParameter:
 
     # -- moving ----------------------------------------------------------------------------
 
-    def convert(self, shard: torch.Tensor) -> None:
+    @torch.no_grad()
+    def convert(self, shard: torch.Tensor, kept: Collection[int] = ()) -> None:
         """Take ``shard`` (another dtype or device) as the new sharded flat parameter.
 
         Original parameters become views of the new storage; their gradients must have been
         converted already.
+
+        Args:
+            shard: ``(shard_numel,)``.
+            kept: indices of parameters that keep their values, whatever ``shard`` has for them.
         """
+        if kept and not self.sharded.is_meta:
+            old, new = (self.shard_layout.split(one) for one in (self.sharded, shard))
+            for index in kept:
+                new[index].copy_(old[index])
         self.low_dtypes = Dtypes(
             *(shard.dtype if low == self.dtype else low for low in self.low_dtypes)
         )

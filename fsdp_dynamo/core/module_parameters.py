@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo.core.original_parameter import OriginalParameter, owner_of
+from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 
@@ -239,6 +239,7 @@ class ModuleParameters:
         for (i, param), value in zip(new.items(), values, strict=True):
             if param is not originals[i].param:
                 originals[i].replace(param)
+            mark_managed(originals[i].param, self.paths.fqn_of(originals[i].fqn))
             parts[i].copy_(value)
         self.lacking -= new.keys()
         self.show_shard(parts, self._frees_grad_dtype)
@@ -248,6 +249,7 @@ class ModuleParameters:
         for holder, name, param, memory, numel, address, requires_grad in self._as_left:
             if (
                 holder.get(name) is not param
+                or (memory is not param and param._local_tensor is not memory)  # type: ignore[attr-defined]
                 or memory.data_ptr() != address
                 or memory.numel() != numel
                 or param.requires_grad is not requires_grad
@@ -266,6 +268,7 @@ class ModuleParameters:
             return any(not param.is_meta for param in present)
         return (
             any(param is not original.param for param in present)
+            or original.part.dtype != part.dtype
             or original.address != part.data_ptr()
             or original.part.numel() != part.numel()
         )

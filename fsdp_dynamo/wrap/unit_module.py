@@ -15,7 +15,7 @@ from fsdp_dynamo import module_tree
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
-from fsdp_dynamo.core.original_parameter import mark_managed
+from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed
 from fsdp_dynamo.core.parts import has_plain_parts, note_parts
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
@@ -255,12 +255,15 @@ class UnitModule(UserMethods):
             param.__dict__.update(kept)
         unit.write_back_lacking()
         for flat, total in zip(unit.flats, sums, strict=True):
-            converted = fn(flat.sharded.detach())
-            flat.convert(converted)
+            numbered = enumerate(flat.originals)
+            left_alone = [i for i, one in numbered if not self._fsdp_reaches(one, recurse)]
+            flat.convert(fn(flat.sharded.detach()), left_alone)
             if total is not None:
                 flat.grad_sum.put(fn(total).to(flat.sum_dtype))
         self._fsdp_root.accumulation.refresh()
-        self._fsdp_share_shards()
+        for module in [self] if len(unit.modules) == 1 else unit.modules:
+            assert isinstance(module, UnitModule)
+            module._fsdp_share_shards()
         return self
 
     @property
@@ -273,6 +276,16 @@ class UnitModule(UserMethods):
             fix="Leave it out: the unit reduces its own. For replicas of shards use "
             "ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two dimensions.",
         )
+
+    def _fsdp_reaches(self, original: OriginalParameter, recurse: bool) -> bool:
+        """Whether ``_apply`` of this module is for a parameter of its unit.
+
+        It is not for those of a list's other modules and, without ``recurse``, of submodules.
+        """
+        if not recurse:
+            return any(module is self for module, *_ in original.sites)
+        unit = self._fsdp_own_unit
+        return any(unit.below(self, fqn) is not None for *_, fqn in original.sites)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

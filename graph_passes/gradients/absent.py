@@ -16,6 +16,7 @@ Autograd fills in zeros. Reduced, they could not be told from a gradient that is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -60,17 +61,21 @@ def _replace(cat: fx.Node, index: int, piece: fx.Node) -> None:
 
 
 def absent_in(flat_gradient: object) -> Ranges:
-    """Elements of a flat gradient that are absent: all that a chain of writes does not write.
+    """Elements of a flat gradient that this rank does not compute.
 
     Args:
-        flat_gradient: what a reduction reads; looked through are casts, sums with another flat
-            gradient, regions, and the reduction before it: what this rank lacks.
+        flat_gradient: what a reduction reads: a concatenation or a chain of writes, perhaps cast or
+            reduced before. Of a sum (a unit that is called several times), what all terms lack; an
+            input of the graph, the sum of earlier steps, is no term: its values tell.
     """
     if not isinstance(flat_gradient, fx.Node):
         return ()
     node, name = flat_gradient, op_name(flat_gradient)
-    if name in CASTS or name == "aten::add" or is_wait(node) or is_collective(node):
+    if name in CASTS or is_wait(node) or is_collective(node):
         return absent_in(node.args[0])
+    if name == "aten::add":
+        terms = [absent_in(term) for term in node.all_input_nodes if not _is_input(term)]
+        return reduce(_common, terms) if terms else ()
     if name == "aten::cat":
         return _absent_pieces(node)
     chain = chain_of_writes(node)
@@ -78,6 +83,17 @@ def absent_in(flat_gradient: object) -> Ranges:
         return ()
     gaps: Any = chain[-1].args[2]
     return tuple(zip(gaps[::2], gaps[1::2], strict=True))
+
+
+def _is_input(node: fx.Node) -> bool:
+    while op_name(node) in CASTS:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _common(one: Ranges, other: Ranges) -> Ranges:
+    pairs = [(max(a, b), min(end, other_end)) for a, end in one for b, other_end in other]
+    return tuple((begin, end) for begin, end in pairs if begin < end)
 
 
 def _absent_pieces(cat: fx.Node) -> Ranges:

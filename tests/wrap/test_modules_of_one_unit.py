@@ -125,10 +125,8 @@ def _shard(model: Any, pick: str, library: Any = None) -> Any:
 
 def _whole_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     with FSDP.summon_full_params(model, with_grads=True):
-        return {
-            name: torch.zeros(param.shape) if param.grad is None else _full(param.grad).clone()
-            for name, param in model.named_parameters()
-        }
+        named = model.named_parameters()
+        return {name: _full(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:
@@ -140,10 +138,7 @@ def _expected(pick: str, way: str, world_size: int, steps: int) -> dict[str, tor
     for step in range(steps):
         for rank in range(world_size):
             (loss_of(model, batch(rank, step)) / world_size).backward()
-    return {
-        name: torch.zeros(param.shape) if param.grad is None else param.grad
-        for name, param in model.named_parameters()
-    }
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _beside(rank: int, world_size: int, cases: list[tuple[str, str]], mode: str) -> list[str]:
@@ -158,6 +153,8 @@ def _beside(rank: int, world_size: int, cases: list[tuple[str, str]], mode: str)
             loss_of(run, batch(rank, step)).backward()
         with torch.no_grad():
             run(batch(rank, 0))
+        has = {name for name, param in model.named_parameters() if param.grad is not None}
+        wrong += [f"{pick}, {way}: {name} (None)" for name in sorted(has ^ expected.keys())]
         for name, grad in _whole_grads(model).items():
             if not torch.allclose(grad, expected[name], rtol=1e-4, atol=1e-6):
                 wrong.append(f"{pick}, {way}: {name}")
