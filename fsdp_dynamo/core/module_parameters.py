@@ -51,6 +51,17 @@ class ModuleParameters:
         # that one's elements and address, and whether it is trained.
         self._as_left: list[_Facts] = []
 
+    def as_parallel(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views with DTensors in place of those that tensor parallelism has split; differentiable.
+
+        Made once in a forward: its backward shows them again, with gradients off, to what
+        activation checkpointing recomputes.
+        """
+        return [
+            view if original.parallel is None else original.parallel.as_dtensor(view)
+            for original, view in zip(self._originals, views, strict=True)
+        ]
+
     def set_views(self, views: Sequence[torch.Tensor]) -> None:
         """Let every module see the views in place of its parameters.
 
@@ -60,8 +71,6 @@ class ModuleParameters:
         """
         for original, view in zip(self._originals, views, strict=True):
             held = original.held
-            if original.parallel is not None:
-                view = original.parallel.as_dtensor(view)
             for module, name, _ in original.sites:
                 found = module._parameters.get(name)
                 if found is not held and not self._has_views:

@@ -104,6 +104,7 @@ def begin_call(
                 views[index] = views[index].detach()
         else:
             views = flat.make_views()
+        views = flat.module_parameters.as_parallel(views)
         flat.module_parameters.set_views(views)
         call.views.append(views)
     return call

@@ -236,17 +236,17 @@ def fake_forward(
         _make_fake(module._parameters)
         _make_fake(module._buffers)
     for flat in unit.flats:
-        flat.module_parameters.set_views(
-            [
-                torch.empty(
-                    slot.shape,
-                    dtype=flat.dtypes(unit.wants_full_precision).param,
-                    device=flat.device,
-                    requires_grad=original.param.requires_grad,
-                )
-                for slot, original in zip(flat.layout.slots, flat.originals, strict=True)
-            ]
-        )
+        views = [
+            torch.empty(
+                slot.shape,
+                dtype=flat.dtypes(unit.wants_full_precision).param,
+                device=flat.device,
+                requires_grad=original.param.requires_grad,
+            )
+            for slot, original in zip(flat.layout.slots, flat.originals, strict=True)
+        ]
+        shown = flat.module_parameters
+        shown.set_views(shown.as_parallel(views))
     try:
         return hooks.cast_output(unit.output_dtype, unit_module._fsdp_body()(*args, **kwargs))
     finally:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from modes import in_mode
-from pool import RankPool
+from modes import MODES, in_mode
+from pool import RankPool, on_ranks
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,8 +33,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fsdp_dynamo import FSDP, ShardingStrategy, checkpoint, fully_shard
+from fsdp_dynamo import FSDP, ShardingStrategy, StateDictType, checkpoint, fully_shard
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -158,6 +165,61 @@ def test_equals_one_process(
             assert mine == pytest.approx(theirs, rel=1e-4)
         assert wrong == []
         assert kinds == ["RowDTensor" if composable and has_own_operators() else "Parameter"]
+
+
+def _checkpointed_by_a_function(layer: Layer) -> None:
+    run = layer.forward
+    layer.forward = lambda x: torch_checkpoint(run, x, use_reentrant=False)  # type: ignore[method-assign]
+
+
+CHECKPOINTING: dict[str, Callable[[Model], object]] = {
+    "around layers": lambda model: apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, Layer)
+    ),
+    "around parts of layers": lambda model: apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, nn.Linear) and module is not model.head
+    ),
+    "composable": lambda model: [*map(composable_checkpoint, model.layers)],
+    "by a function": lambda model: [*map(_checkpointed_by_a_function, model.layers)],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "composable", "unit", "way"),
+    [
+        *((mode, False, Layer, "around layers") for mode in MODES),
+        *((mode, True, CheckpointWrapper, "around layers") for mode in MODES),
+        ("eager", True, None, "around parts of layers"),
+        ("hooks", False, None, "around parts of layers"),
+        ("eager", False, Layer, "composable"),
+        *((mode, True, Layer, "by a function") for mode in MODES),
+    ],
+)
+@on_ranks(4)
+def test_activation_checkpointing(
+    rank: int, mode: str, composable: bool, unit: type[nn.Module] | None, way: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _parallelize(_model(), mesh["tp"])
+    CHECKPOINTING[way](model)
+    policy = None if unit is None else ModuleWrapPolicy({unit})
+    if composable:
+        sharded = fully_shard(model, policy=policy, mesh=mesh["dp"])
+    else:
+        sharded = FSDP(model, auto_wrap_policy=policy, device_mesh=mesh["dp"])
+    run = in_mode(sharded, mode)
+    expected = _model()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, expected)]
+    for step in range(2):
+        _loss(run, _tokens(rank // 2, step)).backward()
+        sum(_loss(expected, _tokens(replica, step)) / 2 for replica in range(2)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT):
+        torch.testing.assert_close(
+            sharded.state_dict(), dict(expected.state_dict()), rtol=1e-4, atol=1e-5
+        )
 
 
 def _save(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
