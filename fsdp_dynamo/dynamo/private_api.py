@@ -110,6 +110,15 @@ def number_of_body() -> int:
     return id(translator.output.current_tracer)
 
 
+def made_to_require_grad() -> bool:
+    """Whether the traced code so far has called ``requires_grad_()`` on an intermediate tensor."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output: Any = InstructionTranslator.current_tx().output
+    leaves = getattr(output, "leaf_var_creation_order", ())  # torch 2.11 refuses the call itself
+    return any(leaf.source is None for leaf in leaves)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_mode() -> tuple[str, int]:
     """The mode of the trace that runs now, and the number of its backend.

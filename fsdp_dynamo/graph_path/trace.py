@@ -18,6 +18,7 @@ from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.unit_modules import registered
 from fsdp_dynamo.dynamo.private_api import (
     CompileRefusedError,
+    made_to_require_grad,
     number_of_body,
     traced_options,
     with_side_effects,
@@ -25,7 +26,7 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.dynamo.repeats.calls import Kind
 from fsdp_dynamo.dynamo.repeats.operator import call_once_a_kind
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.graph_path.traced_unit import constants_of
 from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD, without_names
 from graph_passes.markers import BODY, UNIT
@@ -36,12 +37,24 @@ def check_originals(name: str) -> None:
     """Check the parameters of the unit module of this name, before its shards become inputs.
 
     Raises:
-        CompileRefusedError: something is wrong with them (``Unit.check_originals``).
+        CompileRefusedError: something is wrong with them (``Unit.check_originals``), or an input of
+            the unit was made to require gradients.
     """
+    unit = registered(name)._fsdp_unit
     try:
-        registered(name)._fsdp_unit.check_originals()
+        unit.check_originals()
     except FSDPStateError as error:
         raise CompileRefusedError(*error.args) from None
+    if torch.is_grad_enabled() and made_to_require_grad():
+        raise CompileRefusedError(
+            expected="activations that require gradients because of parameters",
+            got="requires_grad_() on one before this unit, which Dynamo cannot return from a graph",
+            where=unit_name(unit.fqn),
+            fix="Leave the call out: non-reentrant checkpointing does not need it "
+            "(transformers: model.disable_input_require_grads(), "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}); or compile without '
+            "fullgraph (hooks mode).",
+        )
 
 
 Inputs = Sequence[tuple[torch.Tensor | None, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from loops import different, error_of, whole_gradients
 from models import VOCABULARY, Block, Transformer, batch, loss_of
 from modes import MODES, in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp_dynamo import FSDP, record_events
+from fsdp_dynamo import FSDP, FSDPStateError, record_events
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -359,3 +360,26 @@ def _changed_input(rank: int, world_size: int) -> str:
 def test_an_input_that_the_user_changes_is_noticed(ranks: RankPool) -> None:
     for error in ranks.run(_changed_input, 2):
         assert "modified by an inplace operation" in error
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_inputs_made_to_require_gradients(rank: int, mode: str) -> None:
+    """As transformers' ``enable_input_require_grads`` does for frozen embeddings (PEFT)."""
+    torch.manual_seed(7)
+    plain = _Around(num_blocks=2)
+    plain.embed.requires_grad_(False)
+    model: Any = _wrap(copy.deepcopy(plain))
+    hook = model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    run = in_mode(model, mode)
+    if mode == "graph":
+        with pytest.raises(FSDPStateError, match="disable_input_require_grads"):
+            run(batch(rank, 0))
+        hook.remove()
+    loss_of(run, batch(rank, 0)).backward()
+    for other in range(2):
+        (loss_of(plain, batch(other, 0)) / 2).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert different(whole_gradients(model), expected) == []
+    with torch.no_grad():
+        torch.testing.assert_close(run(batch(rank, 0)), model(batch(rank, 0)))
