@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.eager.used_outside import hint_at_use_outside, used_outside
+from fsdp_dynamo.eager.used_outside import explained, hint_at_use_outside, used_outside
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
@@ -80,6 +81,11 @@ def run_unit(
 def hint_at_cause(error: BaseException) -> None:
     """Say on stderr, where an error ends this rank, that it is no forward of a unit (if so)."""
     hint_at_use_outside(error, run_unit.__code__)
+
+
+def explained_method(method: MethodType) -> MethodType:
+    """Return a wrapped module's method whose error names ``register_forward_method``."""
+    return explained(method, run_unit.__code__)
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:

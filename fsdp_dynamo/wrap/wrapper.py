@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fsdp_dynamo.config import (
     ShardingStrategy,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
+from fsdp_dynamo.eager.hooks import explained_method
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module
@@ -183,7 +185,10 @@ class FullyShardedDataParallel(WrapperAttributes):
                 "_modules", {}
             ):
                 raise
-            return getattr(self._modules[module_tree.WRAPPED], name)
+            value = getattr(self._modules[module_tree.WRAPPED], name)
+            if not isinstance(value, MethodType) or torch.compiler.is_dynamo_compiling():
+                return value
+            return explained_method(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that the wrapped module has, and a wrapper has not, are set there."""

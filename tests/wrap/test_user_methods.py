@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from models import Transformer, batch, ddp_losses, loss_of, make_transformer, train, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,6 +23,7 @@ from fsdp_dynamo import (
     FSDP,
     DivergenceError,
     FSDPError,
+    FSDPStateError,
     ShardedGradScaler,
     ShardingStrategy,
     comm_hooks,
@@ -189,6 +190,18 @@ def test_generate_of_different_lengths(ranks: RankPool) -> None:
         assert got == expected
         assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert len({len(got[0]) for _, got, _, _ in answers}) == 2
+
+
+@on_ranks(2)
+def test_a_method_that_is_not_registered(rank: int) -> None:
+    model: Any = wrap(WithScore(num_blocks=2))
+    with pytest.raises(FSDPStateError, match=r'register_forward_method\("score"\)') as error:
+        model.score(batch(0, 0))
+    assert "embed.weight" in str(error.value)
+    with pytest.raises(TypeError):  # the method's own error
+        model.score()
+    model.register_forward_method("score")
+    model.score(batch(0, 0)).backward()
 
 
 class WithScore(Transformer):
