@@ -294,14 +294,20 @@ def shrunk(program: Program) -> Iterator[Program]:
     for name in ("precision", "prefetch", "ignored", "momentum", "policy", "strategy", "mode"):
         if getattr(program, name) != getattr(plain, name):
             yield replace(program, **{name: getattr(plain, name)})
-    for tree in _smaller(program.tree):
+    for tree in smaller_trees(program.tree):
         if isinstance(tree, Branch) and leaves_of(tree):
             yield replace(program, tree=tree)
 
 
-def _smaller(tree: Any) -> Iterator[Any]:
+def smaller_trees(tree: Any) -> Iterator[Any]:
+    """Trees with one thing less."""
+    boundary = tree.boundary
+    for name in ("container", "view", "change", "stored", "detached"):
+        if getattr(boundary, name):
+            less = replace(boundary, **{name: False if name == "detached" else None})
+            yield replace(tree, boundary=less)
     if isinstance(tree, Leaf):
-        plain = Leaf(tree.kind, tree.bias, wrapped=tree.wrapped)
+        plain = Leaf(tree.kind, tree.bias, wrapped=tree.wrapped, boundary=boundary)
         if plain != tree:
             yield plain
         if tree.kind not in ("linear", "nothing"):
@@ -315,7 +321,7 @@ def _smaller(tree: Any) -> Iterator[Any]:
             yield replace(tree, children=before + after)
         if isinstance(child, Branch):
             yield replace(tree, children=before + child.children + after)
-        for smaller in _smaller(child):
+        for smaller in smaller_trees(child):
             yield replace(tree, children=(*before, smaller, *after))
     for name in ("residual", "twice"):
         if getattr(tree, name):

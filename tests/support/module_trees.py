@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from fsdp_dynamo import FSDP, ShardingStrategy
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 WIDTH = 3
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How a module and its caller exchange tensors; ``call`` is the caller's side.
+
+    Attributes:
+        container: kind of container for input and output, a key of ``CONTAINERS``.
+        view: kind of view that the output is, a key of ``VIEWS``.
+        change: the caller's in-place change of the output: ``add_`` or ``relu_``.
+        stored: what the module stores as ``aux`` for the loss: ``mean`` or ``tensor``.
+        detached: whether the caller detaches the input.
+    """
+
+    container: str | None = None
+    view: str | None = None
+    change: str | None = None
+    stored: str | None = None
+    detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,7 @@ class Leaf:
         double: whether it computes in float64.
         tied_to: number of an earlier leaf of the same kind and dtype whose weight it takes.
         wrapped: whether it is a unit.
+        boundary: how it exchanges tensors with its caller.
     """
 
     kind: str
@@ -37,6 +59,7 @@ class Leaf:
     double: bool = False
     tied_to: int | None = None
     wrapped: bool = False
+    boundary: Boundary = Boundary()
 
 
 @dataclass(frozen=True)
@@ -48,12 +71,14 @@ class Branch:
         residual: whether each child's output is added to its input.
         twice: whether the whole is called twice.
         wrapped: whether it is a unit.
+        boundary: how it exchanges tensors with its caller.
     """
 
     children: tuple[Leaf | Branch, ...] = field(default=())
     residual: bool = False
     twice: bool = False
     wrapped: bool = False
+    boundary: Boundary = Boundary()
 
 
 _leaves = st.builds(
@@ -80,11 +105,134 @@ def _branches(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Branch]:
 trees = _branches(st.recursive(_leaves, _branches, max_leaves=5))
 
 
-class LeafModule(nn.Module):
-    def __init__(self, leaf: Leaf) -> None:
+# -- what passes between a module and its caller ------------------------------------------------
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    extra: torch.Tensor
+    label: str = "record"
+
+
+@dataclass(frozen=True)
+class FrozenRecord:
+    x: torch.Tensor
+    extra: torch.Tensor
+    label: str = "frozen record"
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    extra: torch.Tensor
+
+
+class Registered:
+    """A class that torch's pytree knows."""
+
+    def __init__(self, x: torch.Tensor, extra: torch.Tensor) -> None:
+        self.x, self.extra = x, extra
+
+
+register_pytree_node(
+    Registered,
+    lambda one: ([one.x, one.extra], None),
+    lambda values, _: Registered(*values),
+    serialized_type_name="module_trees.Registered",
+)
+
+
+def _fields(one: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return one.x, one.extra
+
+
+_Pack = Callable[[torch.Tensor, torch.Tensor], Any]
+_Unpack = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+CONTAINERS: dict[str, tuple[_Pack, _Unpack]] = {
+    "dataclass": (Record, _fields),
+    "frozen dataclass": (FrozenRecord, _fields),
+    "named tuple": (Named, _fields),
+    "OrderedDict": (
+        lambda x, extra: OrderedDict([("x", x), ("extra", extra)]),
+        lambda one: (one["x"], one["extra"]),
+    ),
+    "nested": (
+        lambda x, extra: {"all": [x, {"extra": extra, "none": None}], "label": "nested"},
+        lambda one: (one["all"][0], one["all"][1]["extra"]),
+    ),
+    "pytree": (Registered, _fields),
+}
+"""How two tensors are packed, and unpacked."""
+
+VIEWS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "squeeze": (lambda y: y[None].squeeze(0), lambda view: view),
+    "flatten": (lambda y: y.flatten(), lambda view: view.unflatten(0, (-1, WIDTH))),
+    "slice": (lambda y: torch.cat([y, y])[: len(y)], lambda view: view),
+    "transpose": (lambda y: y.t(), lambda view: view.t()),
+}
+"""A view of a module's output, and its inverse."""
+
+
+def call(boundary: Boundary, module: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    """Call a module as its boundary says.
+
+    Returns:
+        Its output, outside the container, in the shape of ``x``.
+    """
+    x = x.detach() if boundary.detached else x
+    extra = None
+    if boundary.container is None:
+        y = module(x)
+    else:
+        pack, unpack = CONTAINERS[boundary.container]
+        y, extra = unpack(module(pack(x, 0.25 * x)))
+    if boundary.change == "add_":
+        y += 0.5
+    elif boundary.change == "relu_":
+        y = 1.0 * y.relu_()  # relu_ saves its output, which the next caller may change
+    if boundary.view is not None:
+        y = VIEWS[boundary.view][1](y)
+    return y if extra is None else y + extra
+
+
+class _Node(nn.Module):
+    """The module's side of its boundary around ``compute``."""
+
+    def __init__(self, tree: Leaf | Branch) -> None:
         super().__init__()
+        self.wants_unit, self.boundary = tree.wrapped, tree.boundary
+        self.aux: torch.Tensor | None = None
+
+    def forward(self, given: Any) -> Any:
+        boundary, x = self.boundary, given
+        if boundary.container is not None:
+            pack, unpack = CONTAINERS[boundary.container]
+            x, extra = unpack(given)
+            x = x + extra
+        y = self.compute(x)
+        if boundary.stored is not None:
+            self.aux = y.mean() if boundary.stored == "mean" else y
+            y = y.sin()  # so that the loss reaches the module other than through its output
+        shown = y if boundary.view is None else VIEWS[boundary.view][0](y)
+        return shown if boundary.container is None else pack(shown, -0.25 * y)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def take_stored(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules stored in their last forward; removes them."""
+    nodes = [m for m in module.modules() if isinstance(m, _Node) and m.aux is not None]
+    stored = [node.aux for node in nodes]
+    for node in nodes:
+        node.aux = None
+    return stored
+
+
+class LeafModule(_Node):
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__(leaf)
         self.leaf = leaf
-        self.wants_unit = leaf.wrapped
         dtype = torch.float64 if leaf.double else torch.float32
         if leaf.kind == "linear":
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype) / 2)
@@ -100,16 +248,17 @@ class LeafModule(nn.Module):
         for name, param in self.named_parameters():
             param.requires_grad_(not (leaf.frozen == "all" or leaf.frozen == name))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         if self.leaf.kind in ("nothing", "spare"):
-            return x.tanh()
+            return x.sin()  # its output, which the caller may change, is not saved for backward
         if self.leaf.kind == "buffer":
             if self.training:
                 with torch.no_grad():
                     self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
             return x + self.mean.to(x.dtype)
         bias = getattr(self, "bias", None)
-        h = x.to(self.weight.dtype)
+        in_container = self.leaf.boundary.container is not None  # where the unit casts, or nobody
+        h = x if in_container and not self.leaf.double else x.to(self.weight.dtype)
         if self.leaf.kind == "linear":
             h = nn.functional.linear(h, self.weight, bias)
         elif self.leaf.kind == "norm":
@@ -123,17 +272,17 @@ class LeafModule(nn.Module):
         return h.to(x.dtype)
 
 
-class BranchModule(nn.Module):
+class BranchModule(_Node):
     def __init__(self, branch: Branch) -> None:
-        super().__init__()
+        super().__init__(branch)
         self.branch = branch
-        self.wants_unit = branch.wrapped
         self.parts = nn.ModuleList(module_of(child) for child in branch.children)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(1 + self.branch.twice):
-            for part in self.parts:
-                x = x + part(x) if self.branch.residual else part(x)
+            for child, part in zip(self.branch.children, self.parts, strict=True):
+                y = call(child.boundary, part, x)
+                x = x + y if self.branch.residual else y
         return x
 
 

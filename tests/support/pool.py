@@ -210,7 +210,7 @@ class RankPool:
                     answers[rank] = pipe.recv()
                 else:
                     lost.append(f"rank {rank}: no answer within {timeout:g} s")
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 lost.append(f"rank {rank}: the process died")
         if lost:
             raise RankFailedError("\n".join([*lost, *_failures(answers)]))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import module_trees as trees
 import torch
 import torch.distributed as dist
-from fsdp1_programs import draw_branch, leaves_of, map_leaves
+from fsdp1_programs import draw_branch, leaves_of, map_leaves, smaller_trees
 from modes import in_mode
 from torch import nn
 from torch.func import functional_call
 
 from fsdp_dynamo import FSDP, FSDPStateError, MixedPrecision, ShardingStrategy, checkpoint
+from fsdp_dynamo.errors import DivergenceError, FSDPError
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 Call = tuple[Any, ...]
@@ -39,6 +41,10 @@ class Program:
         calls: in order; those that make no sense where they stand are left out when it runs.
         by_hand: whether units are wrapped one by one, the innermost first, and none are tied.
         in_float64: whether parameters and inputs are, so that rounding explains no difference.
+        teacher: a copy of the model whose output is the target: another sharded ``model``, a
+            ``unit`` beside the student, one of the ``called units`` of a root that is not called,
+            or one that the root ``moves`` towards the student between their forwards.
+        freezes_teacher: whether its parameters are frozen.
     """
 
     tree: trees.Branch
@@ -48,10 +54,93 @@ class Program:
     calls: tuple[Call, ...]
     by_hand: bool = False
     in_float64: bool = False
+    teacher: str = "none"
+    freezes_teacher: bool = True
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """The program of a seed; two in three have a theme."""
+    program = _draw_plain(seed)
+    rng = random.Random(f"themes {seed}")
+    if rng.random() < 1 / 3:
+        return program
+    themes = rng.sample(_THEMES, rng.choice([1, 2]))
+    tree = _with_boundaries(rng, program.tree, themes)
+    mode = rng.choice(["eager", "eager", "eager", "hooks", "graph"])
+    program = replace(
+        program,
+        tree=replace(tree, boundary=replace(tree.boundary, detached=False)),
+        mode=mode,
+        widened=rng.random() < (0.6 if "containers" in themes else 0.2),
+        calls=tuple(
+            call
+            for _ in range(5 if mode == "eager" else 3)
+            for call in _draw_themed(rng, themes, mode == "eager")
+        ),
+    )
+    if "teacher" not in themes:
+        return program
+    teacher = rng.choice(["model", "unit", "called units", "moves"])
+    widened = program.widened and teacher != "moves"  # the reference would move copies
+    return replace(
+        program,
+        teacher=teacher,
+        widened=widened,
+        # Units that differ in what is frozen are cut differently: no move fits their shards.
+        freezes_teacher=all(leaf.frozen == "none" for leaf in leaves_of(tree)),
+    )
+
+
+def _with_boundaries(rng: random.Random, tree: Any, themes: Sequence[str]) -> Any:
+    """A tree with more units, whose boundaries are those of the themes."""
+
+    def some(theme: str, values: Sequence[str]) -> str | None:
+        return rng.choice(values) if theme in themes and rng.random() < 0.6 else None
+
+    boundary = trees.Boundary(
+        container=some("containers", [*trees.CONTAINERS]),
+        view=some("views", [*trees.VIEWS]),
+        change=some("views", ["add_", "relu_"]),
+        stored=some("stored", ["mean", "tensor"]),
+        detached="stored" in themes and rng.random() < 0.3,
+    )
+    tree = replace(tree, boundary=boundary, wrapped=tree.wrapped or rng.random() < 0.5)
+    if isinstance(tree, trees.Leaf):
+        return tree
+    children = tuple(_with_boundaries(rng, child, themes) for child in tree.children)
+    return replace(tree, children=children)
+
+
+def _draw_themed(
+    rng: random.Random, themes: Sequence[str], changes_sizes: bool
+) -> tuple[Call, ...]:
+    """Calls that belong to one of the themes, or any; in compiled modes sizes take long."""
+    theme = rng.choice([*themes, *themes, "any"] if changes_sizes else themes)
+    forward = ("forward", rng.randrange(6), rng.choice([2, 2, 5]))
+    if not changes_sizes:
+        forward = ("forward", rng.choice([0, 3]), 2)
+    number, how = rng.choice([-1, *range(8)]), rng.choice([*CHANGES])
+    backward = (rng.choice(["backward", "backward", "backward_each"]),)
+    before: tuple[Call, ...]
+    end = (backward, ("step",), ("zero_grad", rng.random() < 0.7))
+    if theme == "stored":
+        return ((*forward, rng.choice(["aux", "output", "both"])), *end)
+    if theme == "teacher":
+        before = (("ema", how),) if rng.random() < 0.6 else ()
+        return (*before, (*forward, "both", rng.choice([None, *CHANGES])), *end)
+    if theme == "changed":
+        change = ("change", number, how)
+        without = ("forward_without_grad", *forward[1:])
+        before = rng.choice([(), (without,), (forward, ("forget",)), (forward, ("forget",))])
+        return (*before, change, forward, *end)
+    if theme == "frozen":
+        freezes = rng.random() < 0.7
+        change, back = ("freeze_between", number, freezes), ("freeze", number, not freezes)
+        return (*rng.choice([(forward,), (forward, forward)]), change, *end, back)
+    return (forward, *end) if theme != "any" else _draw_calls(rng)
+
+
+def _draw_plain(seed: int) -> Program:
     rng = random.Random(f"program {seed}")
     tree = map_leaves(draw_branch(rng), lambda leaf: replace(leaf, kind=_stateless(leaf.kind)))
     number = len(leaves_of(tree))
@@ -69,6 +158,7 @@ def draw(seed: int) -> Program:
 
 
 _NUM_CALLS = 10
+_THEMES = ("views", "stored", "containers", "changed", "frozen", "teacher")
 _MAX_OUTPUT = 1e6
 """Of the reference: beyond it, rounding and overflows differ, and the program ends."""
 
@@ -105,12 +195,15 @@ def _draw_calls(rng: random.Random) -> tuple[Call, ...]:
 
 
 def _wrapped(program: Program) -> FSDP:
+    return _sharded(program, _built(program))
+
+
+def _sharded(program: Program, inner: nn.Module) -> FSDP:
     wide = MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float64)
     arguments: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[program.strategy],
         "mixed_precision": wide if program.widened else None,
     }
-    inner = _built(program)
     units = [m for m in inner.modules() if trees.wants_unit(m) and m is not inner]
     if not program.by_hand:
         policy = CustomPolicy(trees.wants_unit) if units else None
@@ -128,7 +221,57 @@ def _built(program: Program) -> nn.Module:
     if program.by_hand:
         tree = map_leaves(tree, lambda leaf: replace(leaf, tied_to=None))
     module = trees.build(tree)
+    if program.teacher not in ("none", "model"):
+        module = _Distilled(program, module)
     return module.double() if program.in_float64 else module
+
+
+def _teacher_of(program: Program, student: nn.Module) -> nn.Module:
+    """A copy with other values."""
+    teacher = copy.deepcopy(student)
+    for param in teacher.parameters():
+        param.data.mul_(0.75)
+        if program.freezes_teacher:
+            param.requires_grad_(False)
+    return teacher
+
+
+class _Distilled(nn.Module):
+    """Student and teacher, two units; returns the difference of their outputs."""
+
+    def __init__(self, program: Program, student: nn.Module) -> None:
+        super().__init__()
+        self.boundary, self.moves = program.tree.boundary, program.teacher == "moves"
+        self.student, self.teacher = student, _teacher_of(program, student)
+        self.student.wants_unit = self.teacher.wants_unit = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = trees.call(self.boundary, self.student, x)
+        with torch.no_grad():
+            if self.moves:
+                _move("lerp_", self.teacher.parameters(), self.student.parameters())
+            target = trees.call(self.boundary, self.teacher, x)
+        return y - target
+
+
+def _move(how: str, parameters: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    """Change parameters in one of the ways of ``CHANGES``."""
+    with torch.no_grad():
+        for param, other in zip(list(parameters), list(others), strict=True):
+            CHANGES[how](param, other)
+
+
+def _set_data(param: torch.Tensor, other: torch.Tensor) -> None:
+    param.data = torch.lerp(param.data, other.data, 0.25)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "lerp_": lambda param, other: param.lerp_(other, 0.25),
+    "copy_": lambda param, other: param.copy_(0.75 * param + 0.25 * other),
+    ".data =": _set_data,
+    ".data.mul_": lambda param, other: param.data.mul_(0.75).add_(other.data, alpha=0.25),
+}
+"""Ways in which users move a parameter a quarter of the way to another."""
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
@@ -146,8 +289,22 @@ class _Pair:
         self.dtype = torch.float64 if program.in_float64 else torch.float32
         self.plain = _built(program)
         self.model = _wrapped(program)
+        self.calls_units = program.teacher == "called units"
+        in_one = program.teacher not in ("none", "model")
+        self.boundary = (
+            trees.Boundary() if in_one and not self.calls_units else program.tree.boundary
+        )
+        self.teachers: tuple[nn.Module, ...] = ()
+        if program.teacher == "model":
+            plain = _teacher_of(program, self.plain)
+            self.teachers = _sharded(program, copy.deepcopy(plain)), plain
+        self.kinds = _kinds_of(program)
+        self.changed: set[str] = set()
+        self.due: set[str] = set()
+        self.ran: Counter[str] = Counter()
         self.saved: list[Any] = []
         self._begin()
+        self.moves = program.teacher == "moves"
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_unsynced = False
         self.wrong: list[str] = []
@@ -155,18 +312,34 @@ class _Pair:
 
     # -- what can be called; each is left out where it makes no sense
 
-    def forward(self, seed: int, rows: int = 2) -> None:
+    def forward(self, seed: int, rows: int = 2, loss: str = "both", ema: str | None = None) -> None:
+        """A forward; ``loss`` says whether that of ``output``, of ``aux``, or ``both`` counts."""
         if len(self.losses) < 2:
-            self.losses.append(self._both(seed, rows))
+            self.losses.append(self._both(seed, rows, loss, ema))
+
+    def forget(self) -> None:
+        """Drop what waits for a backward."""
+        self.losses = []
+        self.due.clear()
 
     def forward_without_grad(self, seed: int, rows: int = 2) -> None:
         with torch.no_grad():
             self._both(seed, rows)
 
-    def backward(self) -> None:
+    def backward(self, each: bool = False) -> None:
         pending, self.losses = self.losses, []
-        self._backward(pending)
+        for some in [[both] for both in pending] if each else [pending]:
+            self._backward(some)
         self.is_unsynced &= not any(mine.requires_grad for _, mine in pending)
+        if any(mine.requires_grad for _, mine in pending):
+            self.ran.update(self.kinds | self.due)
+        self.due.clear()
+
+    def backward_each(self) -> None:
+        """One backward for each forward."""
+        if len(self.losses) > 1:
+            self.due.add("two backwards")
+        self.backward(each=True)
 
     def accumulate(self, seed: int, rows: int = 2) -> None:
         if not self.losses:
@@ -247,18 +420,47 @@ class _Pair:
                 theirs.load_state_dict(copy.deepcopy(state))
 
     def freeze(self, number: int, frozen: bool) -> None:
+        """Freeze or train a parameter, or all (-1)."""
         both = list(zip(self.model.parameters(), self.plain.parameters(), strict=True))
         if both and self._is_settled():
-            for param in both[number % len(both)]:
-                param.requires_grad_(not frozen)
+            _freeze(both, number, frozen)
+
+    def freeze_between(self, number: int, frozen: bool) -> None:
+        """Freeze or train a parameter, or all (-1), between forward and backward."""
+        both = list(zip(self.model.parameters(), self.plain.parameters(), strict=True))
+        if both and self.losses:
+            _freeze(both, number, frozen)
+            self.due.add("frozen between" if frozen else "trained between")
+
+    def change(self, number: int, how: str) -> None:
+        """Change the values of a parameter, or of all (-1)."""
+        if self._is_settled():
+            for model in (self.model, self.plain):
+                params = list(model.parameters())
+                some = params if number < 0 else params[number % max(1, len(params)) :][:1]
+                _move(how, some, [torch.zeros_like(param) for param in some])
+            self.changed.add(f"changed by {how}")
+
+    def ema(self, how: str) -> None:
+        """Move the teacher towards the student."""
+        for i, model in enumerate((self.model, self.plain)):
+            if self.teachers:
+                _move(how, self.teachers[i].parameters(), model.parameters())
+            elif hasattr(model, "teacher"):
+                _move(how, model.teacher.parameters(), model.student.parameters())
+            else:
+                return
+        self.changed.add(f"teacher changed by {how}")
 
     def fail_in_forward(self) -> None:
         """With inputs that are too wide, which most models refuse: the exception is caught."""
         if not self.losses:
             x = torch.ones(2, trees.WIDTH + 1)
             theirs, mine = (
-                _raises(lambda model=model: model(x)) for model in (self.plain, self.run)
+                _raises(lambda run=run: trees.call(self.boundary, run, x))
+                for run in (self.plain_runs[0], self.runs[0])
             )
+            self._drop_stored()
             if mine != theirs:
                 self.wrong.append(f"{'no ' if theirs else ''}error in the forward")
 
@@ -266,12 +468,17 @@ class _Pair:
         """An exception before or after all units' backward; caught, and gradients are dropped."""
         if self.losses:
             return
-        for model in (self.plain, self.run):
+        errors = []
+        for run in (self.plain_runs[0], self.runs[0]):
             x = self._inputs(seed, 2)[self.rank].requires_grad_()
-            output = self._call(model, x)
+            output = self._call(run, x)
+            if not output.requires_grad:
+                break
             (x if where == "input" else output).register_hook(_fail)
-            if not _raises(output.square().mean().backward):
-                self.wrong.append("no error in the backward")
+            errors.append(_raises(output.square().mean().backward))
+        if len(set(errors)) > 1:
+            self.wrong.append(f"error in the backward: {errors[1]}, expected {errors[0]}")
+        self._drop_stored()
         self.is_unsynced = False
         self.zero_grad(True)
 
@@ -279,8 +486,20 @@ class _Pair:
 
     def _begin(self) -> None:
         """Compile the model, and make optimizers."""
-        self.run = in_mode(self.model, self.mode)
+        models = (self.model, *self.teachers[:1])
+        if self.calls_units:
+            models = (self.model.student, self.model.teacher)
+            self.plain_runs = [self.plain.student, self.plain.teacher]
+        else:
+            self.plain_runs = [self.plain, *self.teachers[1:]]
+        self.runs = [in_mode(model, self.mode) for model in models]
         self.optimizers = _optimizer(self.model), _optimizer(self.plain)
+
+    def state(self) -> list[torch.Tensor | None]:
+        """Copies of this rank's values and gradients."""
+        params = [p for model in (self.model, *self.teachers[:1]) for p in model.parameters()]
+        tensors = [p.data for p in params] + [p.grad for p in params]
+        return [one if one is None else one.detach().clone() for one in tensors]
 
     def _is_settled(self) -> bool:
         """Whether there is neither a forward to go back through nor a gradient to reduce."""
@@ -294,40 +513,71 @@ class _Pair:
             torch.randn(size, trees.WIDTH, generator=generator).to(self.dtype) for size in sizes
         ]
 
-    def _call(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, run: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A whole graph notices what is trained anew, and is made anew by the call that follows."""
         try:
-            output: torch.Tensor = model(x)
+            return trees.call(self.boundary, run, x)
         except FSDPStateError as error:
             if self.mode != "graph" or "expected parameters that are frozen" not in str(error):
                 raise
-            output = model(x)
-        return output
+            return trees.call(self.boundary, run, x)
 
-    def _reference(self, x: torch.Tensor) -> torch.Tensor:
+    def _reference(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The plain model's output; computed in float64 where the other one does."""
         if not self.is_widened:
-            return self.plain(x)
-        wide = {name: param.double() for name, param in self.plain.named_parameters()}
-        return functional_call(self.plain, wide, (x.double(),))
+            return trees.call(self.boundary, module, x)
+        wide = {name: param.double() for name, param in module.named_parameters()}
+        return trees.call(
+            self.boundary, lambda given: functional_call(module, wide, (given,)), x.double()
+        )
 
-    def _both(self, seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _both(
+        self, seed: int, rows: int, loss: str = "both", ema: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of the reference, over all ranks, and of the model; outputs are compared."""
         inputs = self._inputs(seed, rows)
-        outputs = [self._reference(x) for x in inputs]
-        largest = torch.stack([output.detach().abs().max() for output in outputs]).max()
+        theirs = []
+        for number, x in enumerate(inputs):
+            if isinstance(self.plain, _Distilled):  # each rank moves its teacher once
+                self.plain.moves = self.moves and number == 0
+            theirs.append((self._reference(self.plain_runs[0], x), trees.take_stored(self.plain)))
+        self.plain.moves = self.moves
+        mine = self._call(self.runs[0], inputs[self.rank]), trees.take_stored(self.model)
+        if len(self.runs) > 1:
+            if ema is not None:
+                self.ema(ema)
+            with torch.no_grad():
+                targets = [self._reference(self.plain_runs[1], x) for x in inputs]
+                target = self._call(self.runs[1], inputs[self.rank])
+            self._drop_stored()
+            theirs = [(output - t, aux) for (output, aux), t in zip(theirs, targets, strict=True)]
+            mine = mine[0] - target, mine[1]
+        largest = torch.stack([output.detach().abs().max() for output, _ in theirs]).max()
         self.has_left_range |= not largest < _MAX_OUTPUT
-        mine = self._call(self.run, inputs[self.rank])
-        self._compare("output", mine, outputs[self.rank])
-        total = sum((output.square().mean() for output in outputs), torch.zeros(()))
-        return total / self.world_size, mine.square().mean()
+        self._compare("output", mine[0], theirs[self.rank][0])
+        if torch.is_grad_enabled():
+            self.due |= self.changed
+            self.changed.clear()
+            if mine[1]:
+                self.due.add({"aux": "stored alone", "output": "stored unused"}.get(loss, "stored"))
+        total = sum((_loss(*one, loss) for one in theirs), torch.zeros(()))
+        return total / self.world_size, _loss(*mine, loss)
+
+    def _drop_stored(self) -> None:
+        for model in (self.model, self.plain, *self.teachers):
+            trees.take_stored(model)
 
     @staticmethod
     def _backward(pending: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for position in range(2):
             losses = [both[position] for both in pending if both[position].requires_grad]
-            if losses:
-                torch.stack(losses).sum().backward()
+            try:
+                if losses:
+                    torch.stack(losses).sum().backward()
+            except RuntimeError as error:
+                if position == 0:
+                    raise ValueError("the reference raises: the program makes no sense") from error
+                raise
 
     def _compare(self, what: str, got: Any, want: Any) -> None:
         got, want = torch.as_tensor(got), torch.as_tensor(want)
@@ -356,11 +606,48 @@ def _raises(action: Callable[[], object]) -> bool:
     return False
 
 
-def _any_rank(mine: bool) -> bool:
-    """So that all ranks stop where one has found something."""
-    flag = torch.tensor([float(mine)])
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
+def _loss(output: torch.Tensor, stored: Sequence[torch.Tensor], which: str) -> torch.Tensor:
+    """Loss of an output, of what modules stored, or of both."""
+    losses = [] if stored and which == "aux" else [output.square().mean()]
+    if which != "output":
+        losses += [one.square().mean() if one.dim() else one.to(output.dtype) for one in stored]
+    return sum(losses[1:], losses[0])
+
+
+def _freeze(both: Sequence[Sequence[nn.Parameter]], number: int, frozen: bool) -> None:
+    for pair in both if number < 0 else [both[number % len(both)]]:
+        for param in pair:
+            param.requires_grad_(not frozen)
+
+
+def _kinds_of(program: Program) -> set[str]:
+    """What every backward of a program exercises: boundaries of units, and the teacher."""
+
+    def of(tree: Any, is_unit: bool) -> Iterator[str]:
+        if is_unit:
+            boundary = tree.boundary
+            if boundary.view is not None and boundary.change is not None:
+                yield f"{boundary.view} changed by {boundary.change}"
+            if boundary.container is not None:
+                yield f"{boundary.container} as input and output"
+            if boundary.detached:
+                yield "detached input"
+        for child in getattr(tree, "children", ()):
+            yield from of(child, child.wrapped)
+
+    kinds = {*of(program.tree, True)}
+    return kinds if program.teacher == "none" else {*kinds, f"teacher: {program.teacher}"}
+
+
+KINDS = (
+    *(f"{view} changed by {change}" for view in trees.VIEWS for change in ("add_", "relu_")),
+    *(f"{container} as input and output" for container in trees.CONTAINERS),
+    *("detached input", "stored", "stored alone", "stored unused", "two backwards"),
+    *(f"{what}changed by {how}" for what in ("", "teacher ") for how in CHANGES),
+    *(f"teacher: {where}" for where in ("model", "unit", "called units", "moves")),
+    *("frozen between", "trained between"),
+)
+"""What a campaign counts, by mode and outcome."""
 
 
 class Result(NamedTuple):
@@ -369,10 +656,16 @@ class Result(NamedTuple):
     Attributes:
         wrong: what was, with the call after which it was seen.
         has_left_range: whether it ended before its last call, as its outputs were too large.
+        refused: this package's error that ended it, before values or gradients changed.
+        ran: how many backwards exercised which of ``KINDS``; of what is refused, once each.
+        crashed: whether ranks raised, died or hung.
     """
 
     wrong: list[str]
-    has_left_range: bool
+    has_left_range: bool = False
+    refused: str = ""
+    ran: Counter[str] = Counter()
+    crashed: bool = False
 
 
 def run_program(rank: int, world_size: int, program: Program, folder: str) -> Result:
@@ -384,10 +677,60 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
     pair = _Pair(program, rank, world_size, folder)
     for number, (name, *arguments) in enumerate((*program.calls, ("backward",), ("summon",))):
         call: Callable[..., None] = getattr(pair, name)
-        call(*arguments)
+        before, refused = pair.state(), ""
+        try:
+            call(*arguments)
+        except FSDPError as error:
+            due = pair.kinds | pair.due | pair.changed
+            if isinstance(error, DivergenceError) or not due:
+                raise
+            refused = f"{type(error).__name__}: {error}"
+            pair.ran = Counter(due)
+            if not _same(before, pair.state()):
+                pair.wrong.append(f"changed before it raised {refused}")
         if pair.has_left_range:  # the same on all ranks: it is the reference's
             return Result([], True)
-        if _any_rank(bool(pair.wrong)):
+        seen: list[Any] = [None] * world_size
+        dist.all_gather_object(seen, (bool(pair.wrong), bool(refused)))
+        if len({refuses for _, refuses in seen}) > 1:
+            pair.wrong.append(f"refused by some ranks only: {refused}")
+        if any(is_wrong for is_wrong, _ in seen) or pair.wrong:
             call_text = f"call {number}, {name}{tuple(arguments)}"
-            return Result([f"{call_text}: {text}" for text in pair.wrong], False)
-    return Result([], False)
+            return Result([f"{call_text}: {text}" for text in pair.wrong])
+        if refused:
+            return Result([], refused=refused, ran=pair.ran)
+    return Result([], ran=pair.ran)
+
+
+def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def shrink(program: Program, fails: Callable[[Program], bool], tries: int) -> Program:
+    """A smaller program that fails as well."""
+    candidates = _smaller(program)
+    for _ in range(tries):
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if fails(candidate):
+            program, candidates = candidate, _smaller(candidate)
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Programs with one thing less, the largest first."""
+    calls = program.calls
+    for size in (len(calls) // 2, 1) if len(calls) > 3 else (1,):
+        for end in range(len(calls), 0, -size):
+            yield replace(program, calls=calls[: max(0, end - size)] + calls[end:])
+    plain = Program(program.tree, "FULL_SHARD", "eager", False, calls)
+    for name in ("mode", "strategy", "widened", "by_hand", "teacher", "freezes_teacher"):
+        if getattr(program, name) != getattr(plain, name):
+            yield replace(program, **{name: getattr(plain, name)})
+    for tree in smaller_trees(program.tree):
+        if isinstance(tree, trees.Branch) and leaves_of(tree):
+            yield replace(program, tree=tree)
