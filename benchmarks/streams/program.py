@@ -8,7 +8,9 @@ from typing import Literal
 Kind = Literal["compute", "copy", "all_gather", "reduce_scatter", "all_reduce"]
 
 COMPUTING = "computing"
-"""The stream that is current where nobody has chosen another one."""
+"""The stream that is current on the device of all tensors where nobody has chosen another one."""
+ELSEWHERE = "computing on another device"
+"""The current stream of another device: that of calls which name none, where it is current."""
 
 
 @dataclass(frozen=True)

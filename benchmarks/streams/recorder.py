@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.streams.program import (
     COMPUTING,
+    ELSEWHERE,
     Allocate,
     Free,
     HostAccess,
@@ -34,17 +35,57 @@ _BLOCKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
 
 class Recorder:
-    """What has been enqueued so far."""
+    """What has been enqueued so far, on two devices of which one has all tensors.
 
-    def __init__(self) -> None:
+    Calls that name a device mean that one; the others mean the device that is current.
+
+    Args:
+        is_elsewhere: whether the other device is current at first.
+    """
+
+    def __init__(self, *, is_elsewhere: bool = False) -> None:
         self.program: Program = []
-        self.current = Stream(self, COMPUTING)
-        self.default = self.current
+        self.is_elsewhere = is_elsewhere
+        self.defaults = [Stream(self, COMPUTING), Stream(self, ELSEWHERE, is_elsewhere=True)]
+        self._current = [*self.defaults]
         self.is_quiet = False
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         self._host: set[int] = set()
         self.coalesced: list[Poisoned] | None = None  # by the launch that is being put together
         self._num_buffers = self._num_events = self._num_streams = 0
+
+    # -- devices and their current streams -----------------------------------------------------
+
+    @property
+    def current(self) -> Stream:
+        """The current stream of the device that has the tensors: what runs their operators."""
+        return self._current[False]
+
+    def current_of(self, device: object = None) -> Stream:
+        """The current stream of a device; ``None``: of the current one."""
+        return self._current[self.is_elsewhere and device is None]
+
+    @contextmanager
+    def switched(self, to: Stream | None) -> Iterator[None]:
+        """Make a stream current on its device, and that device current."""
+        if to is None:
+            yield
+            return
+        before = self.is_elsewhere, self._current[to.is_elsewhere]
+        self.is_elsewhere, self._current[to.is_elsewhere] = to.is_elsewhere, to
+        try:
+            yield
+        finally:
+            self.is_elsewhere, self._current[to.is_elsewhere] = before
+
+    @contextmanager
+    def on_device(self, device: object) -> Iterator[None]:
+        """Make the device that has the tensors current."""
+        before, self.is_elsewhere = self.is_elsewhere, False
+        try:
+            yield
+        finally:
+            self.is_elsewhere = before
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -169,10 +210,11 @@ class Recorder:
         self._num_events += 1
         return self._num_events
 
-    def new_stream(self) -> str:
-        """A name for a stream."""
+    def new_stream(self, device: object = None) -> Stream:
+        """A stream of a device; ``None``: of the current one."""
         self._num_streams += 1
-        return f"stream {self._num_streams}"
+        is_elsewhere = self.is_elsewhere and device is None
+        return Stream(self, f"stream {self._num_streams}", is_elsewhere=is_elsewhere)
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -213,9 +255,10 @@ def communicator(group: dist.ProcessGroup | None) -> str:
 class Stream:
     """``torch.cuda.Stream`` of a recording."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: Recorder, name: str, *, is_elsewhere: bool = False) -> None:
         self._recorder = recorder
         self.name = name
+        self.is_elsewhere = is_elsewhere
 
     def wait_event(self, event: Event | None) -> None:
         """Go on when an event is there."""
@@ -242,17 +285,19 @@ class Event:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._is_elsewhere = False
         self.number: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Be there when a stream has done what it has now."""
         self.number = self._recorder.new_event()
-        name = (stream or self._recorder.current).name
-        self._recorder.program.append(Record(self.number, name))
+        stream = stream or self._recorder.current_of()
+        self._is_elsewhere = stream.is_elsewhere
+        self._recorder.program.append(Record(self.number, stream.name))
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait."""
-        (stream or self._recorder.current).wait_event(self)
+        (stream or self._recorder.current_of()).wait_event(self)
 
     def synchronize(self) -> None:
         """Block the host."""
@@ -265,6 +310,8 @@ class Event:
 
     def query(self) -> bool:
         """Never known to be there: the host is far ahead."""
+        if self.number is not None and self._is_elsewhere != self._recorder.is_elsewhere:
+            raise AssertionError("a query makes a context on the device that is current")
         return False
 
 

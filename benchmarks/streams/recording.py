@@ -104,16 +104,6 @@ def _coalesced(recorder: Recorder, group: dist.ProcessGroup, *_: Any, **__: Any)
     handle.event.record(Stream(recorder, communicator(group)))
 
 
-@contextmanager
-def _current(recorder: Recorder, stream: Stream | None) -> Iterator[None]:
-    before = recorder.current
-    recorder.current = before if stream is None else stream
-    try:
-        yield
-    finally:
-        recorder.current = before
-
-
 def _wait_each(works: Any, *_: object) -> None:
     for work in works:
         work.wait()
@@ -122,13 +112,18 @@ def _wait_each(works: Any, *_: object) -> None:
 def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """Objects, names and what is there while a program is recorded."""
     cpu: Any = torch.cpu
-    yield cpu, "Stream", lambda *_, **__: Stream(recorder, recorder.new_stream())
+    yield cpu, "Stream", lambda device=None, priority=0: recorder.new_stream(device)
     yield cpu, "Event", lambda *_, **__: Event(recorder)
-    yield cpu, "current_stream", lambda *_: recorder.current
+    yield cpu, "current_stream", recorder.current_of
     coalesced = partial(_coalesced, recorder)
     yield distributed_c10d, "_coalescing_manager", coalesced
-    yield cpu, "default_stream", lambda *_: recorder.default
-    yield cpu, "stream", lambda stream: _current(recorder, stream)
+    yield (
+        cpu,
+        "default_stream",
+        lambda device=None: recorder.defaults[recorder.is_elsewhere and device is None],
+    )
+    yield cpu, "device", recorder.on_device
+    yield cpu, "stream", recorder.switched
     yield cpu, "synchronize", lambda *_: recorder.program.append(HostWait(None, "synchronize"))
     yield streams, "host_runs_ahead", lambda device: True
     yield streams, "_by_device", {}
@@ -165,13 +160,16 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def record_program() -> Iterator[Recorder]:
+def record_program(*, is_elsewhere: bool = False) -> Iterator[Recorder]:
     """Record what this thread enqueues while the context is open.
+
+    Args:
+        is_elsewhere: whether a device is current on which there are no tensors.
 
     Yields:
         The recorder; its ``program`` is complete when the context has closed.
     """
-    recorder = Recorder()
+    recorder = Recorder(is_elsewhere=is_elsewhere)
     with ExitStack() as stack:
         for where, name, what in list(_replacements(recorder)):
             stack.enter_context(mock.patch.object(where, name, what, create=True))

@@ -26,6 +26,7 @@ from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
+from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.comm.watchdog import refusal_of
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
@@ -237,6 +238,28 @@ def _issue_reduce_mean(
         works = [dist.all_to_all_single(received, unsharded, group=group, async_op=True)]
         finish = partial(_sum_rows, output, received.view(group.size(), -1), divisor)
     return InFlight(works, (output, unsharded), event, finish, group, entry)
+
+
+def issue_custom(
+    comm: Callable[..., Any],
+    output: torch.Tensor,
+    given: torch.Tensor,
+    group: dist.ProcessGroup,
+    *args: object,
+    event: events.Event | None = None,
+    finish: Callable[[], object] | None = None,
+) -> InFlight:
+    """Start a collective of the user's, FSDP2's ``AllGather`` or ``ReduceScatter``.
+
+    It may give a handle to wait for, or have done its work: on the host or on the current stream,
+    which others then wait for.
+    """
+    work = comm(output, given, group, *args, async_op=True)
+    works: list[Work] = [work] if isinstance(work, Work) else []
+    streams = side_streams(output.device)
+    if streams is not None:
+        works.append(streams.after_current())
+    return InFlight(works, (output, given), event, finish)
 
 
 def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: float) -> None:

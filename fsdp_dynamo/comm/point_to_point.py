@@ -13,12 +13,13 @@ of ranks that issue different collectives never match. Each group has its own co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 
+@runtime_checkable
 class Work(Protocol):
     """An operation in flight."""
 

@@ -9,15 +9,21 @@ order to start the next collective stops the computation. Hence three streams of
 
 - ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
   allocated, in the order of this stream. Its memory returns to its own pool. What a unit frees is
-  in use until the computing stream has passed it: it is retired, and freed when that stream is
-  about to begin the next unit (``settle``), after which gathers wait for what has come before. So a
-  gather runs beside one unit, whether its place was foreseen or not, and two units are unsharded. A
-  unit that comes again before that, as the last one of a forward does, is not gathered again.
+  in use until the streams that computed with it have passed it: it is retired, with an event on
+  each of them, and freed when the next unit is about to begin (``settle``), after which gathers
+  wait for these events and for what has come before. So a gather runs beside one unit, whether its
+  place was foreseen or not, and two units are unsharded. A unit that comes again before that, as
+  the last one of a forward does, is not gathered again.
 - ``replicas``: the mean over replicas, or between nodes, waits here for the reduce-scatter before
   it.
 - ``copies``: offloaded gradients go to the host.
 
 Where the host does not run ahead (CPUs), there are none, and nothing is deferred.
+
+The stream that computes is whichever the user has made current, and another unit may run on another
+stream. Streams and events belong to a device, and the current device need not be that of the
+parameters: autograd's callbacks run on the thread that called ``backward()``, and a new thread
+begins with the first device. So nothing here asks for "the current stream" without a device.
 """
 
 from __future__ import annotations
@@ -40,110 +46,155 @@ class SideStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module: Any = torch.get_device_module(device)
         high = -1  # what they do is short, and what follows waits for it
-        self._gathers = self._module.Stream(priority=high)
-        self._replicas = self._module.Stream(priority=high)
-        self._copies = self._module.Stream()
-        self._retired: list[torch.UntypedStorage] = []
+        self._gathers = self._module.Stream(device=device, priority=high)
+        self._replicas = self._module.Stream(device=device, priority=high)
+        self._copies = self._module.Stream(device=device)
+        self._retired: list[tuple[Sequence[torch.UntypedStorage], list[Any]]] = []
+
+    def current(self) -> Any:
+        """The stream that is current on the device now."""
+        return self._module.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Enqueue what is issued inside on a stream of the device, and allocate there."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def follow(self, stream: Any) -> None:
+        """Let the current stream wait for what is enqueued on another one now."""
+        current = self.current()
+        if stream != current:
+            current.wait_stream(stream)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Make the device current."""
+        return self._module.device(self._device)  # type: ignore[no-any-return]
+
+    def event_on(self, stream: Any, *, enable_timing: bool = False) -> Any:
+        """An event behind what is enqueued on a stream now."""
+        event = self._module.Event(enable_timing=enable_timing)
+        event.record(stream)
+        return event
 
     # -- gathers -------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[object]:
         """Enqueue what is issued inside on the stream of gathers, and allocate there."""
-        return self._module.stream(self._gathers)  # type: ignore[no-any-return]
+        return self.on(self._gathers)
+
+    def join(self, readers: list[Any]) -> None:
+        """Let the current stream follow the gathers that other streams have waited for.
+
+        Args:
+            readers: those streams; the current one becomes one of them.
+        """
+        current = self.current()
+        if current in readers:
+            return
+        if readers:
+            self.follow(readers[0])
+        readers.append(current)
 
     def settle(self) -> None:
         """Let gathers wait for what is enqueued now; free what was retired before."""
-        self._gathers.wait_stream(self._module.current_stream())
+        self._gathers.wait_stream(self.current())
         retired, self._retired = self._retired, []
-        for storage in retired:
-            storage.resize_(0)
+        for storages, ends in retired:
+            for end in ends:
+                self._gathers.wait_event(end)
+            for storage in storages:
+                storage.resize_(0)
 
-    def retire(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Free storages of gathers after what the current stream has enqueued has run."""
-        self._retired += storages
+    def retire(self, storages: Sequence[torch.UntypedStorage], readers: Sequence[Any] = ()) -> None:
+        """Free storages of gathers after what has been enqueued has run.
+
+        Args:
+            storages: freed together, by the next ``settle``.
+            readers: streams that have read them, beside the current one.
+        """
+        current = self.current()
+        streams = [current, *[one for one in readers if one != current]]
+        self._retired.append((storages, [self.event_on(one) for one in streams]))
 
     def take_back(self, storages: Sequence[torch.UntypedStorage]) -> bool:
         """Let storages that were retired together be used again; false if they are gone."""
         wanted = {one.data_ptr() for one in storages}
-        kept = [one for one in self._retired if one.data_ptr() not in wanted]
+        kept = [one for one in self._retired if wanted.isdisjoint(s.data_ptr() for s in one[0])]
         is_there = len(kept) < len(self._retired)
         self._retired = kept
         return is_there
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def on_current(self) -> AbstractContextManager[object]:
-        """Issue what follows on the stream that is current now."""
-        return self._module.stream(self._module.current_stream())  # type: ignore[no-any-return]
-
     def over_replicas(self) -> AbstractContextManager[object]:
         """Enqueue what is issued inside on the stream of means over replicas."""
-        return self._module.stream(self._replicas)  # type: ignore[no-any-return]
+        return self.on(self._replicas)
 
     def replicas_follow(self) -> None:
         """Let means over replicas use memory again only after what is enqueued now."""
-        self._replicas.wait_stream(self._module.current_stream())
+        self._replicas.wait_stream(self.current())
 
     def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy a tensor that the current stream has made to pinned memory."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-        self._copies.wait_stream(self._module.current_stream())
-        with self._module.stream(self._copies):
+        self._copies.wait_stream(self.current())
+        with self.on(self._copies):
             host.copy_(tensor, non_blocking=True)
-        return HostCopy(tensor, host, self._recorded(self._copies))
-
-    def after_gathers(self) -> StreamEvent:
-        """What waits for all that is enqueued on the stream of gathers now."""
-        return StreamEvent(self._recorded(self._gathers), self._module)
+        return HostCopy(tensor, host, self.after(self._copies))
 
     def timer(self) -> StreamTimer:
         """A timer of the current stream."""
-        computes = self._module.current_stream() != self._replicas
-        return StreamTimer(self._module, computes=computes)
+        return StreamTimer(self, computes=self.current() != self._replicas)
 
-    def clock(self) -> StreamClock:
-        """A clock of what is enqueued on the device from now on."""
-        return StreamClock(self._module)
+    def after(self, stream: Any) -> StreamEvent:
+        """All that is enqueued on a stream of the device now, to be waited for."""
+        return StreamEvent(self, self.event_on(stream))
+
+    def after_gathers(self) -> StreamEvent:
+        """All that is enqueued on the stream of gathers now, to be waited for."""
+        return self.after(self._gathers)
 
     def after_current(self) -> StreamEvent:
-        """The same of the current stream."""
-        return StreamEvent(self._recorded(self._module.current_stream()), self._module)
-
-    def _recorded(self, stream: Any) -> Any:
-        event = self._module.Event()
-        event.record(stream)
-        return event
+        """All that is enqueued on the current stream now, to be waited for."""
+        return self.after(self.current())
 
 
 class StreamEvent:
-    """Work of our own on a side stream, to be waited for as a collective is."""
+    """Work of our own on a stream, to be waited for as a collective is."""
 
-    def __init__(self, event: Any, module: Any) -> None:
+    def __init__(self, streams: SideStreams, event: Any) -> None:
+        self._streams = streams
         self._event = event
-        self._module = module
 
     @property
     def is_reached(self) -> bool:
         """Whether it is done; the host does not wait."""
-        done: bool = self._event.query()
+        # The watchdog asks from its own thread. A query there makes a context on the device that is
+        # current, half a gigabyte of it, and in a new thread that is the first.
+        with self._streams.on_device():
+            done: bool = self._event.query()
         return done
 
     def wait(self) -> None:
         """Let the current stream wait for it."""
-        self._module.current_stream().wait_event(self._event)
+        self._streams.current().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Block the host until it is done."""
+        self._event.synchronize()
 
 
 class StreamClock:
     """Times of points of a program on a device, on the host's clock.
 
     Args:
-        module: of the device.
+        streams: of the device.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, streams: SideStreams) -> None:
+        self._streams = streams
         self._stopped: Any = None
         self._stopped_ns = 0
 
@@ -165,28 +216,24 @@ class StreamClock:
         self._stopped_ns = time.perf_counter_ns()
 
     def _recorded(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream())
-        return event
+        return self._streams.event_on(self._streams.current(), enable_timing=True)
 
 
 class StreamTimer:
     """How long the stream that computes stands still between two points of a program.
 
     Args:
-        module: of the device.
+        streams: of the device.
         computes: whether that is the current stream; otherwise it stands still for no time.
     """
 
-    def __init__(self, module: Any, *, computes: bool) -> None:
-        self._module = module
+    def __init__(self, streams: SideStreams, *, computes: bool) -> None:
+        self._streams = streams
         self._computes = computes
         self._begin = self._now()
 
     def _now(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream())
-        return event
+        return self._streams.event_on(self._streams.current(), enable_timing=True)
 
     def stopped(self) -> Callable[[], int]:
         """Ends here; gives the nanoseconds, for which the host waits."""
@@ -209,20 +256,19 @@ class HostCopy:
         host: what is copied to.
     """
 
-    def __init__(self, source: torch.Tensor, host: torch.Tensor, event: Any) -> None:
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, end: StreamEvent) -> None:
         self.host = host
         self._source: torch.Tensor | None = source
-        self._event = event
+        self._end = end
 
     @property
     def is_done(self) -> bool:
         """Whether the host can read it without waiting."""
-        done: bool = self._event.query()
-        return done
+        return self._end.is_reached
 
     def wait(self) -> torch.Tensor:
         """Block the host until the copy is there; returns it."""
-        self._event.synchronize()
+        self._end.synchronize()
         self._source = None
         return self.host
 
@@ -254,4 +300,4 @@ def time_events_on(device: torch.device) -> None:
     log = events.recorder
     if log is not None and log.clock is None:
         streams = side_streams(device)
-        log.clock = None if streams is None else streams.clock()
+        log.clock = None if streams is None else StreamClock(streams)

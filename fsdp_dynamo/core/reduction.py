@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,8 @@ class PendingReduce:
             there is none.
         held: what an earlier collective may still read.
         beside: the streams, where the second collective was issued on one of its own.
+        stream: where it was issued; ``None`` where the host does not run ahead. It is finished
+            there, too, as the memory of the gradient is that stream's.
         is_partial: whether the reduction over replicas is left to a later backward.
         unused: indices of parameters of which this rank has no gradient.
     """
@@ -47,6 +51,7 @@ class PendingReduce:
     is_partial: bool = False
     held: Sequence[torch.Tensor] = ()
     beside: SideStreams | None = None
+    stream: Any = None
 
     def advance(self) -> None:
         """Start the reduction over replicas, if there is one."""
@@ -60,6 +65,17 @@ class PendingReduce:
         with streams.over_replicas():
             self.advance()
         self.beside = streams
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Enqueue what is issued inside where it was issued; the current stream follows."""
+        streams = side_streams(self.flat.device)
+        if streams is None or self.stream is None:
+            yield
+            return
+        with streams.on(self.stream):
+            yield
+        streams.follow(self.stream)
 
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
@@ -227,8 +243,9 @@ def _issue_mean(
         )
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
-    work = settings.reduce_scatter(output, grad, group, op, async_op=True)
-    return InFlight([work] if work else [], (output, grad), event, divide)
+    return collectives.issue_custom(
+        settings.reduce_scatter, output, grad, group, op, event=event, finish=divide
+    )
 
 
 def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> events.Event | None:
@@ -249,7 +266,9 @@ class ReduceQueue:
     def advance(self) -> None:
         """Start the reductions over replicas that follow those in flight."""
         for pending in self._pending:
-            pending.advance()
+            if pending.over_replicas is not None:
+                with pending.on_stream():
+                    pending.advance()
         while self._copies and self._copies[0][-1].is_done:
             self._accumulate_copy()
 
@@ -260,13 +279,14 @@ class ReduceQueue:
 
     def _finish_oldest(self) -> None:
         pending = self._pending.popleft()
-        flat, grad = pending.flat, pending.finish()
-        streams = side_streams(flat.device) if flat.is_offloaded else None
-        if grad is not None and streams is not None:
-            copy = streams.copy_to_host(flat.as_grad(grad))
-            self._copies.append((flat, pending.unused, copy))
-        elif grad is not None:
-            flat.accumulate_grad(grad, pending.unused)
+        with pending.on_stream():
+            flat, grad = pending.flat, pending.finish()
+            streams = side_streams(flat.device) if flat.is_offloaded else None
+            if grad is not None and streams is not None:
+                copy = streams.copy_to_host(flat.as_grad(grad))
+                self._copies.append((flat, pending.unused, copy))
+            elif grad is not None:
+                flat.accumulate_grad(grad, pending.unused)
 
     def _accumulate_copy(self) -> None:
         flat, unused, copy = self._copies.popleft()
@@ -281,11 +301,13 @@ class ReduceQueue:
         pending = issue_reduce(flat, unsharded_grad, bool(unused))
         pending.unused = unused
         self._pending.append(pending)
+        streams = side_streams(flat.device)
+        if streams is None:
+            return
+        pending.stream = streams.current()
         # What earlier backwards have left was made on the stream that computes.
         if pending.over_replicas and flat.grad_sum.partial is None:
-            streams = side_streams(flat.device)
-            if streams is not None:
-                pending.advance_beside(streams)
+            pending.advance_beside(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
         """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ class Unit:
         self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
+        self._readers: list[Any] = []  # streams that have waited for what is unsharded now
         self._has_pieces = False
         self._gathered_versions: list[int] = []
         self._secondary_versions: list[int] = []
@@ -236,6 +238,7 @@ class Unit:
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
             self.drop_pieces()
             return
+        self._readers = []
         with streams.gathering():
             self._issue_gathers(phase)
             if any(flat.gather_wire is not None for flat in self.flats):
@@ -273,8 +276,7 @@ class Unit:
         custom = self.settings.all_gather
         if custom is None:
             return collectives.issue_all_gather(output, shard, group, event, self.fqn, wire=wire)
-        work = custom(output, shard, group, async_op=True)
-        return InFlight([work] if work else [], (output, shard), event)
+        return collectives.issue_custom(custom, output, shard, group, event=event)
 
     def keep_pieces(self) -> None:
         """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
@@ -389,7 +391,10 @@ class Unit:
         self._wait_gathers()
         for flat in self.flats:
             flat.set_readable(True)
-        self.settle()
+        streams = self._side_streams()
+        if streams is not None:
+            streams.join(self._readers)
+            streams.settle()
 
     def _wait_gathers(self) -> None:
         for in_flight in self._gathers:
@@ -428,7 +433,7 @@ class Unit:
             for storage in storages:
                 storage.resize_(0)
             return
-        streams.retire(storages)
+        streams.retire(storages, self._readers)
         if self.machine.state is UnitState.IDLE:  # outside of its own forward and backward
             streams.settle()
 

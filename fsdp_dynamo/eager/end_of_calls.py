@@ -38,7 +38,7 @@ class EndOfCalls:
         self.device = unit.flats[0].device
         self.leaf = torch.empty(0, device=self.device, requires_grad=True)
         self._grads: dict[FlatParameter, Grads] = {}
-        self._stream: AbstractContextManager[object] = nullcontext()
+        self._stream: Any = None  # where the gradients of this backward are added
         self._node = get_gradient_edge(self.leaf).node
         unit_ref, method = ref(unit), WeakMethod(reached)
 
@@ -56,8 +56,17 @@ class EndOfCalls:
     def add(self, flat: FlatParameter, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of one call's views of a flat parameter."""
         streams = side_streams(self.device)
-        if streams is not None:
-            self._stream = streams.on_current()
+        if streams is None:
+            self._add(flat, grads)
+            return
+        current = streams.current()
+        self._stream = self._stream or current
+        with streams.on(self._stream):
+            streams.follow(current)
+            self._add(flat, grads)
+        streams.follow(self._stream)  # before the memory of what was added is used again
+
+    def _add(self, flat: FlatParameter, grads: Sequence[torch.Tensor | None]) -> None:
         before = self._grads.get(flat)
         self._grads[flat] = list(grads) if before is None else sums(before, grads)
 
@@ -67,9 +76,18 @@ class EndOfCalls:
         return grads
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Issue what follows on the stream on which the last gradient was computed."""
-        stream, self._stream = self._stream, nullcontext()
-        return stream
+        """Issue what is inside on the stream on which the gradients were added."""
+        streams = side_streams(self.device)
+        if streams is None or self._stream is None:
+            return nullcontext()
+        return streams.on(self._stream)
+
+    def join(self) -> None:
+        """Let the current stream follow that one: the backward is over."""
+        streams = side_streams(self.device)
+        if streams is not None and self._stream is not None:
+            streams.follow(self._stream)
+            self._stream = None
 
 
 def sums(totals: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> Grads:

@@ -348,6 +348,8 @@ class Root:
         self._in_a_row.forget()
         if self.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
+        for end in self._ends.values():
+            end.join()
         self._stays_unsharded = self._creates_graph
         for unit in self.units:
             unit.use_sharded_views()

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import fsdp
 
 from fsdp_dynamo import module_tree
+from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.core.unit import Unit, refuse_formats
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError, unit_name
@@ -300,7 +301,8 @@ class FSDP2Methods(UserMethods):
 
         Args:
             comm: ``torch.distributed.fsdp``'s ``AllGather``. Its ``allocate`` is not called: the
-                output is the unsharded flat parameter, the input the shard.
+                output is the unsharded flat parameter, the input the shard. What it enqueues on the
+                current stream is waited for, and so is a handle that it returns.
         """
         refuse_formats([self._fsdp_unit], "all_gather", "set_custom_all_gather()")
         self._fsdp_set(False, all_gather=comm)
@@ -310,6 +312,7 @@ class FSDP2Methods(UserMethods):
 
         Args:
             comm: ``torch.distributed.fsdp``'s ``ReduceScatter``. Its ``allocate`` is not called.
+                What it enqueues and returns is waited for as that of ``set_custom_all_gather()``.
         """
         refuse_formats([self._fsdp_unit], "reduce_scatter", "set_custom_reduce_scatter()")
         self._fsdp_set(False, reduce_scatter=comm)
@@ -318,9 +321,13 @@ class FSDP2Methods(UserMethods):
         """Let the work that follows, all-gathers first of all, wait for an optimizer's step.
 
         Args:
-            event: a ``torch.Event``; the current stream waits for it at once.
+            event: a ``torch.Event``; the current stream of the parameters' device waits for it at
+                once. CPUs give ``None``, which is nothing to wait for.
         """
-        event.wait()
+        devices = {flat.device for unit in self._fsdp_root.units for flat in unit.flats}
+        for streams in map(side_streams, devices):
+            if streams is not None and event is not None:
+                streams.current().wait_event(event)
 
     # -- what these units have no use for ----------------------------------------------------------
 

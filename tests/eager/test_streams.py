@@ -12,12 +12,13 @@ import pytest
 import torch
 from models import batch, loss_of, make_transformer, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.streams import recorder as recorders
 from benchmarks.streams.order import unordered
-from benchmarks.streams.program import COMPUTING, HostWait, Launch, Record, Wait
+from benchmarks.streams.program import COMPUTING, ELSEWHERE, HostWait, Launch, Record, Wait
 from benchmarks.streams.recorder import Recorder
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import (
@@ -25,9 +26,11 @@ from fsdp_dynamo import (
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
+    ModuleWrapPolicy,
     ShardingStrategy,
     record_events,
 )
+from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
@@ -121,13 +124,18 @@ def _train(
 
 
 def _recorded(
-    rank: int, case: str, mode: str = "eager", fault: Callable[[], Any] = nullcontext
+    rank: int,
+    case: str,
+    mode: str = "eager",
+    fault: Callable[[], Any] = nullcontext,
+    *,
+    is_elsewhere: bool = False,
 ) -> tuple[list[torch.Tensor], Recorder]:
     model = _wrapped(case)
     call = in_mode(model, mode)
     losses = _train(model, call, rank, 0, case, mode)
     with ExitStack() as stack:
-        recorder = stack.enter_context(record_program())
+        recorder = stack.enter_context(record_program(is_elsewhere=is_elsewhere))
         stack.enter_context(fault())
         if _offloads(case):
             for unit in model._fsdp_root.units:
@@ -191,6 +199,171 @@ def test_everything_is_ordered_with_two_communicators(ranks: RankPool) -> None:
             assert len([name for name in streams if name.startswith("communicator")]) == 2, case
 
 
+# -- another device is current, other streams are, others' collectives -----------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        ("eager", "low precision"),
+        ("eager", "in int8"),
+        ("eager", "offloaded"),
+        ("graph", "offloaded"),
+    ],
+)
+@on_ranks(2)
+def test_another_device_is_current(rank: int, mode: str, case: str) -> None:
+    """The device of the parameters is named wherever a stream or an event is asked for."""
+    _, recorder = _recorded(rank, case, mode, is_elsewhere=True)
+    assert unordered(recorder.program) == []
+    used = {step.stream for step in recorder.program if isinstance(step, (Launch, Record, Wait))}
+    assert ELSEWHERE not in used
+    assert COMPUTING not in (_copying(recorder) if _offloads(case) else ())
+
+
+@on_ranks(1)
+def test_the_watchdog_asks_on_the_device_of_the_event(rank: int) -> None:
+    """A thread begins on the first device; a query there makes a context on it."""
+    with record_program() as recorder:
+        event = SideStreams(torch.device("cpu")).after_current()
+        recorder.is_elsewhere = True
+        assert not event.is_reached
+        assert recorder.is_elsewhere
+
+
+class _Switch(torch.autograd.Function):
+    """Make another stream current. Autograd runs the nodes behind it on that stream, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, branches: _Branches, to: Any, waits: bool) -> Any:
+        ctx.branches, ctx.between = branches, (torch.cpu.current_stream(), to)
+        branches.switch(*ctx.between, waits=waits)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        before, after = ctx.between
+        ctx.branches.switch(after, before)
+        ctx.branches.kept.append(grad)
+        return grad, None, None, None
+
+
+class _CallerIsCurrent(torch.autograd.Function):
+    """Lets the end of the backward find its caller's stream current, as autograd does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, branches: _Branches) -> Any:
+        ctx.branches, ctx.caller = branches, torch.cpu.current_stream()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        def switch() -> None:
+            ctx.branches.switch(None, ctx.caller, waits=False)
+
+        torch.autograd.Variable._execution_engine.queue_callback(switch)  # type: ignore[attr-defined]
+        return grad, None
+
+
+class _Branches(nn.Module):
+    """Two units that run at once, each on a stream of the user's; ``kept`` outlives a step.
+
+    (Autograd keeps the memory of gradients until another stream has read them; recordings do not.)
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = self.left if is_shared else nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.kept: list[torch.Tensor] = []
+        self.begin(None)
+
+    def begin(self, recorder: Recorder | None) -> None:
+        """Make the streams of a recording, or of none."""
+        self.recorder = recorder
+        self.beside = [torch.cpu.Stream(), torch.cpu.Stream()]
+
+    def switch(self, before: Any, to: Any, *, waits: bool = True) -> None:
+        if self.recorder is not None:
+            if waits:
+                to.wait_stream(before)
+            self.recorder._current[False] = to
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        caller = torch.cpu.current_stream()
+        outputs = []
+        for module, stream in zip((self.left, self.right), self.beside, strict=True):
+            on_stream = module(_Switch.apply(x, self, stream, True))
+            outputs.append(_Switch.apply(on_stream, self, caller, False))
+        for stream in self.beside:
+            caller.wait_stream(stream)
+        self.kept += [x, *outputs]
+        return self.head(outputs[0] * outputs[1])  # type: ignore[no-any-return]
+
+
+def _train_branches(model: Any, branches: _Branches) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        with model.no_sync() if step == 0 else nullcontext():
+            loss = _CallerIsCurrent.apply(model(torch.ones(2, 8)).sum(), branches)
+            loss.backward()  # type: ignore[no-untyped-call]
+        branches.kept.clear()
+        if step:
+            optimizer.step()
+            for stream in branches.beside:  # gradients have memory of theirs
+                stream.wait_stream(torch.cpu.current_stream())
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["two units", "one unit twice"])
+@pytest.mark.parametrize("case", ["sharded", "kept", "low precision by demand"])
+@on_ranks(2)
+def test_units_on_two_streams_at_once(rank: int, case: str, is_shared: bool) -> None:
+    def wrapped() -> tuple[Any, _Branches]:
+        torch.manual_seed(0)
+        branches, policy = _Branches(is_shared=is_shared), ModuleWrapPolicy({nn.Linear})
+        return FSDP(branches, auto_wrap_policy=policy, **CASES[case]), branches
+
+    expected = _train_branches(*wrapped())
+    model, branches = wrapped()
+    with record_program() as recorder:
+        branches.begin(recorder)
+        got = _train_branches(model, branches)
+    assert unordered(recorder.program) == []
+    assert torch.equal(torch.stack(got), torch.stack(expected))
+
+
+class _OnCurrentStream:
+    """FSDP2's ``AllGather`` or ``ReduceScatter`` that does its work and returns nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, output: Any, given: Any, group: Any, *args: Any, async_op: bool) -> None:
+        collective = getattr(collectives, self._name)
+        collective(output, given, *args, group=group, async_op=False)
+
+
+@pytest.mark.parametrize("case", ["sharded", "on nodes"])
+@on_ranks(4)
+def test_collectives_of_the_user_on_the_current_stream(rank: int, case: str) -> None:
+    model = _wrapped(case)
+    for unit in model._fsdp_root.units:
+        unit.settings.all_gather = _OnCurrentStream("all_gather_single")
+        unit.settings.reduce_scatter = _OnCurrentStream("reduce_scatter_single")
+    with record_program() as recorder:
+        _train(model, model, rank, 0, case, "eager")
+    assert unordered(recorder.program) == []
+    streams = {
+        s.stream for s in recorder.program if isinstance(s, Launch) and s.kind == "all_gather"
+    }
+    assert COMPUTING not in streams
+
+
 # -- planted faults --------------------------------------------------------------------------------
 
 
@@ -200,8 +373,8 @@ def _replace(owner: Any, name: str, new: Callable[..., Any]) -> Callable[[], Any
 
 def _settle_without_waiting(streams: SideStreams) -> None:
     retired, streams._retired = streams._retired, []
-    for storage in retired:
-        storage.resize_(0)
+    for storages, _ in retired:
+        _free_at_once(streams, storages)
 
 
 def _settle_but_at_the_start(root: Root) -> None:
@@ -209,7 +382,7 @@ def _settle_but_at_the_start(root: Root) -> None:
         SETTLE(root)
 
 
-def _free_at_once(streams: SideStreams, storages: Any) -> None:
+def _free_at_once(streams: SideStreams, storages: Any, readers: Any = ()) -> None:
     for storage in storages:
         storage.resize_(0)
 
@@ -227,9 +400,9 @@ def _advance_without_waiting(pending: PendingReduce) -> None:
 
 def _copy_without_waiting(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:
     host = torch.empty_like(tensor)
-    with streams._module.stream(streams._copies):
+    with streams.on(streams._copies):
         host.copy_(tensor)
-    return HostCopy(tensor, host, streams._recorded(streams._copies))
+    return HostCopy(tensor, host, streams.after(streams._copies))
 
 
 def _copy_without_holding(streams: SideStreams, tensor: torch.Tensor) -> HostCopy:

@@ -135,9 +135,11 @@ class _Looks:
 
 def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     cpu: Any = torch.cpu
-    yield cpu, "Stream", lambda **_: _Stream()
+    stream = _Stream()
+    yield cpu, "Stream", lambda **_: stream
     yield cpu, "Event", lambda **_: Event(device)
-    yield cpu, "current_stream", lambda *_: _Stream()
+    yield cpu, "device", lambda _: nullcontext()
+    yield cpu, "current_stream", lambda *_: stream
     yield cpu, "stream", lambda stream: nullcontext()
     yield streams, "host_runs_ahead", lambda device: True
     yield streams, "_by_device", {}

@@ -11,12 +11,14 @@ import torch
 import torch.distributed.fsdp as upstream
 from models import Block, average_gradients, batch, loss_of, make_transformer, train
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_dynamo
+from benchmarks.streams.program import COMPUTING, Wait
+from benchmarks.streams.recording import record_program
 from fsdp_dynamo import FSDP, FSDPError, StateDictType, fully_shard, record_events
 from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -311,21 +313,25 @@ def test_an_embedding_is_not_gathered_for_its_backward(ranks: RankPool) -> None:
 
 
 class _Comm:
-    """FSDP2's ``AllGather`` or ``ReduceScatter``."""
+    """FSDP2's ``AllGather`` or ``ReduceScatter``; without a handle it returns ``None``."""
 
-    def __init__(self, collective: Callable[..., Any]) -> None:
+    def __init__(self, collective: Callable[..., Any], has_handle: bool) -> None:
         self.collective = collective
+        self.has_handle = has_handle
         self.calls = 0
 
     def __call__(self, output: Any, given: Any, group: Any, *args: Any, async_op: bool) -> Any:
         self.calls += 1
-        return self.collective(output, given, *args, group=group, async_op=async_op)
+        return self.collective(output, given, *args, group=group, async_op=self.has_handle)
 
 
-def _by_the_user(rank: int, world_size: int) -> tuple[Any, Any, list[int], list[bool]]:
+def _by_the_user(
+    rank: int, world_size: int, has_handle: bool
+) -> tuple[Any, Any, list[int], list[bool]]:
     expected = train(make_transformer(num_blocks=2), 0, steps=2)[0]
     model: Any = fully_shard(make_transformer(num_blocks=2), policy=POLICY)
-    gather, scatter = _Comm(all_gather_single), _Comm(reduce_scatter_single)
+    gather = _Comm(all_gather_single, has_handle)
+    scatter = _Comm(reduce_scatter_single, has_handle)
     model.blocks[0].set_custom_all_gather(gather)
     model.blocks[0].set_custom_reduce_scatter(scatter)
     got = train(model, 0, steps=2)[0]
@@ -348,11 +354,23 @@ def _by_the_user(rank: int, world_size: int) -> tuple[Any, Any, list[int], list[
     return expected, got, [gather.calls, scatter.calls], close
 
 
-def test_collectives_and_ends_by_the_user(ranks: RankPool) -> None:
-    for expected, got, calls, close in ranks.run(_by_the_user, 2):
+@pytest.mark.parametrize("has_handle", [True, False])
+def test_collectives_and_ends_by_the_user(ranks: RankPool, has_handle: bool) -> None:
+    for expected, got, calls, close in ranks.run(_by_the_user, 2, has_handle):
         assert got == pytest.approx(expected, rel=1e-6)
         assert calls == [8, 3]  # twice and once in each of two steps; then twice for one reduction
         assert all(close)
+
+
+@on_ranks(1)
+def test_an_optimizers_event(rank: int) -> None:
+    """The parameters' device waits for it, whichever is current; a CPU's events are ``None``."""
+    model: Any = fully_shard(nn.Linear(2, 2))
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())
+    with record_program(is_elsewhere=True) as recorder:
+        event = recorder.new_stream("cpu").record_event()
+        model.set_post_optim_event(event)
+    assert recorder.program[-1] == Wait(COMPUTING, event.number)
 
 
 # -- what is refused -------------------------------------------------------------------------------
