@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.watchdog import watched
@@ -38,10 +40,28 @@ def new_group(
         with watched(group, "barrier", use):
             dist.barrier(group)
     timeout = timedelta(seconds=group_timeout_s(of[0]))
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout, backend, use_local_synchronization=True
-    )
+    with _unbound_default_group() as device:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout, backend, use_local_synchronization=True
+        )
+    made.bound_device_id = device  # barriers run there
     return made
+
+
+@contextmanager
+def _unbound_default_group() -> Iterator[torch.device | None]:
+    """Hide the device of ``init_process_group(device_id=...)``; yields it.
+
+    Where it is set, torch splits the default group's communicator to make that of a new group. A
+    split needs every rank of the job, and only the ranks of the new group come here.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
 
 
 __all__ = ["group_timeout_s", "new_group"]
