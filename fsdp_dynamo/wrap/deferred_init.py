@@ -9,7 +9,8 @@ the unit is sharded: no rank ever holds more than the units that are not complet
 with those on the meta device, as FSDP1 calls it: many such functions begin with ``is_meta``.
 
 New floating-point tensors are filled with NaN and the versions of others are recorded, so that
-tensors that were never written are found and listed.
+tensors that were never written are found and listed. An initialisation that gives a tensor other
+memory, as ``to_empty()`` does, is trusted: what that memory holds says nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
@@ -228,22 +230,23 @@ def _without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _WriteDetector:
-    """Detects whether a tensor has been written since."""
+    """Detects whether a tensor has been written or given other memory since."""
 
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self._tensor = tensor
-        self._version = 0 if tensor is None else tensor._version
-        self._place = 0 if tensor is None else tensor.data_ptr()
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._version = tensor._version
 
     def is_unwritten(self, now: torch.Tensor | None) -> bool:
         if now is None or now.numel() == 0:
             return False
         if now.is_meta:
             return True
+        # An address alone would not do: memory that was freed meanwhile is used again.
+        if self._storage != StorageWeakRef(now.untyped_storage()):
+            return False
         if now.is_floating_point():
             return bool(now.isnan().any())
-        is_same = now is self._tensor and now.data_ptr() == self._place
-        return is_same and now._version == self._version
+        return now._version == self._version
 
 
 def _slots_of(fqn: str, module: nn.Module) -> Iterator[_Slot]:

@@ -79,12 +79,13 @@ class InitialValues:
         steps = self._deferred.run()
         missing = set(self._deferred.modules)
         last = {o: max((position[m] for m in holders[o]), default=-1) for o in owned}
+        sources = self._source.all if self._source else ()
         for owner in sorted(owned, key=last.__getitem__):
-            while holders[owner] & missing:
-                missing.remove(next(steps))
+            with together(sources, self.device, "deferred initialisation"):  # before a broadcast
+                while holders[owner] & missing:
+                    missing.remove(next(steps))
             self._broadcast([original.param for original in owned[owner]])
             yield owner
-        sources = self._source.all if self._source else ()
         with together(sources, self.device, "deferred initialisation"):
             for _ in steps:
                 pass  # modules that hold buffers only

@@ -397,7 +397,8 @@ def test_uses_outside_of_python_are_counted() -> None:
 
 @pytest.mark.private(
     "torch.multiprocessing.reductions.StorageWeakRef",
-    need="while recording: when the storage of an unsharded flat parameter is freed",
+    need="while recording: when the storage of an unsharded flat parameter is freed; and whether "
+    "an initialisation has given a tensor other memory",
     instead="recordings without these moments",
 )
 def test_a_storage_is_seen_to_be_freed() -> None:

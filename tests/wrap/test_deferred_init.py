@@ -9,11 +9,11 @@ import pytest
 import torch
 from models import Block, Transformer, batch, loss_of, wrap
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, FSDPError, FSDPValueError, ShardingStrategy
+from fsdp_dynamo import FSDP, FSDPError, FSDPValueError, ShardingStrategy, StateDictType
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -250,6 +250,10 @@ def test_what_rank_0_overwrites_needs_no_initialiser(ranks: RankPool) -> None:
         assert got == pytest.approx(expected)
 
 
+def _raise(module: nn.Module) -> None:
+    raise FSDPValueError("no file to read from")
+
+
 def _refused_by_one(rank: int, world_size: int, fault: str, hybrid: bool) -> tuple[str, str]:
     kwargs: dict[str, Any] = {"sync_module_states": True}
     if hybrid:
@@ -258,10 +262,12 @@ def _refused_by_one(rank: int, world_size: int, fault: str, hybrid: bool) -> tup
     model = nn.Sequential(nn.Linear(4, 4), Scale())
     if fault == "argument" and rank == world_size - 1:
         kwargs["ignored_modules"] = [3]
-    if fault == "unwritten":
+    if fault in ("unwritten", "raises"):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 4), Scale())
         kwargs["param_init_fn"] = lambda module: None
+    if fault == "raises" and rank == 0:
+        kwargs["param_init_fn"] = _raise
     try:
         FSDP(model, **kwargs)
     except FSDPError as error:
@@ -275,6 +281,7 @@ def _refused_by_one(rank: int, world_size: int, fault: str, hybrid: bool) -> tup
     [
         ("argument", -1, "FSDPValueError", "modules that are no units"),
         ("unwritten", 0, "FSDPValueError", "no values for '0.weight'"),
+        ("raises", 0, "FSDPValueError", "no file to read from"),
     ],
 )
 def test_all_ranks_refuse_together(
@@ -287,6 +294,27 @@ def test_all_ranks_refuse_together(
     assert set(kinds) == {"RankFailedError"}
     for _, text in found:
         assert message in text
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_memory_of_the_initialisation_is_trusted(rank: int, sync: bool) -> None:
+    """Recycled memory holds a NaN on one rank; a checkpoint may be loaded afterwards."""
+    calls: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        calls.append(module)
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            param.data.fill_(torch.nan if rank == 0 else 0.0)
+
+    plain = Resettable(num_blocks=1)
+    expected = float(loss_of(plain, batch(0, 0)))
+    model = wrap(_on_meta(num_blocks=1), param_init_fn=init, sync_module_states=sync)
+    assert len(calls) == len(set(calls))
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(plain.state_dict())
+    assert float(loss_of(model, batch(0, 0))) == pytest.approx(expected, rel=1e-6)
 
 
 def _if_meta(module: nn.Module) -> None:
