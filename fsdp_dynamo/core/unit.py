@@ -227,6 +227,9 @@ class Unit:
             return
         self.is_unsharded = True
         before, self._gathered_versions = self._gathered_versions, self._versions()
+        if self._secondary_versions != self._gathered_versions:
+            self.drop_secondary()
+            self._secondary_versions = self._gathered_versions
         streams = self._side_streams()
         if streams is None:
             self._issue_gathers(phase)

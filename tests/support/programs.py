@@ -656,7 +656,8 @@ class Result(NamedTuple):
     Attributes:
         wrong: what was, with the call after which it was seen.
         has_left_range: whether it ended before its last call, as its outputs were too large.
-        refused: this package's error that ended it, before values or gradients changed.
+        refused: this package's error, or autograd's, that ended it, before values or gradients
+            changed.
         ran: how many backwards exercised which of ``KINDS``; of what is refused, once each.
         crashed: whether ranks raised, died or hung.
     """
@@ -680,9 +681,10 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
         before, refused = pair.state(), ""
         try:
             call(*arguments)
-        except FSDPError as error:
+        except RuntimeError as error:
             due = pair.kinds | pair.due | pair.changed
-            if isinstance(error, DivergenceError) or not due:
+            is_refusal = isinstance(error, FSDPError) or _refuses_saved_views(error)
+            if isinstance(error, DivergenceError) or not due or not is_refusal:
                 raise
             refused = f"{type(error).__name__}: {error}"
             pair.ran = Counter(due)
@@ -700,6 +702,11 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
         if refused:
             return Result([], refused=refused, ran=pair.ran)
     return Result([], ran=pair.ran)
+
+
+def _refuses_saved_views(error: RuntimeError) -> bool:
+    """Whether autograd has refused views of an unsharded buffer that holds no parameters."""
+    return "inplace" in str(error)
 
 
 def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:

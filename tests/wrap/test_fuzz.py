@@ -61,6 +61,19 @@ def test_many_random_calls(ranks: RankPool) -> None:
             pytest.fail(f"{smaller}\n{wrong}")
 
 
+def _two_steps(tree: Branch, *calls: Call, **fields: Any) -> Program:
+    step = (*calls, ("backward",), ("step",), ("zero_grad", True))
+    return Program(tree, "FULL_SHARD", "eager", False, (*step, *step), **fields)
+
+
+def _chain(boundary: Boundary) -> Branch:
+    """Four units, of which the two in the middle have a boundary."""
+    first, unit = Leaf("linear", wrapped=True), Leaf("linear", wrapped=True, boundary=boundary)
+    return Branch((first, unit, unit, first), wrapped=True)
+
+
+ROOT = Branch((Leaf("linear", bias=False),))
+NAMED = Boundary("named tuple")
 FOUND = {
     "a copy of what refers to itself weakly": Program(
         Branch((Leaf("scale", wrapped=True), Leaf("nothing", wrapped=True)), wrapped=True),
@@ -79,28 +92,6 @@ FOUND = {
     "a model without parameters": Program(
         Branch((Leaf("nothing"),)), "FULL_SHARD", "eager", False, (("forward", 0), ("step",))
     ),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(ranks: RankPool, name: str) -> None:
-    assert _wrong(ranks, FOUND[name]) == []
-
-
-def _two_steps(tree: Branch, *calls: Call, **fields: Any) -> Program:
-    step = (*calls, ("backward",), ("step",), ("zero_grad", True))
-    return Program(tree, "FULL_SHARD", "eager", False, (*step, *step), **fields)
-
-
-def _chain(boundary: Boundary) -> Branch:
-    """Four units, of which the two in the middle have a boundary."""
-    first, unit = Leaf("linear", wrapped=True), Leaf("linear", wrapped=True, boundary=boundary)
-    return Branch((first, unit, unit, first), wrapped=True)
-
-
-ROOT = Branch((Leaf("linear", bias=False),))
-NAMED = Boundary("named tuple")
-NOT_YET = {
     "a view changed in place": _two_steps(
         _chain(Boundary(view="squeeze", change="add_")), ("forward", 0)
     ),
@@ -122,10 +113,9 @@ NOT_YET = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="known faults, which are being mended")
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_is_known(ranks: RankPool, name: str) -> None:
-    assert _wrong(ranks, NOT_YET[name]) == []
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(ranks: RankPool, name: str) -> None:
+    assert _wrong(ranks, FOUND[name]) == []
 
 
 def test_float64_tells_rounding_from_a_fault(ranks: RankPool) -> None:
