@@ -73,7 +73,7 @@ class ModuleParameters:
             held = original.held
             for module, name, _ in original.sites:
                 found = module._parameters.get(name)
-                if found is not held and not self._has_views:
+                if found is not held and found is not view and not self._has_views:
                     self._put_since.append((module, name, found))
                 module._parameters[name] = view  # type: ignore[assignment]
         self._has_views = True
