@@ -808,3 +808,15 @@ def test_a_hook_on_the_base_of_a_view_changed_in_place() -> None:
     view += 1
     view.sum().backward()
     assert ran == ["base"]
+
+
+@pytest.mark.private(
+    "OrderedDict._metadata",
+    need="which module's state_dict() was called: its first entry",
+    instead="refuse 1-D parts from every module but the root, by the prefix",
+)
+def test_metadata_of_a_state_dict_begin_with_the_module_called() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+    for module, first in ((model, ""), (model[0], ""), (model[0][0], "")):
+        assert next(iter(module.state_dict()._metadata)) == first
+    assert next(iter(model[0].state_dict(prefix="0.")._metadata)) == "0"
