@@ -253,6 +253,16 @@ class ModuleParameters:
         self.lacking -= new.keys()
         self.show_shard(parts, self._frees_grad_dtype)
 
+    def are_in_place(self) -> bool:
+        """Whether modules hold the originals, trained or frozen as before: the same on all ranks.
+
+        Not whether they have other storage: a rank without elements of one could not tell.
+        """
+        for holder, name, param, *_, requires_grad in self._as_left:
+            if holder.get(name) is not param or param.requires_grad is not requires_grad:
+                return False
+        return True
+
     def are_as_left(self) -> bool:
         """Whether all originals are where and what they were; runs before every unshard."""
         for holder, name, param, memory, numel, address, requires_grad in self._as_left:

@@ -199,7 +199,8 @@ class _WholeGradientGuard:
     """
 
     def __init__(self, original: OriginalParameter, fqn: str) -> None:
-        self._node = get_gradient_edge(original.held).node
+        with torch.inference_mode(False):  # has no nodes
+            self._node = get_gradient_edge(original.held).node
 
         def refuse(grads: Sequence[torch.Tensor]) -> None:
             # A plain parameter is the same object afterwards, when gradients of its part are right.

@@ -180,7 +180,8 @@ def without_frozen(
         frozen = flat.module_parameters.frozen_now()
         for index in frozen:
             own[index] = None
-        reduce_frozen([flat])
+        if frozen:
+            reduce_frozen([flat])
         if len(frozen) < len(own):
             yield flat, own
 

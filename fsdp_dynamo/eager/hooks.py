@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.private_api import with_side_effects
 from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
@@ -162,15 +163,14 @@ class _Casts:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.given: torch.dtype | None = None  # the inputs' dtype, while the module runs
+        self.given: torch.dtype | None = None  # the dtype of the last call's inputs
 
     def inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = [t.dtype for t in tensors_of((args, kwargs)) if t.is_floating_point()]
-        self.given = given[0] if given else None
+        with_side_effects(setattr, self, "given", given[0] if given else None)
         return prepare_inputs(None, self.dtype, args, kwargs)
 
     def output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        given, self.given = self.given, None
-        return cast_output(given, output)
+        return cast_output(self.given, output)

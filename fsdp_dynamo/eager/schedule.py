@@ -408,6 +408,7 @@ class Root:
         self._open = {}
         for end in self._ends.values():
             end.take()
+            end.join()
         self._in_a_row.forget()
         self._stays_unsharded = False
         self._reduces.abandon()

@@ -14,7 +14,6 @@ from torch import fx
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.row_dtensor import local_of
 from fsdp_dynamo.errors import UnsupportedError
-from fsdp_dynamo.graph_path.unshard_operators import UNSHARD
 
 _IN_PLACE = {"setitem"} | {
     f"i{name}"
@@ -32,23 +31,22 @@ def refuse_writes_before_gathers(gm: fx.GraphModule) -> None:
         UnsupportedError: names the parameter.
     """
     aliases: dict[fx.Node, torch.Tensor] = {}  # parameters of units, and views of them
-    written: dict[int, str] = {}  # FQNs by the storage of their shard
+    written: dict[int | None, str] = {}  # FQNs by the storage of their shard
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             example = _real_value(node)
             if isinstance(example, torch.Tensor) and owner_of(example) is not None:
                 aliases[node] = example
-        elif node.target is UNSHARD:
-            for source in node.all_input_nodes:
-                fqn = written.get(_storage(_real_value(source)))
-                if fqn is not None:
-                    raise _write_error(fqn)
-        else:
-            targets = [source for source in _first_argument(node) if source in aliases]
-            if _writes_in_place(node):
-                written |= {_storage(aliases[t]): owner_of(aliases[t]) or "" for t in targets}
-            elif targets and _fake_storage(node) == _fake_storage(targets[0]):
-                aliases[node] = aliases[targets[0]]
+            continue
+        for source in node.all_input_nodes:  # shards have no use but a gather
+            fqn = None if source in aliases else written.get(_storage(_real_value(source)))
+            if fqn is not None:
+                raise _write_error(fqn)
+        targets = [source for source in _first_argument(node) if source in aliases]
+        if _writes_in_place(node):
+            written |= {_storage(aliases[t]): owner_of(aliases[t]) or "" for t in targets}
+        elif targets and _fake_storage(node) == _fake_storage(targets[0]):
+            aliases[node] = aliases[targets[0]]
 
 
 def _real_value(node: fx.Node) -> Any:
@@ -65,16 +63,21 @@ def _writes_in_place(node: fx.Node) -> bool:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or name.strip("_") in _IN_PLACE or "out" in node.kwargs
+    is_operator = name.strip("_") in _IN_PLACE
+    schema = getattr(target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
+    return is_method or is_operator or is_mutable or "out" in node.kwargs
 
 
 def _fake_storage(node: fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    return local_of(value).untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    if isinstance(value, (tuple, list)) and value:  # views of one tensor
+        value = value[0]
+    return _storage(value)
 
 
-def _storage(tensor: Any) -> int:
-    return local_of(tensor).untyped_storage().data_ptr() if isinstance(tensor, torch.Tensor) else 0
+def _storage(tensor: Any) -> int | None:
+    return local_of(tensor).untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
 
 
 def _write_error(fqn: str) -> UnsupportedError:

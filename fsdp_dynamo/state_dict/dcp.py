@@ -186,7 +186,8 @@ def _load_optim_state(
                 "state": {fqn: state for fqn, state in given["state"].items() if fqn in fqns},
                 "param_groups": given["param_groups"],
             }
-            ready.append(optim_state.load(named, optimizer, own, settings))
+            may_lack = not info.strict
+            ready.append(optim_state.load(named, optimizer, own, settings, may_lack=may_lack))
     for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
 
@@ -305,12 +306,14 @@ _set_up_planner = default_planner.DefaultLoadPlanner.set_up_planner
 
 
 @functools.wraps(_set_up_planner)
-def _set_up_for_ours(planner: Any, state_dict: Any, metadata: Any = None, *rest: Any) -> None:
+def _set_up_for_ours(
+    planner: Any, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+) -> None:
     _give_memory(state_dict)
     paths = getattr(metadata, "planner_data", None)
     if paths and not planner.allow_partial_load:
         _require_all_states(state_dict, unflatten_state_dict(dict.fromkeys(paths), paths))
-    _set_up_planner(planner, state_dict, metadata, *rest)
+    _set_up_planner(planner, state_dict, metadata, is_coordinator)
 
 
 _planners: Any = default_planner.DefaultLoadPlanner

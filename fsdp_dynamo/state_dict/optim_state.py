@@ -369,6 +369,8 @@ def load(
     given: Mapping[str, Any],
     settings: StateDictSettings,
     is_named: bool = False,
+    *,
+    may_lack: bool = False,
 ) -> dict[str, Any]:
     """A state dict under FQNs, converted to numbers and this rank's parts.
 
@@ -376,6 +378,7 @@ def load(
 
     Args:
         is_named: FQNs instead of numbers, for an optimizer that loads these.
+        may_lack: accept parameters that are in no saved group.
     """
     if "state" not in given:
         raise _mismatch_error("a state dict with 'state'", f"{sorted(map(str, given))}")
@@ -398,7 +401,8 @@ def load(
     }
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
-        result["param_groups"] = _groups(places, keys, optim, given["param_groups"])
+        saved = given["param_groups"]
+        result["param_groups"] = _groups(places, keys, optim, saved, may_lack)
         if is_named:
             with_origins_of(optim, result["param_groups"])
     return result
@@ -447,16 +451,18 @@ def _groups(
     keys: Mapping[str, str | int],
     optim: torch.optim.Optimizer,
     saved: Sequence[Mapping[str, Any]],
+    may_lack: bool,
 ) -> list[dict[str, Any]]:
     """The optimizer's groups with the settings that were saved for them."""
     fqns: list[list[str]] = [[] for _ in optim.param_groups]
     for group_number, _, place in places:
         fqns[group_number].append(place.fqn)
     settings = [_settings(group) for group in saved]
+    are_saved = {fqn for group in saved for fqn in group["params"]}
+    looked_up = [[f for f in own if f in are_saved or not may_lack] for own in fqns]
+    sources = _sources(looked_up, saved, settings)
     result: list[dict[str, Any]] = []
-    for own, group, source in zip(
-        fqns, optim.param_groups, _sources(fqns, saved, settings), strict=True
-    ):
+    for own, group, source in zip(fqns, optim.param_groups, sources, strict=True):
         chosen = _settings(group) if source is None else settings[source]
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         result.append({**chosen, **names, "params": [keys[fqn] for fqn in own]})

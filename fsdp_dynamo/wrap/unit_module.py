@@ -277,6 +277,11 @@ class UnitModule(UserMethods):
             "ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two dimensions.",
         )
 
+    def __dir__(self) -> list[str]:
+        """Names without that of the property above, which inspection would run into."""
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name != "_ddp_params_and_buffers_to_ignore"]
+
     def _fsdp_reaches(self, original: OriginalParameter, recurse: bool) -> bool:
         """Whether ``_apply`` of this module is for a parameter of its unit.
 

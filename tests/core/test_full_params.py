@@ -278,3 +278,17 @@ def test_a_gradient_of_a_whole_parameter_is_refused(rank: int, door: str) -> Non
     got = whole_gradients(model)
     expected = {n: p.grad + 2 * p for n, p in plain.named_parameters()}
     assert different(got, expected) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_whole_parameters_in_inference_mode(rank: int, door: str) -> None:
+    plain, model = make_transformer(num_blocks=1), through(door, make_transformer(num_blocks=1))
+    tokens = torch.arange(6).view(1, 6)
+    with torch.inference_mode():
+        expected = plain(tokens)
+        with FSDP.summon_full_params(model, writeback=False):
+            torch.testing.assert_close(model(tokens), expected)
+        if door == "fully_shard":
+            model.unshard()
+        torch.testing.assert_close(model(tokens), expected)

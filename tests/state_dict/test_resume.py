@@ -139,17 +139,24 @@ def test_states_of_several_dtypes(rank: int, door: str) -> None:
     torch.testing.assert_close({name: got[f"{name}/kept"] for name in kept}, kept)
 
 
+@pytest.mark.parametrize("of_group", [False, True])
 @pytest.mark.parametrize("is_flat", [False, True])
 @on_ranks(2)
-def test_a_state_that_is_missing(rank: int, is_flat: bool) -> None:
-    """strict=False leaves the parameter without a state, and the others as they were saved."""
+def test_a_state_that_is_missing(rank: int, is_flat: bool, of_group: bool) -> None:
+    """strict=False leaves the parameter without a state, and the others as they were saved.
+
+    A parameter that the checkpoint does not know is in none of its groups either.
+    """
     trained, fresh = _adamw("wrapper"), _adamw("wrapper")
     fit(*trained, rank, range(2))
     form = {"full_state_dict": True, "flatten_optimizer_state_dict": is_flat}
     saved: dict[str, Any] = get_optimizer_state_dict(*trained, options=StateDictOptions(**form))
     states = saved if is_flat else saved["state"]
-    for key in [key for key in states if "1.0.bias" in key and "param_groups" not in key]:
-        del states[key]
+    for key in [key for key in states if "1.0.bias" in key]:
+        if of_group or "param_groups" not in key:
+            del states[key]
+    for group in saved["param_groups"] if of_group and not is_flat else ():
+        group["params"].remove("1.0.bias")
     with pytest.raises(FSDPValueError, match=r"parameter '1\.0\.bias'"):
         set_optimizer_state_dict(*fresh, saved, options=StateDictOptions(**form))
     assert not fresh[1].state

@@ -371,13 +371,13 @@ class _Pair:
                 self.model.named_parameters(), self.plain.parameters(), strict=True
             ):
                 self._compare(f"value of {name}", p, q)
-                if not self.is_unsynced:
-                    zeros = torch.zeros_like(q)
-                    self._compare(
-                        f"gradient of {name}",
-                        zeros if p.grad is None else p.grad,
-                        zeros if q.grad is None else q.grad,
-                    )
+                if self.is_unsynced:
+                    continue
+                if p.grad is None or q.grad is None:
+                    if p.grad is not q.grad:
+                        self.wrong.append(f"one gradient of {name} is None")
+                else:
+                    self._compare(f"gradient of {name}", p.grad, q.grad)
 
     def state_dict(self) -> None:
         theirs = self.plain.state_dict()
