@@ -141,7 +141,8 @@ class OriginalParameter:
                 {k: v for k, v in self.param.__dict__.items() if k != "_placing"}
             )
             self._put_into_modules(self.whole)
-        self.guard = _WholeGradientGuard(self, fqn) if self.held.requires_grad else None
+        is_guarded = self.held.requires_grad and not self.held.is_inference()
+        self.guard = _WholeGradientGuard(self, fqn) if is_guarded else None
         return self.held
 
     def end_whole(self) -> None:
@@ -199,7 +200,7 @@ class _WholeGradientGuard:
     """
 
     def __init__(self, original: OriginalParameter, fqn: str) -> None:
-        with torch.inference_mode(False):  # has no nodes
+        with torch.inference_mode(False):  # makes no nodes
             self._node = get_gradient_edge(original.held).node
 
         def refuse(grads: Sequence[torch.Tensor]) -> None:
