@@ -153,7 +153,14 @@ class Cluster:
         return Traffic((ranks - 1 - outside) * shard, outside * shard)
 
     def collective_ms(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> float:
-        """Milliseconds of a collective: the slower link counts. For arguments see ``traffic``."""
+        """Milliseconds of a collective: the slower link counts.
+
+        Args:
+            pattern: as that of ``traffic``.
+            num_bytes: as that of ``traffic``.
+            ranks: number of ranks that hold a shard.
+            nodes: number of nodes that these ranks are spread over.
+        """
         if ranks == 1:
             return 0.0
         traffic = self.traffic(pattern, num_bytes, ranks, nodes)

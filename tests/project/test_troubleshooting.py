@@ -14,6 +14,7 @@ from models import Block, Transformer, batch, loss_of, make_transformer, wrap
 from pool import RankPool, on_ranks
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
 
 from fsdp_dynamo import FSDP, FSDPError, fully_shard, set_agreement_timeout
@@ -260,7 +261,7 @@ class _KeepsLast(nn.Module):
         self.body, self.head = _small(), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.__dict__["last"] = self.head.weight
+        self.last = get_gradient_edge(self.head.weight)
         y: torch.Tensor = self.head(self.body(x))
         return y
 
@@ -277,7 +278,7 @@ def test_gradients_of_one_layer(rank: int, composable: bool) -> None:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(rank))
         y = wrapped(x)
         losses = y.square().mean(), y.abs().mean()
-        found = [torch.autograd.grad(one, model.last, retain_graph=True)[0] for one in losses]
+        found = [torch.autograd.grad(one, [model.last], retain_graph=True)[0] for one in losses]
         sum(losses).backward()
         return found
 

@@ -80,11 +80,14 @@ def _losses_with_compiled_autograd(rank: int, world_size: int, backend: str) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_autograd_is_right_or_refused(ranks: RankPool, backend: str) -> None:
-    """Graph mode's backward is a graph already; the other modes' hooks would lose gradients."""
+    """Graph mode's backward is a graph already; the other modes' hooks would lose gradients.
+
+    Where torch unpacks saved parameters to trace the backward, autograd refuses before our hooks.
+    """
     expected = ranks.run(_losses, 2, "ddp", None)
     found = ranks.run(_losses_with_compiled_autograd, 2, backend)
     for one, wanted in zip(found, expected, strict=True):
         if backend == "fsdp_dynamo_aot_eager":
             assert one == pytest.approx(wanted, rel=1e-5)
         else:
-            assert one.startswith("UnsupportedError: eager and hooks mode: expected a backward")
+            assert "eager and hooks mode: expected a backward" in one or "inplace" in one
