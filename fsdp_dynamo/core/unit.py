@@ -352,10 +352,12 @@ class Unit:
     def outlives_forwards(self) -> bool:
         """Whether the user has asked for what is unsharded now to serve the next forward, too."""
         settings = self.settings
+        reshards = settings.reshards_after_forward
+        if reshards is None:  # microbatches of a pipeline share what a forward leaves unsharded
+            strategy = self.config.strategy
+            reshards = strategy.reshards_after_forward or strategy is ShardingStrategy.NO_SHARD
         return self.is_ahead and (
-            self._is_unsharded_by_hand
-            or settings.reshards_after_forward is False
-            or not settings.reshards_after_backward
+            self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
         )
 
     def stay_unsharded(self) -> None:
