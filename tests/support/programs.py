@@ -78,10 +78,14 @@ def draw(seed: int) -> Program:
             for call in _draw_themed(rng, themes, mode == "eager")
         ),
     )
+    if program.strategy == "SHARD_GRAD_OP":  # keeps what it has gathered: documented
+        unseen = [[a if a != ".data.mul_" else "lerp_" for a in call] for call in program.calls]
+        program = replace(program, calls=tuple(map(tuple, unseen)))
     if "teacher" not in themes:
         return program
     teacher = rng.choice(["model", "unit", "called units", "moves"])
-    widened = program.widened and teacher != "moves"  # the reference would move copies
+    # The reference would move copies, and inputs are cast at the root.
+    widened = program.widened and teacher not in ("moves", "called units")
     return replace(
         program,
         teacher=teacher,
