@@ -382,13 +382,10 @@ class Unit:
         self.hide_gathered()
         if self.pending_calls:
             self.require_gathered_values()
-        parameters = [flat.module_parameters for flat in self.flats]
-        if self._versions() == self._gathered_versions and all(
-            one.are_as_left() if self.outlives_forwards else one.are_in_place()
-            for one in parameters
+        if self._versions() != self._gathered_versions or not all(
+            flat.module_parameters.are_in_place() for flat in self.flats
         ):
-            return
-        self.reshard("forward")
+            self.reshard("forward")
 
     def _versions(self) -> list[int]:
         versions = [original.param._version for original in self.originals()]

@@ -79,8 +79,9 @@ def draw(seed: int) -> Program:
         ),
     )
     if program.strategy == "SHARD_GRAD_OP":  # keeps what it has gathered: documented
-        unseen = [[a if a != ".data.mul_" else "lerp_" for a in call] for call in program.calls]
-        program = replace(program, calls=tuple(map(tuple, unseen)))
+        unseen = (".data.mul_", ".data =")
+        seen = [["lerp_" if a in unseen else a for a in call] for call in program.calls]
+        program = replace(program, calls=tuple(map(tuple, seen)))
     if "teacher" not in themes:
         return program
     teacher = rng.choice(["model", "unit", "called units", "moves"])
