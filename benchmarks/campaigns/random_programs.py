@@ -10,7 +10,8 @@ under SGD. A themed program may also end with an error of this package's own tha
 values or gradients change; how often each kind of behaviour ran, and was refused, is counted. A
 program that differs runs again in float64, to 1e-8 instead of 1e-4: what is the same there was
 rounding (a gradient that cancels, outputs that a rounding of the weights changes as much), and the
-record lists it apart.
+record lists it apart. A program ends where the reference's outputs or gradients grow so large that
+its own rounding would show.
 
     python benchmarks/campaigns/random_programs.py [--programs 2000] [--minutes 60] [--json FILE]
     python benchmarks/campaigns/random_programs.py --programs 1 --first SEED --shrink 100
@@ -69,9 +70,9 @@ def run(first: int, number: int, minutes: float, tries: int = 0) -> dict[str, An
         tries: how many smaller programs are tried for each that fails.
 
     Returns:
-        How many ran, by mode; how many ended early, as their outputs grew too large; how many
-        programs exercised each kind, by mode and outcome; kinds that none exercised; which were
-        refused; which failed, and how; which differed in float32 only; seconds that it took.
+        How many ran, by mode; how many ended early, as outputs or gradients grew too large; how
+        many programs exercised each kind, by mode and outcome; kinds that none exercised; which
+        were refused; which failed, and how; which differed in float32 only; seconds that it took.
     """
     began = time.monotonic()
     modes: Counter[str] = Counter()

@@ -166,6 +166,8 @@ _NUM_CALLS = 10
 _THEMES = ("views", "stored", "containers", "changed", "frozen", "teacher")
 _MAX_OUTPUT = 1e6
 """Of the reference: beyond it, rounding and overflows differ, and the program ends."""
+_MAX_GRADIENT = 100.0
+"""Of the reference: a step of more may end where models magnify rounding a billion times."""
 
 
 def _stateless(kind: str) -> str:
@@ -360,7 +362,10 @@ class _Pair:
             self._compare("norm", mine, norm)
 
     def step(self) -> None:
-        if self._is_settled():
+        gradients = [param.grad for param in self.plain.parameters() if param.grad is not None]
+        if any(not grad.abs().max() < _MAX_GRADIENT for grad in gradients):
+            self.has_left_range = True
+        elif self._is_settled():
             for optimizer in self.optimizers:
                 if optimizer is not None:
                     optimizer.step()
@@ -660,7 +665,8 @@ class Result(NamedTuple):
 
     Attributes:
         wrong: what was, with the call after which it was seen.
-        has_left_range: whether it ended before its last call, as its outputs were too large.
+        has_left_range: whether it ended before its last call, as its outputs or gradients were too
+            large.
         refused: this package's error, or autograd's, that ended it, before values or gradients
             changed.
         ran: how many backwards exercised which of ``KINDS``; of what is refused, once each.
@@ -688,6 +694,7 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
             call(*arguments)
         except RuntimeError as error:
             due = pair.kinds | pair.due | pair.changed
+            error = getattr(error, "inner_exception", error)  # a backend's, as Dynamo raises it
             is_refusal = isinstance(error, FSDPError) or _refuses_saved_views(error)
             if isinstance(error, DivergenceError) or not due or not is_refusal:
                 raise

@@ -1,6 +1,6 @@
 """Random models, random calls, beside one process.
 
-    pytest tests/wrap/test_fuzz.py              # 21 programs, always the same
+    pytest tests/wrap/test_fuzz.py              # 20 programs, always the same
     pytest -m slow tests/wrap/test_fuzz.py      # 200 others each time, the first that fails shrunk
     python benchmarks/campaigns/random_programs.py --programs 2000      # by their seeds
 
@@ -28,8 +28,7 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.events import Phase
 
 WORLD_SIZE = 2
-SEEDS = (2, 5, 18, 21, 26, 37, 39, 40, 67, 73, 84, 88, 132, 148, 159, 161, 46, 47, 36, 59, 61)
-"""Programs that were right when their kinds were drawn first."""
+SEEDS = range(20)
 
 
 def _wrong(
@@ -119,9 +118,9 @@ def test_what_was_found(ranks: RankPool, name: str) -> None:
 
 
 def test_float64_tells_rounding_from_a_fault(ranks: RankPool) -> None:
-    cancels = draw(70307)  # a norm undoes what a scalar does, whose gradient its terms leave
-    assert _wrong(ranks, cancels)
-    exact = replace(cancels, in_float64=True)
+    magnifies = draw(42)  # its rounding, some thousand times
+    assert _wrong(ranks, magnifies)
+    exact = replace(magnifies, in_float64=True)
     assert not _wrong(ranks, exact)
     assert _wrong(ranks, exact, _run_with_weights_off)
 
