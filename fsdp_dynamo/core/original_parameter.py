@@ -203,18 +203,15 @@ class _WholeGradientGuard:
         with torch.inference_mode(False):  # makes no nodes
             self._node = get_gradient_edge(original.held).node
 
-        def refuse(grads: Sequence[torch.Tensor]) -> None:
-            # A plain parameter is the same object afterwards, when gradients of its part are right.
-            is_sharded = original.guard is None and original.placing is None
-            if not (is_sharded and grads[0].shape == original.param.shape):
-                raise FSDPStateError(
-                    expected="a parameter outside of its unit's forward to be used without "
-                    "gradients, while it is whole",
-                    got="a backward that reaches it: nothing would reduce its gradient",
-                    where=f"parameter '{fqn}'",
-                    fix="Use it in the forward of its unit, or in a method that is one "
-                    "(register_forward_method), or detach it.",
-                )
+        def refuse(_grads: Sequence[torch.Tensor]) -> None:
+            raise FSDPStateError(
+                expected="a parameter outside of its unit's forward to be used without "
+                "gradients, while it is whole",
+                got="a backward that reaches it: nothing would reduce its gradient",
+                where=f"parameter '{fqn}'",
+                fix="Use it in the forward of its unit, or in a method that is one "
+                "(register_forward_method), or detach it.",
+            )
 
         self._node.register_prehook(refuse)
 

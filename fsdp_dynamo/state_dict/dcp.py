@@ -118,15 +118,23 @@ def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if optimizer.state or _needs_closure(optimizer):
         yield
         return
+    with _without_gradients(optimizer):  # where there are some, torch makes no states
+        try:
+            torch_state_dict._init_optim_state(optimizer)
+            yield
+        finally:
+            optimizer.state.clear()
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
     try:
         for param in params:
-            param.grad = None  # torch makes no states where there are gradients
-        torch_state_dict._init_optim_state(optimizer)
+            param.grad = None
         yield
     finally:
-        optimizer.state.clear()
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 
@@ -150,9 +158,11 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
             where=type(optimizer).__name__,
             fix="Load with fsdp_dynamo.checkpoint, or set a full state dict.",
         )
-    with_grad = [place for _, _, place in named.of(optimizer) if place.param.grad is not None]
+    of_units = [place for _, _, place in named.of(optimizer) if place.flat is not None]
+    with_grad = [place for place in of_units if place.param.grad is not None]
     if optimizer.state or not with_grad:
-        torch_state_dict._init_optim_state(optimizer)
+        with _without_gradients(optimizer):  # others' differ between ranks
+            torch_state_dict._init_optim_state(optimizer)
         return
     with _first_states(optimizer):
         if any(optimizer.state.values()):

@@ -280,6 +280,15 @@ def test_a_gradient_of_a_whole_parameter_is_refused(rank: int, door: str) -> Non
     assert different(got, expected) == []
 
 
+@on_ranks(2)
+def test_a_gradient_of_what_was_whole_is_refused_where_parts_have_its_shape(rank: int) -> None:
+    model = FSDP(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with FSDP.summon_full_params(model):
+        loss = model.head(torch.full((1, model.head.in_features), 1.0 + rank)).sum()
+    with pytest.raises(FSDPStateError, match=r"parameter 'head\."):
+        loss.backward()
+
+
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_whole_parameters_in_inference_mode(rank: int, door: str) -> None:

@@ -202,6 +202,16 @@ def test_states_that_each_rank_has_of_its_own(rank: int, door: str) -> None:
 
 
 @on_ranks(2)
+def test_a_template_beside_a_gradient_of_one_rank(rank: int) -> None:
+    model, optimizer = _with_table("wrapper")
+    if rank == 0:
+        model.table.weight.grad = torch.ones(4, 6)
+    states = get_optimizer_state_dict(model, optimizer)["state"]
+    assert states.keys() == {name for name, _ in model.named_parameters()}
+    assert (model.table.weight.grad is None) is (rank != 0)
+
+
+@on_ranks(2)
 def test_optim_input_is_not_changed(rank: int) -> None:
     trained = _adamw("wrapper")
     fit(*trained, rank, range(1))
