@@ -36,15 +36,25 @@ def split_at_leaves(
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
     parts, leaf_parts = _assign_parts(gm, leaf)
-    split = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-    for name, child in list(split.named_children()):
-        if not name.startswith("submod_"):
-            continue
-        if int(name.removeprefix("submod_")) in leaf_parts:
-            _redirect(child, leaf, run_leaf, backend, cache)
-        else:
-            split.register_module(name, _Segment(_compile(child, backend, cache)))
-    return split.forward
+    split: Any = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+    grad_mode = torch.is_grad_enabled()
+    for node in split.graph.find_nodes(op="call_module"):
+        part = split.get_submodule(node.target)
+        # What a backend makes leaves the mode as the segment does: by a change from this one.
+        with torch.set_grad_enabled(grad_mode):
+            grad_mode = _grad_mode_after(part)
+            if int(node.target.removeprefix("submod_")) in leaf_parts:
+                _redirect(part, leaf, run_leaf, backend, cache)
+            else:
+                split.register_module(node.target, _Segment(_compile(part, backend, cache)))
+    forward: Callable[..., Any] = split.forward
+    return forward
+
+
+def _grad_mode_after(part: fx.GraphModule) -> bool:
+    """Whether gradients are enabled behind a part, if they are as they are now before it."""
+    changes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return bool(changes[-1].args[0]) if changes else torch.is_grad_enabled()
 
 
 def _leaf_nodes(gm: fx.GraphModule, leaf: Callable[..., Any]) -> set[fx.Node]:

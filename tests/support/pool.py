@@ -114,6 +114,9 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch._dynamo.reset()
+        if not torch.is_grad_enabled():  # the next job would compare less, without a word
+            torch.set_grad_enabled(True)
+            unhandled.append("the job left gradients disabled")
         if unhandled:  # in this job, or since the one before
             texts = [*unhandled, *([] if answer[0] else [answer[1]])]
             answer = (False, "\n".join(texts))
