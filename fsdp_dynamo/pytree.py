@@ -19,23 +19,30 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a nested value."""
+def tensors_of(value: Any, within: tuple[Any, ...] = ()) -> Iterator[torch.Tensor]:
+    """All tensors in a nested value.
+
+    Args:
+        value: what is searched.
+        within: containers that are being searched, for objects that refer to what holds them.
+    """
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         yield value
+        return
+    if kind is dict:
+        items: Iterable[Any] = value.values()
+    elif kind is tuple or kind is list:
+        items = value
+    elif kind in _CONSTANTS or any([value is one for one in within]):  # noqa: C419
+        return
     else:
-        for item in _items(value):
-            yield from tensors_of(item)
+        items, within = _items(value), (*within, value)
+    for item in items:
+        yield from tensors_of(item, within)
 
 
 def _items(value: Any) -> Iterable[Any]:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return value  # type: ignore[no-any-return]
-    if kind is dict:
-        return value.values()  # type: ignore[no-any-return]
-    if kind in _CONSTANTS:
-        return ()
     if (opened := open_container(value)) is not None:
         return opened[0]
     if isinstance(value, Mapping):
@@ -43,28 +50,38 @@ def _items(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list, set, frozenset)) else ()
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(
+    fn: Callable[[torch.Tensor], torch.Tensor], value: Any, within: tuple[Any, ...] = ()
+) -> Any:
     """A copy of ``value`` with ``fn`` applied to each tensor.
 
     Tuples, lists and dicts are always copied, other containers where ``fn`` changes a tensor in
-    them: code that is given them may change them. Other objects are passed through.
+    them: code that is given them may change them. Other objects are passed through, and so is what
+    refers to a container that holds it.
+
+    Args:
+        fn: gives the tensor in the place of one.
+        value: what is copied.
+        within: containers that are being copied.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
     kind = type(value)
     if kind is dict:
-        return {key: map_tensors(fn, item) for key, item in value.items()}
+        return {key: map_tensors(fn, item, within) for key, item in value.items()}
     if kind is list:
-        return [map_tensors(fn, item) for item in value]
+        return [map_tensors(fn, item, within) for item in value]
     if kind is tuple:
-        return tuple([map_tensors(fn, item) for item in value])
+        return tuple([map_tensors(fn, item, within) for item in value])
+    if any([value is one for one in within]):  # noqa: C419  # traced by Dynamo
+        return value
     if (opened := open_container(value)) is None:
         return value
     items, rebuild = opened
-    mapped = [map_tensors(fn, item) for item in items]
+    mapped = [map_tensors(fn, item, (*within, value)) for item in items]
     if kind is PackedSequence:
         mapped[1] = value.batch_sizes  # stay on the CPU
-    before, after = [*tensors_of(items)], [*tensors_of(mapped)]
+    before, after = [*tensors_of(items, (value,))], [*tensors_of(mapped, (value,))]
     is_same = all([a is b for a, b in zip(before, after)])  # noqa: B905, C419  # traced by Dynamo
     return value if is_same else rebuild(mapped)
 

@@ -144,6 +144,11 @@ def test_walker() -> None:
     assert map_tensors(lambda tensor: tensor, data) is data
     data.late = one
     assert torch.equal(map_tensors(torch.zeros_like, data).late, torch.zeros(2))
+    data.late = (data, one)  # as nodes of a tree refer to their parents
+    assert [*tensors_of(data)] == [one, two, one]
+    copy = map_tensors(torch.zeros_like, data)
+    assert not copy.x.any()
+    assert copy.late[0] is data
 
 
 def test_packed_sequences_are_moved_but_for_their_sizes() -> None:
