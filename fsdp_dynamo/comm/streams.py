@@ -9,9 +9,9 @@ order to start the next collective stops the computation. Hence three streams of
 
 - ``gathers``: shards are copied from the host, cast and sent, and unsharded flat parameters are
   allocated, in the order of this stream. Its memory returns to its own pool. What a unit frees is
-  in use until the streams that computed with it have passed it: it is retired, with an event on
-  each of them, and freed when the next unit is about to begin (``settle``), after which gathers
-  wait for these events and for what has come before. So a gather runs beside one unit, whether its
+  in use until the streams that computed with it have passed it: it is retired, and freed when the
+  next unit is about to begin (``settle``), after which gathers wait for these streams, and for what
+  has come before on the current one. So a gather runs beside one unit, whether its
   place was foreseen or not, and two units are unsharded. A unit that comes again before that, as
   the last one of a forward does, is not gathered again.
 - ``replicas``: the mean over replicas, or between nodes, waits here for the reduce-scatter before
@@ -99,11 +99,14 @@ class SideStreams:
 
     def settle(self) -> None:
         """Let gathers wait for what is enqueued now; free what was retired before."""
-        self._gathers.wait_stream(self.current())
+        waited_for = [self.current()]
+        self._gathers.wait_stream(waited_for[0])
         retired, self._retired = self._retired, []
-        for storages, ends in retired:
-            for end in ends:
-                self._gathers.wait_event(end)
+        for storages, readers in retired:
+            for stream in readers:
+                if stream not in waited_for:
+                    self._gathers.wait_stream(stream)
+                    waited_for.append(stream)
             for storage in storages:
                 storage.resize_(0)
 
@@ -114,9 +117,7 @@ class SideStreams:
             storages: freed together, by the next ``settle``.
             readers: streams that have read them, beside the current one.
         """
-        current = self.current()
-        streams = [current, *[one for one in readers if one != current]]
-        self._retired.append((storages, [self.event_on(one) for one in streams]))
+        self._retired.append((storages, [*readers, self.current()]))
 
     def take_back(self, storages: Sequence[torch.UntypedStorage]) -> bool:
         """Let storages that were retired together be used again; false if they are gone."""
