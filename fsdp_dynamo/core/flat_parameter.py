@@ -48,7 +48,7 @@ from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
-from fsdp_dynamo.core.module_parameters import ModuleParameters
+from fsdp_dynamo.core.module_parameters import ModuleParameters, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import Placing
 from fsdp_dynamo.core.rows import rows_in
@@ -56,9 +56,6 @@ from fsdp_dynamo.core.wires import Wires, wires_of
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
-
-UNREADABLE = 1 << 30
-"""Added to the version of an unsharded flat parameter while it holds no parameters."""
 
 
 class Dtypes(NamedTuple):
@@ -211,7 +208,7 @@ class FlatParameter:
             self.layout.padded_numel, dtype=self.param_dtype, device=self.device
         )
         unsharded.untyped_storage().resize_(0)
-        _set_unreadable(unsharded, True)
+        set_readable(unsharded, False)
         return unsharded
 
     # -- precision ---------------------------------------------------------------------
@@ -326,7 +323,7 @@ class FlatParameter:
         """Let autograd unpack saved views, or refuse to: see the note above."""
         if readable is not self._is_readable and self.needs_storage:
             self._is_readable = readable
-            _set_unreadable(self.unsharded, not readable)
+            set_readable(self.unsharded, readable)
 
     def storages_to_free(self) -> list[torch.UntypedStorage]:
         """The storage that resharding frees, if there is one."""
@@ -514,8 +511,3 @@ class FlatParameter:
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.unsharded = self._make_unsharded()
         self.point_originals_to_shard()
-
-
-def _set_unreadable(tensor: torch.Tensor, unreadable: bool) -> None:
-    version = tensor._version % UNREADABLE + UNREADABLE * unreadable
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

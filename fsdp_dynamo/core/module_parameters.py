@@ -17,6 +17,9 @@ from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed,
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 
+UNREADABLE = 1 << 30
+"""Added to the version of a tensor while its memory holds no parameters."""
+
 _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
 
@@ -104,6 +107,7 @@ class ModuleParameters:
             if original.held._version != version or original.held.grad is not None
         ]
         for original, _ in shown:
+            set_readable(original.held, False)  # its memory is about to go
             original.end_whole()
         if lost:
             raise FSDPStateError(
@@ -328,3 +332,9 @@ class ModuleParameters:
     @property
     def _dtype(self) -> torch.dtype:
         return self._parts[0].dtype
+
+
+def set_readable(tensor: torch.Tensor, readable: bool) -> None:
+    """Let autograd unpack what it has saved of a tensor, or refuse to."""
+    version = tensor._version % UNREADABLE + UNREADABLE * (not readable)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

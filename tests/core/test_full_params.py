@@ -24,7 +24,7 @@ from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
+from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, fully_shard
 from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.core import shard_conversion
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -287,6 +287,20 @@ def test_a_gradient_of_what_was_whole_is_refused_where_parts_have_its_shape(rank
         loss = model.head(torch.full((1, model.head.in_features), 1.0 + rank)).sum()
     with pytest.raises(FSDPStateError, match=r"parameter 'head\."):
         loss.backward()
+
+
+@on_ranks(2)
+def test_a_backward_over_a_parameter_unsharded_before_the_forward_raises(rank: int) -> None:
+    """What autograd has saved of it is gone by then; before, it read freed memory."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model.unshard()
+    penalty = model.weight.square().sum()
+    loss = model(torch.ones(2, 4)).sum() + penalty
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
 
 
 @pytest.mark.parametrize("door", DOORS)
