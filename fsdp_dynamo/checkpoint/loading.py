@@ -188,9 +188,15 @@ def _load_tensors(
             )
         )
     coordinator.run_locally(lambda: read(model_tensors))
-    coordinator.run_locally(lambda: tensor_states.load_model(model_tensors, others, model))
     if load_optimizers is not None:
-        coordinator.run_locally(load_optimizers)
+        before = [(one, one.state, one.param_groups) for one in optimizers]
+        try:
+            coordinator.run_locally(load_optimizers)
+        except Exception:  # only the optimizer itself knows what states it cannot take
+            for optimizer, state, groups in before:
+                optimizer.state, optimizer.param_groups = state, groups
+            raise
+    coordinator.run_locally(lambda: tensor_states.load_model(model_tensors, others, model))
 
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:

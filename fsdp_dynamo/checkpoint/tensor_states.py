@@ -22,7 +22,7 @@ from fsdp_dynamo.config import (
     StateDictType,
 )
 from fsdp_dynamo.core.unit_modules import units_in
-from fsdp_dynamo.errors import CheckpointError
+from fsdp_dynamo.errors import CheckpointError, FSDPValueError
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.methods import state_dict_type, uncompiled
 
@@ -166,7 +166,15 @@ def prepare_optimizer_load(
 
     def load() -> None:
         for optimizer, one in ready:
-            optimizer.load_state_dict(one)
+            try:
+                optimizer.load_state_dict(one)
+            except KeyError as error:
+                raise FSDPValueError(
+                    expected="a checkpoint of an optimizer of the same kind",
+                    got=f"states without {error}",
+                    where=type(optimizer).__name__,
+                    fix="Make the optimizers as they were when it was saved, or load without them.",
+                ) from error
 
     return load
 

@@ -141,7 +141,8 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
                     expected="parameters of the sharded model",
                     got=f"one of shape {tuple(param.shape)} in whose place a DTensor is now",
                     where=f"{type(optimizer).__name__}.step()",
-                    fix="Make the optimizer after the model is sharded, of its parameters().",
+                    fix="Make the optimizer after the model is sharded, of its parameters(); where "
+                    "a parameter was put into a module since, after the forward that takes it.",
                 )
 
 

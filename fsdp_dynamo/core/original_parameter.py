@@ -18,7 +18,7 @@ from fsdp_dynamo.errors import FSDPStateError
 _OWNER = "_fsdp_dynamo_owner"
 _UPSTREAMS_MARK = "_fsdp_flattened"
 REPLACED = "_fsdp_dynamo_replaced"
-"""Mark of a parameter in whose place a DTensor is."""
+"""Mark of a parameter in whose place a DTensor is: the FQN that its unit has for it."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OriginalParameter:
         self.param = nn.Parameter(placing.dtensor(part), requires_grad=old.requires_grad)
         self.param.__dict__.update(old.__dict__)
         hand_over_hooks(old, self.param)
-        setattr(old, REPLACED, True)
+        setattr(old, REPLACED, self.fqn)
         self._put_into_modules(self.param)
 
     @property
@@ -147,8 +147,10 @@ class OriginalParameter:
 
     def end_whole(self) -> None:
         """Let modules hold the DTensor again."""
-        self.guard = None
+        guard, self.guard = self.guard, None
         if self.whole is not None:
+            if guard is not None:
+                guard.stay_on(self.whole)
             self.whole = None
             self._put_into_modules(self.param)
 
@@ -181,6 +183,7 @@ class OriginalParameter:
         stays: only values of ``new`` are taken.
         """
         if self.placing is not None:
+            setattr(new, REPLACED, self.fqn)
             if self.whole is not None:
                 self.whole = new
             self._put_into_modules(self.held)
@@ -214,6 +217,16 @@ class _WholeGradientGuard:
             )
 
         self._node.register_prehook(refuse)
+        self._refuse = refuse
+
+    def stay_on(self, param: nn.Parameter) -> None:
+        """Raise for uses to come, too, of an object that the modules hold no more."""
+
+        def refuse(used: torch.Tensor) -> None:
+            used.grad = None
+            self._refuse([])
+
+        param.register_post_accumulate_grad_hook(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of the parameter is sharded."""

@@ -87,9 +87,9 @@ def _refusal(func: Any, row: Any, why: str) -> UnsupportedError:
         expected="operators that work element by element, sums, norms, to_local() or full_tensor()",
         got=f"{func} on rows of a sharded parameter{why}",
         where=f"'{row._placing.rows.fqn}'",
-        fix="Compute with full_tensor(), which all ranks must call, or inside "
-        "summon_full_params(). In a forward, parameters are whole inside of their own unit only: "
-        "shard the module that uses it as one unit.",
+        fix="Without gradients, or in a loss that is the same on all ranks (a penalty), compute "
+        "with full_tensor(), which all ranks must call. With gradients, use it in the forward of "
+        "its unit, where it is whole, or in a method that is one (register_forward_method).",
     )
 
 

@@ -348,7 +348,7 @@ class Root:
         self._in_a_row.forget()
         if self.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
-        for end in self._ends.values():
+        for end in filter(None, self._ends.values()):  # none yet in a copy
             end.join()
         self._stays_unsharded = self._creates_graph
         for unit in self.units:
@@ -406,7 +406,7 @@ class Root:
         """Drop everything in flight; all units sharded and idle."""
         self._waiting = []
         self._open = {}
-        for end in self._ends.values():
+        for end in filter(None, self._ends.values()):  # none yet in a copy
             end.take()
             end.join()
         self._in_a_row.forget()

@@ -22,7 +22,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks
-from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
+from fsdp_dynamo.core.original_parameter import (
+    REPLACED,
+    OriginalParameter,
+    mark_managed,
+    owner_of,
+)
 from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
@@ -274,7 +279,7 @@ def _innermost_common(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
 
 
 def _check_parameter(param: nn.Parameter, fqn: str) -> None:
-    owner = owner_of(param)
+    owner = owner_of(param) or getattr(param, REPLACED, None)
     if owner is not None:
         raise FSDPValueError(
             expected="a parameter that no unit holds yet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import io
@@ -635,3 +636,22 @@ def test_a_checkpoint_that_goes_while_it_is_read(
         assert "rank 1" in error
         assert "removed by another process" in error
         assert checks == [True] * 4
+
+
+def test_another_kind_of_optimizer(tmp_path: Path) -> None:
+    """What the optimizer itself finds changes neither it nor the model."""
+    model, _ = _model()
+    saved = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _step(model, saved)
+    checkpoint.save(tmp_path, model, [saved], step=1)
+    model, optimizer = _model()
+    _step(model, optimizer)
+    before = _copies(model, optimizer)
+    with pytest.raises(FSDPValueError, match="AdamW: expected a checkpoint of an optimizer"):
+        checkpoint.load(tmp_path, model, [optimizer])
+    torch.testing.assert_close(_copies(model, optimizer), before, rtol=0, atol=0)
+    _step(model, optimizer)
+
+
+def _copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -290,8 +290,8 @@ def test_a_gradient_of_what_was_whole_is_refused_where_parts_have_its_shape(rank
 
 
 @on_ranks(2)
-def test_a_backward_over_a_parameter_unsharded_before_the_forward_raises(rank: int) -> None:
-    """What autograd has saved of it is gone by then; before, it read freed memory."""
+def test_a_backward_over_what_unshard_has_shown_raises(rank: int) -> None:
+    """What autograd has saved of it is gone by then, and nothing would reduce its gradient."""
     model = nn.Linear(4, 4)
     fully_shard(model)
     model.unshard()
@@ -299,6 +299,13 @@ def test_a_backward_over_a_parameter_unsharded_before_the_forward_raises(rank: i
     loss = model(torch.ones(2, 4)).sum() + penalty
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    model.unshard()
+    weight = model.weight
+    loss = (model(torch.ones(2, 4)) @ weight).sum()  # the same object, used after the forward
+    with pytest.raises(FSDPStateError, match="parameter 'weight'"):
+        loss.backward()
+    assert weight.grad is None
+    model.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
 

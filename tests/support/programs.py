@@ -82,6 +82,11 @@ def draw(seed: int) -> Program:
         unseen = (".data.mul_", ".data =")
         seen = [["lerp_" if a in unseen else a for a in call] for call in program.calls]
         program = replace(program, calls=tuple(map(tuple, seen)))
+    if mode == "graph":  # what a loss does not reach has zeros, as under plain torch.compile
+        reached = [
+            ["both" if a in ("aux", "output") else a for a in call] for call in program.calls
+        ]
+        program = replace(program, calls=tuple(map(tuple, reached)))
     if "teacher" not in themes:
         return program
     teacher = rng.choice(["model", "unit", "called units", "moves"])

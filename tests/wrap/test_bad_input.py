@@ -66,6 +66,13 @@ def _tied_to_a_nested_unit() -> None:
     FSDP(model)
 
 
+def _tied_to_dtensors() -> None:
+    model = make_transformer(num_blocks=2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+
+
 def _wrap_in_inference_mode() -> None:
     module = nn.Linear(2, 2)
     with torch.inference_mode():
@@ -175,6 +182,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "ignored something": (
         lambda: FSDP(nn.Linear(2, 2), ignored_modules=["weight"]),
         "argument 'ignored_modules' or 'ignored_states'",
+    ),
+    "tied to DTensors of a nested unit": (
+        _tied_to_dtensors,
+        "parameter 'blocks.1.up.weight': expected a parameter that no unit holds yet, "
+        "got one that is tied to 'up.weight'",
     ),
     "tied to a nested unit": (
         _tied_to_a_nested_unit,

@@ -10,7 +10,7 @@ from modes import MODES, in_mode
 from pool import on_ranks
 from torch import nn
 
-from fsdp_dynamo import FSDP, fully_shard
+from fsdp_dynamo import FSDP, FSDPStateError, fully_shard
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 
 
@@ -122,3 +122,17 @@ def test_trains_on_new_values(rank: int, mode: str, units: str, device: str, fir
             got = {f"{name} after {way}": p.full_tensor() for name, p in model.named_parameters()}
         expected = {f"{name} after {way}": p.detach() for name, p in plain.named_parameters()}
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_what_the_next_forward_takes_values_from_raises(rank: int) -> None:
+    model = _model()
+    fully_shard(model)
+    model[0].weight = nn.Parameter(torch.full((6, 6), 0.5))
+    too_early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(FSDPStateError, match="after the forward that takes it"):
+        too_early.step()
+    assert torch.equal(model[0].weight.full_tensor(), torch.full((6, 6), 0.5))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model[0].weight.full_tensor(), torch.full((6, 6), 0.5))
