@@ -1,12 +1,14 @@
 """Tensors in the inputs and outputs of a user's forward, in whatever contains them.
 
-Containers are those that torch's pytree knows (named tuples and registered classes among them) and
-dataclasses. Plain tuples, lists and dicts take a path of their own, as this runs in every forward.
+Containers are those that torch's pytree knows (named tuples and registered classes among them),
+subclasses of dict, and dataclasses. Plain tuples, lists and dicts take a path of their own, as this
+runs in every forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -103,6 +105,10 @@ def open_container(value: Any) -> tuple[Sequence[Any], partial[Any]] | None:
     if not tree_is_leaf(value):
         items, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
         return items, partial(_unflatten, spec)
+    if isinstance(value, dict):
+        own = tuple(getattr(value, "__dict__", ()))
+        items = [*value.values(), *(getattr(value, name) for name in own)]
+        return items, partial(_new_dict, type(value), tuple(value), own)
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, nn.Module)):
         return None
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
@@ -112,6 +118,17 @@ def open_container(value: Any) -> tuple[Sequence[Any], partial[Any]] | None:
 
 def _unflatten(spec: Any, items: Sequence[Any]) -> Any:
     return tree_unflatten(items, spec)
+
+
+def _new_dict(kind: type, keys: Sequence[Any], names: Sequence[str], items: Sequence[Any]) -> Any:
+    """Of a subclass, without its ``__init__``; ``names`` are its attributes."""
+    new: Any = kind.__new__(kind)
+    put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+    for key, item in zip(keys, items):  # noqa: B905  # traced by Dynamo
+        put(new, key, item)
+    for name, item in zip(names, items[len(keys) :]):  # noqa: B905
+        object.__setattr__(new, name, item)
+    return new
 
 
 def _new_dataclass(kind: type, names: Sequence[str], items: Sequence[Any]) -> Any:

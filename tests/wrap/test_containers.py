@@ -42,6 +42,16 @@ class Frozen:
     scale: Any
 
 
+class Dict(OrderedDict[str, Any]):
+    """As outputs of models are that can be used as dict and by attribute."""
+
+    @classmethod
+    def of(cls, x: Any, scale: Any) -> Dict:
+        made = cls(x=x)
+        made.rest = scale
+        return made
+
+
 class Registered:
     def __init__(self, x: Any, scale: Any) -> None:
         self.x, self.scale = x, scale
@@ -59,6 +69,7 @@ KINDS: list[Callable[..., Any]] = [
     Data,
     lambda x, scale: OrderedDict([("x", x), ("scale", scale)]),
     Registered,
+    Dict.of,
     lambda x, scale: [Frozen(x, (Pair(scale, None),))],
 ]
 
@@ -68,6 +79,8 @@ def _open(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return value
     if isinstance(value, list):
         return value[0].x, value[0].scale[0].x
+    if isinstance(value, Dict):
+        return value["x"], value.rest
     return (value["x"], value["scale"]) if isinstance(value, dict) else (value.x, value.scale)
 
 
