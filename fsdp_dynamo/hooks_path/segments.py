@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
+import torch.compiler.config
 from torch import fx
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +44,7 @@ def split_at_leaves(
     for node in split.graph.find_nodes(op="call_module"):
         part = split.get_submodule(node.target)
         # What a backend makes leaves the mode as the segment does: by a change from this one.
-        with torch.set_grad_enabled(grad_mode):
+        with torch.set_grad_enabled(grad_mode), _without_donations():
             grad_mode = _grad_mode_after(part)
             if int(node.target.removeprefix("submod_")) in leaf_parts:
                 _redirect(part, leaf, run_leaf, backend, cache)
@@ -49,6 +52,23 @@ def split_at_leaves(
                 split.register_module(node.target, _Segment(_compile(part, backend, cache)))
     forward: Callable[..., Any] = split.forward
     return forward
+
+
+@contextmanager
+def _without_donations() -> Iterator[None]:
+    """Let no backward that is compiled inside write into what its forward has saved.
+
+    Inductor takes the positions of tensors that it may overwrite from the tracing context, which is
+    that of the whole graph: those of one segment are, in another one, a parameter or a buffer. Its
+    cache does not know of them, so code that donates nothing has keys of its own there.
+    """
+    tag = f"{torch.compiler.config.cache_key_tag} fsdp_dynamo: nothing is donated"
+    settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    with (
+        torch._functorch.config.patch(settings),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
 
 
 def _grad_mode_after(part: fx.GraphModule) -> bool:

@@ -10,11 +10,22 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
-from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from loops import different, whole_gradients
+from models import (
+    Block,
+    Transformer,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    train,
+    wrap,
+)
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -600,3 +611,38 @@ def test_cuda_graphs_are_refused(ranks: RankPool) -> None:
         assert said.keys() == CAPTURED.keys()
         for message in said.values():
             assert "the root unit: expected a mode of torch.compile without CUDA graphs" in message
+
+
+class Normed(nn.Module):
+    """Batch norms of the root, whose statistics are fixed, before and behind units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.norm2 = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        self.a, self.b = (nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(torch.relu(self.norm(self.first(x))))
+        x = self.b(torch.relu(self.norm2(x)))
+        h = torch.sigmoid(self.up(x))
+        h = torch.tanh(self.down(h) * h[:, :8])
+        return torch.exp(-h * h)
+
+
+@on_ranks(2)
+def test_inductor_writes_into_nothing_that_is_saved(rank: int) -> None:
+    """Positions of what a segment may overwrite would be taken for those of another one's."""
+    plain = Normed().eval()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})).eval()
+    run = torch.compile(model)
+    with fresh_cache():
+        for step in range(2):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+            plain(x).square().sum().backward()
+            run(x).square().sum().backward()
+    average_gradients(plain)
+    assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
