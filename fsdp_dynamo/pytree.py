@@ -121,7 +121,7 @@ def _unflatten(spec: Any, items: Sequence[Any]) -> Any:
 
 
 def _new_dict(kind: Any, keys: Sequence[Any], names: Sequence[str], items: Sequence[Any]) -> Any:
-    """Of a subclass, without its ``__init__``; ``names`` are its attributes."""
+    """A dict of a subclass, made without its ``__init__``; ``names`` are its attributes."""
     new: Any = kind.__new__(kind)
     put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
     for key, item in zip(keys, items):  # noqa: B905  # traced by Dynamo

@@ -990,18 +990,13 @@ def test_frames_of_a_failed_trace_have_the_module() -> None:
     instead="the mode seen at every leaf while Dynamo traces, as one of its arguments",
 )
 def test_a_change_of_the_grad_mode_is_a_node() -> None:
-    modes: list[Any] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        found = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-        modes.extend(node.args for node in found)
-        return gm.forward
-
     def region(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             y = x.sin()
         return x * y
 
-    torch.compiler.reset()
-    torch.compile(region, backend=backend)(torch.ones(2, requires_grad=True))
-    assert modes == [(False,), (True,)]
+    recorder = Recorder()
+    torch.compile(region, backend=recorder)(torch.ones(2, requires_grad=True))
+    (gm,) = recorder.graphs
+    changes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    assert [node.args for node in changes] == [(False,), (True,)]
