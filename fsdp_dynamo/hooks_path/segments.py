@@ -6,15 +6,18 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config
 import torch.compiler.config
 from torch import fx
+from torch._functorch._aot_autograd import graph_compile
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
 Backend = Callable[..., Any]
+_TAG = "fsdp_dynamo: nothing is donated"
 
 
 def split_at_leaves(
@@ -38,13 +41,25 @@ def split_at_leaves(
     if not _leaf_nodes(gm, leaf):
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
+    with _nothing_donated():
+        return _split(gm, leaf, run_leaf, backend, cache)
+
+
+def _split(
+    gm: fx.GraphModule,
+    leaf: Callable[..., Any],
+    run_leaf: Callable[..., Any],
+    backend: Backend,
+    cache: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile a graph that has leaves, as ``split_at_leaves`` does."""
     parts, leaf_parts = _assign_parts(gm, leaf)
     split: Any = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     grad_mode = torch.is_grad_enabled()
     for node in split.graph.find_nodes(op="call_module"):
         part = split.get_submodule(node.target)
         # What a backend makes leaves the mode as the segment does: by a change from this one.
-        with torch.set_grad_enabled(grad_mode), _without_donations():
+        with torch.set_grad_enabled(grad_mode):
             grad_mode = _grad_mode_after(part)
             if int(node.target.removeprefix("submod_")) in leaf_parts:
                 _redirect(part, leaf, run_leaf, backend, cache)
@@ -55,18 +70,20 @@ def split_at_leaves(
 
 
 @contextmanager
-def _without_donations() -> Iterator[None]:
+def _nothing_donated() -> Iterator[None]:
     """Let no backward that is compiled inside write into what its forward has saved.
 
     Inductor takes the positions of tensors that it may overwrite from the tracing context, which is
     that of the whole graph: those of one segment are, in another one, a parameter or a buffer. Its
     cache does not know of them, so code that donates nothing has keys of its own there.
+    AOTAutograd's setting, ``donated_buffer``, is read again in each backward, which would then
+    refuse to be retained: so it finds nothing to donate.
     """
-    tag = f"{torch.compiler.config.cache_key_tag} fsdp_dynamo: nothing is donated"
-    settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    tag: str = torch.compiler.config.cache_key_tag  # type: ignore[attr-defined]
     with (
-        torch._functorch.config.patch(settings),
-        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=f"{tag} {_TAG}"),  # type: ignore[attr-defined]
     ):
         yield
 
@@ -136,7 +153,7 @@ def _redirect(
             node.target = run_leaf
         elif is_checkpoint(node):
             body = _body(part, node)
-            run = split_at_leaves(body, _inputs(body), leaf, run_leaf, backend, cache)
+            run = _split(body, leaf, run_leaf, backend, cache)
             part.checkpointed = _Checkpointed(run, node.kwargs, body)
             with part.graph.inserting_before(node):
                 call = part.graph.call_module("checkpointed", node.args[1:])
@@ -240,7 +257,16 @@ def _compile(
 
 
 def _inputs(part: fx.GraphModule) -> list[Any]:
-    return [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
+    """Example inputs of a part: the fake tensors of Dynamo's trace.
+
+    AOTAutograd copies them into a fake mode of its own. A view whose base was written to computes
+    its ``grad_fn`` anew when it is asked for, which fails there: so it is asked for here.
+    """
+    values = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            _ = value.grad_fn
+    return values
 
 
 def _return_tuple(part: fx.GraphModule) -> bool:

@@ -144,7 +144,7 @@ def _backwards_of_parts(rank: int, world_size: int, mode: str) -> list[str]:
     return different(whole_gradients(sharded), expected)
 
 
-@pytest.mark.parametrize("mode", ["eager", "hooks"])
+@pytest.mark.parametrize("mode", ["eager", "hooks", "hooks-inductor"])
 def test_backwards_of_other_calls(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_backwards_of_parts, 2, mode) == [[], []]
 

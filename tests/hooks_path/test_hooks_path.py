@@ -646,3 +646,36 @@ def test_inductor_writes_into_nothing_that_is_saved(rank: int) -> None:
     assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name)), name
+
+
+class _Flat(nn.Linear):
+    """A unit whose output is a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten()
+
+
+class _ChangesViews(nn.Module):
+    """Changes its unit's output, and a view of it, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = _Flat(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.unit(x)
+        y += 0.5
+        view = y.unflatten(0, (-1, 4)).flatten()
+        view += 0.5
+        return view.square().sum()
+
+
+@on_ranks(2)
+def test_views_changed_in_place_between_units(rank: int) -> None:
+    plain = _ChangesViews()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({_Flat}))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    plain(x).backward()
+    torch.compile(model, backend="aot_eager")(x).backward()
+    average_gradients(plain)
+    assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []

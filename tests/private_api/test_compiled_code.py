@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from compiling import boxed, compile_product, product, product_alone, with_settings
 from torch import fx
+from torch._functorch._aot_autograd import graph_compile
 
 pytestmark = pytest.mark.usefixtures("fresh", "cache")
 
@@ -179,6 +181,30 @@ def test_nothing_is_donated_on_request() -> None:
 
     assert donated_with(True)  # else the setting is not needed any more
     assert not donated_with(False)
+
+
+@pytest.mark.private(
+    "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
+    "torch._functorch._aot_autograd.graph_compile",
+    need="replaced while segments are compiled, so that nothing is donated and backwards may be "
+    "retained: with the setting off, they may not",
+    instead="the setting, and backwards that cannot be retained",
+)
+def test_nothing_is_found_to_donate() -> None:
+    def gradients(**settings: Any) -> list[torch.Tensor]:
+        """Of one forward, by two backwards."""
+        torch.compiler.reset()
+        settings = {"enable_autograd_cache": False, **settings}
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **settings):
+            x = torch.rand(2, 3, requires_grad=True)
+            y = torch.compile(lambda x: (x.sin() @ x.cos().t()).exp(), backend="aot_eager")(x)
+        return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
+
+    with mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
+        first, second = gradients()
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="donated buffers"):  # else the setting is enough
+        gradients(donated_buffer=False)
 
 
 # AOTAutograd's cache ---------------------------------------------------------------------------
