@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_dynamo.agreement.rank_ranges import listed
 from fsdp_dynamo.checkpoint.coordination_group import Meeting, arrival_timeout
-from fsdp_dynamo.comm.watchdog import interruptible, notice_for
+from fsdp_dynamo.comm.watchdog import Interruptible, notice_for
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class RankCoordinator:
     def _gather(self, answers: list[Any], own: object) -> None:
         assert self.group is not None
         try:
-            with interruptible(self.group):
+            with Interruptible(self.group):
                 dist.all_gather_object(answers, own, group=self.group)
         except RuntimeError as error:
             raise self.unreachable_error(error) from error
@@ -132,7 +132,7 @@ def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
     group = coordinator.group
     assert group is not None
     try:
-        with interruptible(group):
+        with Interruptible(group):
             work = dist.all_gather(numbers, torch.tensor([number]), group=group, async_op=True)
             work.wait(arrival_timeout())
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def translate_dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
         group: which it communicates in, if it does.
     """
     try:
-        with nullcontext() if group is None else interruptible(group):
+        with nullcontext() if group is None else Interruptible(group):
             yield
     except CheckpointException as error:
         failures = {rank: error_text(one) for rank, (one, _) in error.failures.items()}

@@ -29,8 +29,8 @@ begins with the first device. So nothing here asks for "the current stream" with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ class SideStreams:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Enqueue what is issued inside on a stream of the device, and allocate there."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def on_followed(self, stream: Any) -> Iterator[None]:
+        """The same; the current stream then waits for it."""
+        with self.on(stream):
+            yield
+        self.follow(stream)
 
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for what is enqueued on another one now."""
@@ -284,10 +291,11 @@ def host_runs_ahead(device: torch.device) -> bool:
 
 def side_streams(device: torch.device) -> SideStreams | None:
     """The side streams of a device; ``None`` where the host does not run ahead of it."""
-    if device in _by_device:
+    try:
         return _by_device[device]
-    _by_device[device] = SideStreams(device) if host_runs_ahead(device) else None
-    return _by_device[device]
+    except KeyError:
+        _by_device[device] = SideStreams(device) if host_runs_ahead(device) else None
+        return _by_device[device]
 
 
 def timer_of(device: torch.device) -> StreamTimer | None:

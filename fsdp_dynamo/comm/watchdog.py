@@ -251,7 +251,7 @@ def wait_with_watchdog(
     """
     position = 0
     try:
-        with interruptible(group):
+        with Interruptible(group):
             for position, work in enumerate(works):  # noqa: B007
                 work.wait()
     except RuntimeError as error:
@@ -300,7 +300,7 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
     """
     entry = record(group, kind, "", numel, use)
     try:
-        with interruptible(group):
+        with Interruptible(group):
             yield
     except RuntimeError as error:
         cause = None if isinstance(error, FSDPError) else _cause(error, group, None, entry)
@@ -309,16 +309,19 @@ def watched(group: dist.ProcessGroup, kind: str, use: str, numel: int = 0) -> It
         raise cause from None
 
 
-@contextmanager
-def interruptible(group: dist.ProcessGroup) -> Iterator[None]:
+class Interruptible:
     """A block that waits for other ranks: a notice lets its collectives fail, with gloo's error."""
-    is_watched = bool(_of_other_groups)
-    if is_watched:
-        _watchdog.begin(group)
-    try:
-        yield
-    finally:
-        if is_watched:
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_watched = bool(_of_other_groups)
+
+    def __enter__(self) -> None:
+        if self._is_watched:
+            _watchdog.begin(self._group)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_watched:
             _watchdog.end()
 
 
@@ -340,7 +343,7 @@ def wait_until_settled(works: Sequence[Work], group: dist.ProcessGroup) -> None:
     A complete gloo work must not be waited for again: it would wait for another message.
     """
     # An error: the connections are closed, no more data arrives.
-    with suppress(RuntimeError), interruptible(group):
+    with suppress(RuntimeError), Interruptible(group):
         for work in works:
             if not _is_complete(work):
                 work.wait()

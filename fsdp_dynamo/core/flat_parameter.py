@@ -462,22 +462,25 @@ class FlatParameter:
         if self.is_offloaded:
             sharded_grad = sharded_grad.to(self.home)
         parts = self.shard_layout.split(sharded_grad)
-        dropped = self.module_parameters.frozen_now().union(frozen)
+        trained = [
+            index
+            for index, original in enumerate(self.originals)
+            if index not in frozen and original.param.requires_grad
+        ]
         if self.grad_sum.total is not None:
             self.grad_sum.add_reduced(
-                [None if index in dropped else part for index, part in enumerate(parts)]
+                [part if index in trained else None for index, part in enumerate(parts)]
             )
             return
         if unused:
             indices = sorted(unused)
             has = has_value([parts[index] for index in indices])
-            dropped = dropped.union(i for i, one in zip(indices, has, strict=True) if not one)
-        for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
-            if index not in dropped:
-                original.add_grad(part)
-        for index, original in enumerate(self.originals) if self.runs_hooks else ():
-            if index not in dropped:
-                run_post_accumulate_hooks(original.param)
+            without = {i for i, one in zip(indices, has, strict=True) if not one}
+            trained = [index for index in trained if index not in without]
+        for index in trained:
+            self.originals[index].add_grad(parts[index])
+        for index in trained if self.runs_hooks else ():
+            run_post_accumulate_hooks(self.originals[index].param)
 
     # -- moving ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from fsdp_dynamo.module_tree import UnitPaths
 UNREADABLE = 1 << 30
 """Added to the version of a tensor while its memory holds no parameters."""
 
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
 
@@ -34,17 +35,18 @@ class ModuleParameters:
         frozen: indices of originals that are not trained, as of the last forward.
         is_summoned: whether the originals are whole on the user's request, on some rank at least.
         is_whole: whether they are on this rank.
-        times_noted: how often it has been noted what the originals are: after each change.
         paths: of its unit, for messages.
     """
 
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
         self._originals = originals
+        self._has_parallel = any(original.parallel is not None for original in originals)
         self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
         self._has_views = False
         self.is_summoned = self.is_whole = False
-        self.times_noted = 0
+        self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
+        self._times_noted = 0
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
@@ -60,6 +62,8 @@ class ModuleParameters:
         Made once in a forward: its backward shows them again, with gradients off, to what
         activation checkpointing recomputes.
         """
+        if not self._has_parallel:
+            return [*views]
         return [
             view if original.parallel is None else original.parallel.as_dtensor(view)
             for original, view in zip(self._originals, views, strict=True)
@@ -73,10 +77,14 @@ class ModuleParameters:
         since the forward is for the next forward: ``unset_views`` puts it back.
         """
         for original, view in zip(self._originals, views, strict=True):
-            held = original.held
             for module, name, _ in original.sites:
                 found = module._parameters.get(name)
-                if found is not held and found is not view and not self._has_views:
+                if (
+                    found is not original.param
+                    and found is not view
+                    and found is not original.held
+                    and not self._has_views
+                ):
                     self._put_since.append((module, name, found))
                 module._parameters[name] = view  # type: ignore[assignment]
         self._has_views = True
@@ -148,7 +156,8 @@ class ModuleParameters:
 
     def _remember(self) -> None:
         """Note how the originals are left, and which of them are frozen."""
-        self.times_noted += 1
+        self._times_noted += 1
+        self._params = [original.param for original in self._originals]
         self._as_left = []
         for original in self._originals:
             param = original.param
@@ -160,9 +169,12 @@ class ModuleParameters:
 
     def frozen_now(self) -> frozenset[int]:
         """Indices of originals that are not trained at the moment."""
-        return frozenset(
-            [i for i, original in enumerate(self._originals) if not original.param.requires_grad]
-        )
+        return frozenset([i for i, param in enumerate(self._params) if not param.requires_grad])
+
+    def add_versions(self, versions: list[int]) -> None:
+        """Add numbers that are others once an original was written in place, moved or replaced."""
+        versions.append(self._times_noted)
+        versions += [param._version for param in self._params]
 
     def check(self) -> None:
         """Make sure before a forward that the shard holds the originals' values.
@@ -336,5 +348,5 @@ class ModuleParameters:
 
 def set_readable(tensor: torch.Tensor, readable: bool) -> None:
     """Let autograd unpack what it has saved of a tensor, or refuse to."""
-    version = tensor._version % UNREADABLE + UNREADABLE * (not readable)
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    version = tensor._version % UNREADABLE
+    _set_versions((tensor,), (version if readable else version + UNREADABLE,))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,16 +66,12 @@ class PendingReduce:
             self.advance()
         self.beside = streams
 
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> AbstractContextManager[object]:
         """Enqueue what is issued inside where it was issued; the current stream follows."""
         streams = side_streams(self.flat.device)
         if streams is None or self.stream is None:
-            yield
-            return
-        with streams.on(self.stream):
-            yield
-        streams.follow(self.stream)
+            return nullcontext()
+        return streams.on_followed(self.stream)
 
     def finish(self) -> torch.Tensor | None:
         """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
@@ -171,11 +167,12 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
 
 def without_frozen(
     grads: Mapping[FlatParameter, list[torch.Tensor | None]],
-) -> Iterator[tuple[FlatParameter, list[torch.Tensor | None]]]:
+) -> list[tuple[FlatParameter, list[torch.Tensor | None]]]:
     """Leave out gradients of parameters that were frozen since the forward, as autograd does.
 
     What waits for a reduction of them is reduced first. Every rank must call it.
     """
+    found = []
     for flat, own in grads.items():
         frozen = flat.module_parameters.frozen_now()
         for index in frozen:
@@ -183,7 +180,8 @@ def without_frozen(
         if frozen:
             reduce_frozen([flat])
         if len(frozen) < len(own):
-            yield flat, own
+            found.append((flat, own))
+    return found
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:

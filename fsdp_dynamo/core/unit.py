@@ -226,11 +226,13 @@ class Unit:
         if self.is_unsharded:
             return
         self.is_unsharded = True
-        before, self._gathered_versions = self._gathered_versions, self._versions()
+        streams = self._side_streams()
+        before = self._gathered_versions
+        if phase == "forward" or streams is not None:  # a retired storage may hold the forward's
+            self._gathered_versions = self._versions()
         if self._secondary_versions != self._gathered_versions:
             self.drop_secondary()
             self._secondary_versions = self._gathered_versions
-        streams = self._side_streams()
         if streams is None:
             self._issue_gathers(phase)
             return
@@ -351,14 +353,14 @@ class Unit:
     @property
     def outlives_forwards(self) -> bool:
         """Whether the user has asked for what is unsharded now to serve the next forward, too."""
+        if not self.is_ahead:
+            return False
         settings = self.settings
         reshards = settings.reshards_after_forward
         if reshards is None:  # microbatches of a pipeline share what a forward leaves unsharded
             strategy = self.config.strategy
             reshards = strategy.reshards_after_forward or strategy is ShardingStrategy.NO_SHARD
-        return self.is_ahead and (
-            self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
-        )
+        return self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
 
     def stay_unsharded(self) -> None:
         """Let its next forward take what is unsharded now, unless parameters change before."""
@@ -379,17 +381,21 @@ class Unit:
         """Reshard before a forward if parameters have changed since they were gathered."""
         if not self.is_unsharded:
             return
-        self.hide_gathered()
+        if self.is_ahead:
+            self.hide_gathered()
         if self.pending_calls:
             self.require_gathered_values()
-        if self._versions() != self._gathered_versions or not all(
-            flat.module_parameters.are_in_place() for flat in self.flats
-        ):
+        is_current = self._versions() == self._gathered_versions
+        for flat in self.flats:
+            is_current = is_current and flat.module_parameters.are_in_place()
+        if not is_current:
             self.reshard("forward")
 
     def _versions(self) -> list[int]:
-        versions = [original.param._version for original in self.originals()]
-        return versions + [flat.module_parameters.times_noted for flat in self.flats]
+        versions: list[int] = []
+        for flat in self.flats:
+            flat.module_parameters.add_versions(versions)
+        return versions
 
     def wait_unshard(self) -> None:
         """Wait for the all-gathers of ``issue_unshard``, before the unit computes."""

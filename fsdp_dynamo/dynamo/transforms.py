@@ -18,19 +18,19 @@ from torch._functorch.pyfunctorch import (
 )
 from torch.autograd import forward_ad
 
-
-def _is_transformed() -> bool:
-    return _functorch.peek_interpreter_stack() is not None
+_NOTHING = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
     """Leave all transforms that are active while open."""
-    return temporarily_clear_interpreter_stack() if _is_transformed() else nullcontext()
+    if _functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    return temporarily_clear_interpreter_stack()
 
 
 def is_in_reverse_mode() -> bool:
     """Whether ``torch.func.grad``, ``vjp`` or ``jacrev`` is active, whose backward is its own."""
-    return _is_transformed() and any(
+    return _functorch.peek_interpreter_stack() is not None and any(
         one.key() == TransformType.Grad for one in retrieve_all_functorch_interpreters()
     )
 

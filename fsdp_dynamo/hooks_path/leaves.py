@@ -16,7 +16,7 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
@@ -50,10 +50,9 @@ _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKE
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
 
-@contextmanager
 def body_of(
     module: UnitModuleProtocol, key: int, recomputes: bool = False
-) -> Iterator[Callable[..., Any]]:
+) -> AbstractContextManager[Callable[..., Any]]:
     """The unit's body: its module, or that compiled with the backend in force.
 
     Args:
@@ -69,8 +68,13 @@ def body_of(
     elif module._fsdp_last_key != key and not recomputes:  # setting a module's attribute is slow
         module._fsdp_last_key = key
     if key == NO_BACKEND or _has_hooks(module):
-        yield module._fsdp_compiled_before or module._fsdp_body()
-        return
+        return nullcontext(module._fsdp_compiled_before or module._fsdp_body())
+    return _compiled_body_of(module, key)
+
+
+@contextmanager
+def _compiled_body_of(module: UnitModuleProtocol, key: int) -> Iterator[Callable[..., Any]]:
+    """The body compiled with a backend, which is that of the units inside, too."""
     backend = backend_of(key)
     if isinstance(backend, SegmentBackend):
         key = key_of(backend.inner)
