@@ -20,7 +20,7 @@ state dict has plain names, so it must also load them; there is no hook on a cla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -148,15 +148,6 @@ def traced_mode() -> tuple[str, int]:
     if mode != HOOKS_MODE:
         _refuse_bodies_of_operators(translator.output.current_tracer)
     return mode, key_of(backend)
-
-
-def traced_options() -> Mapping[str, Any]:
-    """The ``options`` of the torch.compile whose trace runs now."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    translator: Any = InstructionTranslator.current_tx()
-    kwargs = getattr(innermost_backend(translator.output.compiler_fn), "kwargs", {})
-    return kwargs.get("options") or {}
 
 
 def _refuse_bodies_of_operators(tracer: Any) -> None:

@@ -20,15 +20,12 @@ from fsdp_dynamo.dynamo.private_api import (
     CompileRefusedError,
     made_to_require_grad,
     number_of_body,
-    traced_options,
     with_side_effects,
 )
-from fsdp_dynamo.dynamo.repeats.calls import Kind
-from fsdp_dynamo.dynamo.repeats.operator import call_once_a_kind
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.graph_path.traced_unit import constants_of
-from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD, without_names
+from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD
 from graph_passes.markers import BODY, UNIT
 
 
@@ -173,17 +170,3 @@ def traced_forward(
 def _put(tables: Any, keys: Any, values: Any) -> None:
     for table, key, value in zip(tables, keys, values):  # noqa: B905  # traced by Dynamo
         table[key] = value
-
-
-def _kind(name: str, settings: str) -> Kind | None:
-    module = registered(name)
-    is_alone = module._fsdp_has_nested or module._fsdp_gathered is not None
-    if is_alone or not traced_options().get("regions", True):
-        return None
-    fqn, *others, flats, layouts, places = constants_of(name, settings)
-    equal = (*others, without_names(flats), layouts, places)
-    return Kind(equal, flats, {UNIT: fqn}, {UNIT: fqn, BODY: "0"})
-
-
-CALL_UNIT = call_once_a_kind("fsdp_dynamo_unit", _kind)
-"""Calls ``traced_forward``, which Dynamo traces once for all units that are equal."""

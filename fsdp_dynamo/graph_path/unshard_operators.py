@@ -88,12 +88,6 @@ def encode(constants: FlatConstants | ViewConstants) -> str:
     return json.dumps(constants)
 
 
-def without_names(flats: Sequence[str]) -> tuple[str, ...]:
-    """Constants of a unit's flat parameters, encoded, without the unit's name and its marks."""
-    decoded: list[FlatConstants] = [_decode(FlatConstants, flat) for flat in flats]
-    return tuple([encode(f._replace(unit="", gather_mark="", reduce_marks=())) for f in decoded])
-
-
 @lru_cache(maxsize=4096)
 def _decode(kind: Any, text: str) -> Any:
     """Back from ``encode``."""

@@ -58,6 +58,7 @@ def _split(
     grad_mode = torch.is_grad_enabled()
     for node in split.graph.find_nodes(op="call_module"):
         part = split.get_submodule(node.target)
+        _hand_on(gm, part)
         # What a backend makes leaves the mode as the segment does: by a change from this one.
         with torch.set_grad_enabled(grad_mode):
             grad_mode = _grad_mode_after(part)
@@ -67,6 +68,13 @@ def _split(
                 split.register_module(node.target, _Segment(_compile(part, backend, cache)))
     forward: Callable[..., Any] = split.forward
     return forward
+
+
+def _hand_on(gm: fx.GraphModule, part: fx.GraphModule) -> None:
+    """Give a part what Dynamo has put on the whole graph, which backends read."""
+    part.meta.update(gm.meta)
+    if hasattr(gm, "compile_subgraph_reason"):  # no body of an operator has it
+        part.compile_subgraph_reason = gm.compile_subgraph_reason
 
 
 @contextmanager

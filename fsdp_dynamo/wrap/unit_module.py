@@ -35,7 +35,7 @@ from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
 from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
-from fsdp_dynamo.graph_path.trace import CALL_UNIT, Inputs, check_originals, traced_forward
+from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.pytree import is_plain
@@ -183,8 +183,7 @@ class UnitModule(UserMethods):
                 _ = self.training  # a guard: graphs for training and evaluation differ
             if mode == GRAPH_MODE:
                 check_originals(self._fsdp_name)
-                return CALL_UNIT(
-                    traced_forward,
+                return traced_forward(
                     self._fsdp_name,
                     self,
                     self._fsdp_inputs(),

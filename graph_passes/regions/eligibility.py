@@ -30,6 +30,8 @@ def why_not(body: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node])
         return "an input or an output is a tensor subclass"
     if any(not isinstance(size, int) for value in values for size in value.shape):
         return "a shape is dynamic"
+    if any(_is_symbolic(node) for node in body.graph.nodes):
+        return "a number in it is dynamic"
     storages = [_storage(value) for value in values]
     if len(set(storages)) < len(storages):
         return "an input or an output is a view of another"
@@ -104,6 +106,12 @@ def changed_after(inputs: list[fx.Node], position: int, changes: dict[int, int])
     values = (node.meta.get("example_value") for node in inputs)
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return any(changes.get(_storage(value), -1) > position for value in tensors)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Whether a node gives numbers that are not known, as those that change between calls."""
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) for value in leaves)
 
 
 def _storage(value: torch.Tensor) -> int:

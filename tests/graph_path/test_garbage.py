@@ -10,11 +10,8 @@ import pytest
 import torch
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
-from torch import nn
 
-from fsdp_dynamo import FSDP
 from fsdp_dynamo.dynamo.garbage import collected_seldom
-from fsdp_dynamo.dynamo.repeats import guards
 
 Thresholds = tuple[int, int, int]
 
@@ -75,36 +72,3 @@ def _while_compiled(rank: int, world_size: int) -> list[Thresholds]:
 def test_graphs_are_compiled_with_higher_ones(ranks: RankPool) -> None:
     for forward, _, after in ranks.run(_while_compiled, 2):
         assert forward[0] > after[0]  # this backend's backward is compiled when it first runs
-
-
-class _Looking(nn.Module):
-    """Looks while it is traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.seen: list[Thresholds] = []
-
-    @torch.compiler.assume_constant_result
-    def look(self) -> float:
-        self.seen.append(gc.get_threshold())
-        return 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x) * self.look()
-        return result
-
-
-def _while_traced(rank: int, world_size: int) -> list[Thresholds]:
-    torch._dynamo.reset()
-    module = _Looking()
-    compiled = torch.compile(FSDP(module), fullgraph=True, backend="fsdp_dynamo_aot_eager")
-    compiled(torch.ones(2, 4)).sum().backward()
-    return [*module.seen, gc.get_threshold()]
-
-
-@pytest.mark.skipif(not guards.SPECS, reason="each unit's call is traced as it stands")
-def test_units_are_traced_with_higher_ones(ranks: RankPool) -> None:
-    for *seen, after in ranks.run(_while_traced, 2):
-        assert seen
-        assert all(one[0] > after[0] for one in seen)

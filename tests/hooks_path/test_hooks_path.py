@@ -679,3 +679,12 @@ def test_views_changed_in_place_between_units(rank: int) -> None:
     torch.compile(model, backend="aot_eager")(x).backward()
     average_gradients(plain)
     assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []
+
+
+@on_ranks(2)
+def test_graphs_are_explained(rank: int) -> None:
+    """``explain`` reads from each graph why Dynamo ended it."""
+    model = wrap(make_transformer(num_blocks=2))
+    found = torch._dynamo.explain(model)(batch(rank, 0))  # type: ignore[no-untyped-call]
+    assert found.graph_count == 3  # what is before, between and behind two blocks
+    assert found.graph_break_count == 2

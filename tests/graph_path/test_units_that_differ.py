@@ -1,4 +1,4 @@
-"""Equal units are traced once by Dynamo, and what that must not change."""
+"""Graph mode with units that are equal, but for something that a trace or a step depends on."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
-from torch import fx, nn
-from torch._dynamo.utils import counters
-from torch._guards import TracingContext
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_dynamo import FSDP, fully_shard
-from fsdp_dynamo.dynamo.private_api import GRAPH_MODE, declare_mode
-from fsdp_dynamo.dynamo.repeats import guards, operator
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 NUM_BLOCKS = 4
 DIM = 8
-
-pytestmark = pytest.mark.skipif(not guards.SPECS, reason="torch can't ask a guard of two objects")
 
 
 class Block(nn.Module):
@@ -156,71 +150,6 @@ def _x(rank: int = 0) -> torch.Tensor:
     return torch.linspace(-1, 1, 3 * DIM).view(3, DIM) + rank / 4
 
 
-def _num_repeated() -> int:
-    return int(counters["fsdp_dynamo"]["repeated_calls"])
-
-
-# -- the same graph and guards ---------------------------------------------------------------------
-
-
-class _Recorder:
-    """A backend that keeps what it is given, in words."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Any] = []
-        self.guards: set[tuple[str, str]] = set()
-
-    def __call__(self, gm: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        assert not any(trace.notes for trace in operator._traces.values())  # they hold the graph
-        self.nodes += _in_words(gm)
-        found = TracingContext.get().guards_context.dynamo_guards
-        self.guards |= {(g.name, g.create_fn_name()) for g in found if g.name.startswith("L[")}
-        return gm.forward
-
-
-def _in_words(gm: fx.GraphModule) -> list[Any]:
-    numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
-    words = []
-    for node in gm.graph.nodes:
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: f"%{numbers[one]}")
-        values = [
-            (value.shape, value.stride(), value.dtype, value.requires_grad, value.is_leaf)
-            for value in torch.utils._pytree.tree_leaves(node.meta.get("example_value"))
-            if isinstance(value, torch.Tensor)
-        ]
-        path = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
-        is_input = node.op == "placeholder"
-        target = "" if is_input or node.op == "get_attr" else str(node.target)
-        marks, where = node.meta.get("custom"), None if is_input else path
-        words.append((node.op, target, str(arguments), values, marks, where))
-        if node.op == "get_attr":
-            words += _in_words(getattr(gm, node.target))
-    return words
-
-
-def _recorded(rank: int, world_size: int, style: str, block: type[Block], repeats: bool) -> Any:
-    torch._dynamo.reset()
-    counters.clear()
-    backend = _Recorder()
-    declare_mode(backend, GRAPH_MODE)
-    model = _wrapped(Model(block), style)
-    torch.compile(model, backend=backend, fullgraph=True, options={"regions": repeats})(_x())
-    return backend.nodes, backend.guards, _num_repeated()
-
-
-@pytest.mark.parametrize("style", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("block", [Block, _Hooked, _Checkpointed])
-def test_graph_and_guards_are_those_of_a_trace(
-    ranks: RankPool, style: str, block: type[Block]
-) -> None:
-    nodes, found, num_repeated = ranks.run(_recorded, 2, style, block, False)[0]
-    again, installed, repeated = ranks.run(_recorded, 2, style, block, True)[0]
-    assert (num_repeated, repeated) == (0, NUM_BLOCKS - 1)
-    assert again == nodes
-    classes = {one for one in found if one[0].startswith("type(")}
-    assert installed | classes == found
-
-
 # -- units that differ -----------------------------------------------------------------------------
 
 
@@ -261,18 +190,15 @@ def _outputs(model: nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compared(rank: int, world_size: int, change: str, when: str, style: str) -> Any:
-    """Calls repeated at first and after a change of a block, results, and those expected."""
+    """Results after a change of a block, and those expected."""
     torch._dynamo.reset()
-    counters.clear()
     plain = Model()
     for block in plain.blocks:
         block.dropout.p = 0.5 if change == "training" else 0.0
     model = _wrapped(copy.deepcopy(plain), style)
     compiled = torch.compile(model, backend="fsdp_dynamo_aot_eager", fullgraph=True)
-    counts = []
     if when == "later":
         _outputs(compiled, rank)
-        counts.append(_num_repeated())
     for one in (plain, model):
         blocks = one.module.blocks if isinstance(one, FSDP) else one.blocks
         block = blocks[2].module if isinstance(blocks[2], FSDP) else blocks[2]
@@ -281,15 +207,13 @@ def _compared(rank: int, world_size: int, change: str, when: str, style: str) ->
             for other in blocks:
                 other.get_submodule("dropout").eval()
             block.get_submodule("dropout").train().p = 1.0
-    found = _outputs(compiled, rank)
-    return [*counts, _num_repeated() - sum(counts)], found, _outputs(plain, rank)
+    return _outputs(compiled, rank), _outputs(plain, rank)
 
 
 @pytest.mark.parametrize("change", DIFFERENCES)
-def test_a_unit_that_differs_is_traced(ranks: RankPool, change: str) -> None:
+def test_a_unit_that_differs(ranks: RankPool, change: str) -> None:
     """Of four blocks the third one differs: the second and the fourth equal the first."""
-    for counts, found, expected in ranks.run(_compared, 2, change, "before", "wrapper"):
-        assert counts == [2]
+    for found, expected in ranks.run(_compared, 2, change, "before", "wrapper"):
         torch.testing.assert_close(found, expected)
 
 
@@ -299,52 +223,162 @@ LATER = [change for change in DIFFERENCES if change != "a hook"]
 
 @pytest.mark.parametrize("style", ["wrapper", pytest.param("fully_shard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", LATER)
-def test_a_later_change_of_a_unit_that_was_not_traced(
-    ranks: RankPool, change: str, style: str
-) -> None:
-    for counts, found, expected in ranks.run(_compared, 2, change, "later", style):
-        assert counts == [3, 2]
+def test_a_unit_that_differs_later(ranks: RankPool, change: str, style: str) -> None:
+    for found, expected in ranks.run(_compared, 2, change, "later", style):
         torch.testing.assert_close(found, expected)
 
 
-def _unguarded(rank: int, world_size: int) -> Any:
-    install = guards.GuardNote.install
-    guards.GuardNote.install = lambda *args: None  # type: ignore[method-assign]
-    try:
-        return _compared(rank, world_size, "a function", "later", "wrapper")
-    finally:
-        guards.GuardNote.install = install  # type: ignore[method-assign]
-
-
-def test_without_its_guards_a_later_change_would_not_be_noticed(ranks: RankPool) -> None:
-    counts, found, expected = ranks.run(_unguarded, 2)[0]
-    assert counts == [3, 0]
-    assert not torch.allclose(found[0], expected[0])
-
-
-# -- calls that can't be repeated ------------------------------------------------------------------
+# -- units that change something -------------------------------------------------------------------
 
 
 def _trained(rank: int, world_size: int, block: type[Block]) -> Any:
-    """Calls repeated, and results of two steps in eager and graph mode."""
+    """Results of two steps in eager and graph mode, and calls counted by blocks."""
     torch._dynamo.reset()
-    counters.clear()
     plain = Model(block)
     for one in plain.blocks:
         one.seen = []
     models = _wrapped(copy.deepcopy(plain)), _wrapped(plain)
     compiled = torch.compile(models[1], backend="fsdp_dynamo_aot_eager", fullgraph=True)
     results = [[_outputs(one, rank) for _ in range(2)] for one in (models[0], compiled)]
-    return _num_repeated(), results, [one.module.num_calls for one in models[1].module.blocks]
+    return results, [one.module.num_calls for one in models[1].module.blocks]
 
 
 @pytest.mark.parametrize(
     "block",
     [_Counting, _CheckpointedAndCounting, _Listing, _Given, _Constant, _Normed, _InPlace, _Viewing],
 )
-def test_what_changes_something_is_traced(ranks: RankPool, block: type[Block]) -> None:
-    for num_repeated, (eager, compiled), num_calls in ranks.run(_trained, 2, block):
-        assert num_repeated == 0
+def test_what_changes_something(ranks: RankPool, block: type[Block]) -> None:
+    for (eager, compiled), num_calls in ranks.run(_trained, 2, block):
         torch.testing.assert_close(compiled, eager)
         counts = block in (_Counting, _CheckpointedAndCounting)
         assert num_calls == [2 if counts else 0] * NUM_BLOCKS
+
+
+# -- numbers that differ, and change between steps -------------------------------------------------
+
+
+class _Config:
+    """What all blocks of a model share."""
+
+    scale = 1.0
+
+
+CONFIG, SHARED = {"scale": 1.0}, _Config()
+
+
+class _Scaled(nn.Module):
+    """Depends on numbers, its own and others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.scale = 1.0
+        self.choice = 0
+        self.config = SHARED
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) * self.scale * self.config.scale * CONFIG["scale"]
+        return x + (y.sin() if self.choice == 1 else y.tanh() if self.choice == 2 else y)
+
+
+class _Returning(_Scaled):
+    """Returns its number beside its output."""
+
+    def forward(self, x: Any) -> Any:
+        x = x[0] * x[1] if isinstance(x, tuple) else x
+        return super().forward(x), self.scale
+
+
+class _Stack(nn.Module):
+    """Blocks, one after another.
+
+    Args:
+        num_blocks: how many.
+        block: their class.
+        sets: what the root sets before it calls block ``i`` in a step: called with the block, ``i``
+            and the step.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block: type[_Scaled] = _Scaled,
+        sets: Callable[[Any, int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.step = 0
+        self.sets = sets
+
+    def forward(self, x: Any) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.sets is not None:
+                self.sets(block, i, self.step)
+            x = block(x)
+        return x[0] * x[1] if isinstance(x, tuple) else x
+
+
+def _set_own_scale(block: Any, i: int, step: int) -> None:
+    block.scale = 0.25 + 0.5 * i + step
+
+
+def _set_common_scale(block: Any, i: int, step: int) -> None:
+    block.scale = 0.5 + step
+
+
+def _set_choice(block: Any, i: int, step: int) -> None:
+    block.choice = (i + step) % 3
+
+
+def _set_config(block: Any, i: int, step: int) -> None:
+    block.config.scale = 0.25 + 0.5 * i + step
+
+
+def _set_global(block: Any, i: int, step: int) -> None:
+    CONFIG["scale"] = 0.25 + 0.5 * i + step
+
+
+SETTERS = [_set_own_scale, _set_common_scale, _set_choice, _set_config, _set_global]
+
+
+def _stepped(
+    rank: int, world_size: int, num_blocks: int, setter: Any, sets_in_root: bool, block: Any
+) -> Any:
+    """Results of four steps in graph mode, and those of the plain model."""
+    torch._dynamo.reset()
+    plain = _Stack(num_blocks, block, setter if sets_in_root else None)
+    model = copy.deepcopy(plain)
+    for one in model.blocks:
+        fully_shard(one)
+    fully_shard(model)
+    compiled = torch.compile(model, backend="fsdp_dynamo_aot_eager", fullgraph=True)
+    found: list[Any] = [[], []]
+    for step in range(4):
+        for run, own, results in ((compiled, model, found[0]), (plain, plain, found[1])):
+            CONFIG["scale"] = SHARED.scale = 1.0
+            own.step = step
+            for i, one in enumerate(own.blocks if not sets_in_root else ()):
+                setter(one, i, step)
+            results.append(_outputs(run, rank))
+    CONFIG["scale"] = SHARED.scale = 1.0
+    return found
+
+
+@pytest.mark.parametrize("num_blocks", [3, 12])
+@pytest.mark.parametrize("setter", [_set_own_scale, _set_common_scale, _set_choice])
+@pytest.mark.parametrize("block", [_Scaled, _Returning])
+def test_numbers_that_change_between_steps(
+    ranks: RankPool, num_blocks: int, setter: Any, block: Any
+) -> None:
+    for found, expected in ranks.run(_stepped, 2, num_blocks, setter, False, block):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 12])
+@pytest.mark.parametrize("setter", SETTERS)
+def test_the_root_sets_what_the_next_unit_reads(
+    ranks: RankPool, num_blocks: int, setter: Any
+) -> None:
+    for found, expected in ranks.run(_stepped, 2, num_blocks, setter, True, _Scaled):
+        torch.testing.assert_close(found, expected)
