@@ -49,6 +49,7 @@ class Root:
         trained: which parameters are trained, one after the other, as text, as of the beginning of
             the forward. Compiled code in which units are leaves is guarded by it: what a leaf
             returns has a gradient, or none. ``None``: there is no such code yet.
+        variable: registered names of unit modules that are no leaves: their output varies.
         is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
@@ -57,6 +58,7 @@ class Root:
         self.units: list[Unit] = []
         self.machine: StateMachine[RootState] = StateMachine(RootState.IDLE, "")
         self.trained: str | None = None
+        self.variable: list[str] = []
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.is_last_backward = True
         self.ends_backward_by_hand = False
@@ -83,6 +85,17 @@ class Root:
         """Set ``trained``."""
         originals = (original for unit in self.units for original in unit.originals())
         self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
+        if self.variable:
+            self.trained += f", without {', '.join(self.variable)}"
+
+    def note_variable(self, names: Sequence[str]) -> None:
+        """Let graphs of hooks mode end at unit modules from now on: their output varies.
+
+        Args:
+            names: as they are registered.
+        """
+        self.variable.extend(names)
+        self.note_trained()
 
     @property
     def is_outside(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -39,14 +39,17 @@ from fsdp_dynamo.dynamo.private_api import (
     key_of,
 )
 from fsdp_dynamo.eager import hooks
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
+from fsdp_dynamo.hooks_path.side_effects import ObjectStates, are_as_given, thawed
 from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
 from fsdp_dynamo.pytree import open_container, tensors_of
 
 _rebuild: dict[str, Callable[[Any], Any]] = {}
 """What makes a container of its items, for those that nested units have returned, by name."""
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
+_FLAGS = (bool, int, str, type(None))
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
 
@@ -134,7 +137,18 @@ def may_be_leaf(leaf_id: str, changes_state: bool, trained: str) -> bool:
     module = registered(leaf_id)
     root = module._fsdp_root
     root.changes_state |= changes_state
-    return not root.changes_state and not has_hooks(hook_tables(module._fsdp_inner()))
+    is_variable = leaf_id in root.variable
+    return not (is_variable or root.changes_state or has_hooks(hook_tables(module._fsdp_inner())))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def flags_of(leaf_id: str) -> tuple[str, ...]:
+    """Names of attributes of a nested unit's module on which its output may depend.
+
+    Dynamo traces no code of a leaf and so guards none of these, unless it is made to read them.
+    """
+    attributes = vars(registered(leaf_id)._fsdp_inner()).items()
+    return tuple([n for n, v in attributes if n[0] != "_" and isinstance(v, _FLAGS)])
 
 
 def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -146,29 +160,103 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     module = registered(leaf_id)
     mode = detect_fake_mode([*tensors_of(args), *tensors_of(kwargs)])
     if mode is None:
-        return run_leaf(leaf_id, args, kwargs)
+        return run_leaf(None, leaf_id, args, kwargs)
     token = _faking.set(True)
     # A module may keep tensors as plain attributes, which are not made fake.
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    given = thawed((args, kwargs))
     try:
         with mode:
-            output = fake_forward(module, args, kwargs)
+            output = fake_forward(module, *given)
     finally:
         mode.allow_non_fake_inputs = allowed
         _faking.reset(token)
+    if not are_as_given(given, (args, kwargs)):
+        cannot_capture("a unit that changes a list or a dict that it is given", "return a new one")
     tensors: list[torch.Tensor] = []
-    module._fsdp_output_spec = _flatten(output, tensors)
+    module._fsdp_output_spec = spec = _flatten(output, tensors)
+    for tensor in tensors:  # each leads to what was assumed of the call
+        assumed = _Assumed(spec, [_facts_of(one) for one in tensors])
+        setattr(tensor, _ASSUMED, {**getattr(tensor, _ASSUMED, {}), leaf_id: assumed})
     return tuple(tensors)
 
 
 torch.compiler.allow_in_graph(leaf)
 
+_ASSUMED = "_fsdp_dynamo_assumed"
+_Facts = tuple[torch.dtype, tuple[int | None, ...], bool]
+
+
+class _Assumed(NamedTuple):
+    """What the graph around a leaf assumes of its output.
+
+    Attributes:
+        spec: its structure.
+        facts: of its tensors: dtype, sizes (``None`` where they are dynamic), and whether they
+            require gradients.
+    """
+
+    spec: Any
+    facts: list[_Facts]
+
+
+def _facts_of(tensor: torch.Tensor) -> _Facts:
+    sizes = [size if isinstance(size, int) else None for size in tensor.shape]
+    return tensor.dtype, tuple(sizes), tensor.requires_grad
+
+
+def _put_runner(node: torch.fx.Node) -> None:
+    """Let a node that is a leaf run it, and compare what comes out with what was assumed."""
+    values = node.meta["example_value"]
+    assumed = getattr(values[0], _ASSUMED, {}).get(node.args[0]) if values else None
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        return run_leaf(assumed, *args)
+
+    node.target = run
+
 
 def run_leaf(
-    leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    assumed: _Assumed | None, leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The leaf at run time: the nested unit with its hooks."""
-    return tuple(tensors_of(registered(leaf_id)(*args, **kwargs)))
+    """The leaf at run time: the nested unit with its hooks.
+
+    Raises:
+        FSDPStateError: its output is not as the graph around it assumes. The next call's graphs end
+            at units of its class.
+    """
+    tensors: list[torch.Tensor] = []
+    module = registered(leaf_id)
+    spec = _flatten(module(*args, **kwargs), tensors)
+    if assumed is not None and not (
+        spec == assumed.spec and all(map(_is_as_assumed, tensors, assumed.facts))
+    ):
+        root, kind = module._fsdp_root, type(module._fsdp_inner())
+        alike = [m for unit in root.units for m in unit.modules if type(m._fsdp_inner()) is kind]
+        root.note_variable([one._fsdp_name for one in alike])
+        raise _variable_output_error(module)
+    return tuple(tensors)
+
+
+def _is_as_assumed(tensor: torch.Tensor, facts: _Facts) -> bool:
+    dtype, sizes, requires_grad = facts
+    return (
+        tensor.dtype is dtype
+        and (requires_grad or not tensor.requires_grad)
+        and len(tensor.shape) == len(sizes)
+        and all(size is None or size == now for size, now in zip(sizes, tensor.shape, strict=True))
+    )
+
+
+def _variable_output_error(module: UnitModuleProtocol) -> FSDPStateError:
+    return FSDPStateError(
+        expected="an output of the structure, shapes and dtypes that it had when the graph around "
+        "the unit was made",
+        got="another one, though its inputs are alike",
+        where=unit_name(module._fsdp_unit.fqn),
+        fix="Pass what decides it as an argument of the unit's forward. (The next call is compiled "
+        "anew, with graphs that end at units of this class.)",
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -186,15 +274,15 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     if type(value) is dict:
         items = tuple([_flatten(item, tensors) for item in value.values()])
         return ("dict", tuple(value), items)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, str)):
         return ("constant", value)
     if (opened := open_container(value)) is not None:
         name = f"{type(value)} {opened[1].args}"
         _rebuild[name] = opened[1]
         return ("container", name, tuple([_flatten(item, tensors) for item in opened[0]]))
-    return cannot_capture(
+    return cannot_capture(  # of numbers, too: those that change between steps have no guards
         f"a unit that returns {type(value).__name__}",
-        "return tensors in dataclasses, or in containers that torch.utils._pytree knows",
+        "return tensors, in dataclasses, or in containers that torch.utils._pytree knows",
     )
 
 
@@ -227,16 +315,16 @@ def fake_forward(
 ) -> Any:
     """A unit's forward on fake tensors: no collectives, no hooks, nothing computed.
 
-    Attributes that it sets on modules (a counter, the last output) are restored: it will run again.
+    What it changes beside tensors (a counter, a list of outputs) is put back, as it will run again;
+    and as code around the unit may read it, such a unit is no node of a graph.
     """
     unit = unit_module._fsdp_unit
     dtype = unit_module._fsdp_input_dtype
     args, kwargs = hooks.prepare_inputs(unit.device, dtype, args, kwargs)
-    kept = [
-        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers))
-        for m in unit_module._fsdp_inner().modules()
-    ]
-    for module, *_ in kept:
+    modules = [*unit_module._fsdp_inner().modules()]
+    states = ObjectStates(modules)
+    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
+    for module in modules:
         _make_fake(module._parameters)
         _make_fake(module._buffers)
     for flat in unit.flats:
@@ -251,23 +339,21 @@ def fake_forward(
         ]
         shown = flat.module_parameters
         shown.set_views(shown.as_parallel(views))
+    changed = None
     try:
-        return hooks.cast_output(unit.output_dtype, unit_module._fsdp_body()(*args, **kwargs))
+        output = hooks.cast_output(unit.output_dtype, unit_module._fsdp_body()(*args, **kwargs))
     finally:
-        for module, attributes, *_ in kept:
-            _restore(module.__dict__, attributes)
+        changed = states.put_back()
         unit.use_sharded_views()
-        for module, _, parameters, buffers in kept:
+        for module, parameters, buffers in kept:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _restore(namespace: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in namespace.keys() - before.keys():
-        del namespace[name]
-    for name, value in before.items():
-        if namespace.get(name, namespace) is not value:
-            namespace[name] = value
+    if changed is not None:
+        cannot_capture(
+            f"a unit whose forward changes {changed}",
+            "return what is to be read outside, and keep counters in buffers",
+        )
+    return output
 
 
 def _make_fake(tensors: dict[str, Any]) -> None:
@@ -297,7 +383,7 @@ class SegmentBackend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         cache = {} if artifacts.is_recording() else self._cache
-        return split_at_leaves(gm, example_inputs, leaf, run_leaf, self.inner, cache)
+        return split_at_leaves(gm, example_inputs, leaf, _put_runner, self.inner, cache)
 
 
 _segment_backends: WeakValueDictionary[int, SegmentBackend] = WeakValueDictionary()

@@ -13,6 +13,8 @@ import torch._functorch.config
 import torch.compiler.config
 from torch import fx
 from torch._functorch._aot_autograd import graph_compile
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +26,7 @@ def split_at_leaves(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     leaf: Callable[..., Any],
-    run_leaf: Callable[..., Any],
+    put_runner: Callable[[fx.Node], None],
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
@@ -34,7 +36,7 @@ def split_at_leaves(
         gm: the graph that Dynamo captured.
         example_inputs: its example inputs.
         leaf: target of the opaque nodes.
-        run_leaf: called in its place at run time.
+        put_runner: gives such a node the target that runs at run time.
         backend: compiles one segment: ``backend(gm, example_inputs)``.
         cache: segments compiled before; equal segments are compiled once.
     """
@@ -42,18 +44,19 @@ def split_at_leaves(
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
     with _nothing_donated():
-        return _split(gm, leaf, run_leaf, backend, cache)
+        return _split(gm, leaf, put_runner, backend, cache)
 
 
 def _split(
     gm: fx.GraphModule,
     leaf: Callable[..., Any],
-    run_leaf: Callable[..., Any],
+    put_runner: Callable[[fx.Node], None],
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> Callable[..., Any]:
     """Compile a graph that has leaves, as ``split_at_leaves`` does."""
     parts, leaf_parts = _assign_parts(gm, leaf)
+    _make_numbers_anew(parts)
     split: Any = split_module(gm, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     grad_mode = torch.is_grad_enabled()
     for node in split.graph.find_nodes(op="call_module"):
@@ -63,7 +66,7 @@ def _split(
         with torch.set_grad_enabled(grad_mode):
             grad_mode = _grad_mode_after(part)
             if int(node.target.removeprefix("submod_")) in leaf_parts:
-                _redirect(part, leaf, run_leaf, backend, cache)
+                _redirect(part, leaf, put_runner, backend, cache)
             else:
                 split.register_module(node.target, _Segment(_compile(part, backend, cache)))
     forward: Callable[..., Any] = split.forward
@@ -144,6 +147,26 @@ def _assign_parts(
     return parts, leaf_parts
 
 
+def _make_numbers_anew(parts: dict[fx.Node, int]) -> None:
+    """Compute floats in each part that uses them: graphs take tensors and integers alone.
+
+    Dynamo hands over a float that changes between calls in a tensor, whose ``item()`` it is.
+    """
+    for node in reversed([*parts]):  # so that the inputs of a copy come after it
+        if not isinstance(node.meta.get("example_value"), torch.SymFloat):
+            continue
+        copies: dict[int, fx.Node] = {}
+        for user in sorted(node.users):
+            part = parts.get(user, parts[node])
+            if part == parts[node]:
+                continue
+            if part not in copies:
+                with node.graph.inserting_before(user):
+                    copies[part] = node.graph.node_copy(node)
+                parts[copies[part]] = part
+            user.replace_input_with(node, copies[part])
+
+
 def _is_body(node: fx.Node) -> bool:
     return node.op == "get_attr" and all(is_checkpoint(user) for user in node.users)
 
@@ -151,17 +174,17 @@ def _is_body(node: fx.Node) -> bool:
 def _redirect(
     part: Any,
     leaf: Callable[..., Any],
-    run_leaf: Callable[..., Any],
+    put_runner: Callable[[fx.Node], None],
     backend: Backend,
     cache: dict[Any, Callable[..., Any]],
 ) -> None:
     """Let a part that is a leaf run it."""
     for node in list(part.graph.nodes):
         if node.target is leaf:
-            node.target = run_leaf
+            put_runner(node)
         elif is_checkpoint(node):
             body = _body(part, node)
-            run = _split(body, leaf, run_leaf, backend, cache)
+            run = _split(body, leaf, put_runner, backend, cache)
             part.checkpointed = _Checkpointed(run, node.kwargs, body)
             with part.graph.inserting_before(node):
                 call = part.graph.call_module("checkpointed", node.args[1:])
@@ -268,12 +291,20 @@ def _inputs(part: fx.GraphModule) -> list[Any]:
     """Example inputs of a part: the fake tensors of Dynamo's trace.
 
     AOTAutograd copies them into a fake mode of its own. A view whose base was written to computes
-    its ``grad_fn`` anew when it is asked for, which fails there: so it is asked for here.
+    its ``grad_fn`` anew when it is asked for, which fails there: so it is asked for here. And the
+    copy of a number in a tensor would not know its symbol.
     """
-    values = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            _ = value.grad_fn
+    values: list[Any] = [n.meta["example_value"] for n in part.graph.nodes if n.op == "placeholder"]
+    mode = TracingContext.get().fake_mode
+    for position, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        _ = value.grad_fn
+        number = getattr(value, "item_memo", None)
+        if number is not None and mode is not None and isinstance(value, FakeTensor):
+            copied = value if value.fake_mode is mode else mode.from_tensor(value)
+            copied.item_memo = number
+            values[position] = copied
     return values
 
 

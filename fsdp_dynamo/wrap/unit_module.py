@@ -200,6 +200,9 @@ class UnitModule(UserMethods):
                     self._fsdp_name, changes_python_state(), self._fsdp_own_root.trained
                 )
             ):
+                inner = self._fsdp_inner()
+                for flag in leaves.flags_of(self._fsdp_name):
+                    _ = not getattr(inner, flag)  # a guard
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
         if leaves.is_faking():

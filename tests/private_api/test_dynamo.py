@@ -1000,3 +1000,34 @@ def test_a_change_of_the_grad_mode_is_a_node() -> None:
     (gm,) = recorder.graphs
     changes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     assert [node.args for node in changes] == [(False,), (True,)]
+
+
+@pytest.mark.private(
+    "FakeTensor.item_memo",
+    need="which symbol the number in a tensor is, for a copy of it in another fake mode: segments "
+    "are compiled in that of AOTAutograd",
+    instead="a graph break at each number that changes between calls",
+)
+def test_a_fake_tensor_knows_its_number() -> None:
+    from torch._guards import TracingContext
+
+    kept: list[bool] = []
+    numbers: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        mode: Any = TracingContext.get().fake_mode
+        for node in gm.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                again = mode.from_tensor(value)
+                numbers.append(value.item_memo)
+                kept.append(again.item_memo is not None)
+                again.item_memo = value.item_memo
+                assert str(again.item()) == str(value.item_memo)
+        return gm.forward
+
+    run = torch.compile(lambda x, y: x * y, backend=backend)
+    run(X, 0.5)
+    assert run(X, 0.25).tolist() == [0.25, 0.25]
+    assert [type(one) for one in numbers] == [torch.SymFloat]
+    assert kept == [False]  # else it need not be handed on
