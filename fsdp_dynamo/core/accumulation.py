@@ -16,7 +16,7 @@ from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardLayout, has_val
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_settings import UnitSettings
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 
@@ -29,14 +29,46 @@ class Accumulation:
     Attributes:
         sync: whether all units reduce their gradients in the step that runs.
         has_sums: whether a flat parameter holds a sum of unsharded gradients.
+        is_last_backward: whether backwards wait for the reductions that they have started; no
+            compiled code is guarded by it.
     """
 
     def __init__(self, sums: Sequence[UnshardedSum] = ()) -> None:
         self.sync = True
         self.has_sums = False
+        self.is_last_backward = True
         self._sums = tuple(sums)
         for one in self._sums:
             one.accumulation = self
+
+    def require_whole_backward(self, settings: UnitSettings, fqn: str) -> None:
+        """Raise where a pipeline's stage takes the gradients of its inputs alone.
+
+        It would look for the weights in the graph later, where it finds none of a unit's, and
+        would leave their gradients out. The three settings are what a stage sets before. To be
+        called in a backward.
+
+        Args:
+            settings: of a unit that is trained.
+            fqn: of this unit.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        if self.is_last_backward or settings.reduces or settings.reshards_after_backward:
+            return
+        # False in a backward to chosen tensors, which does not reach a unit's parameters.
+        whole = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
+        if not whole and not torch.is_grad_enabled():
+            raise UnsupportedError(
+                expected="a backward of inputs and weights at once: a unit's gradients come "
+                "together",
+                got="one of the inputs alone, as zero-bubble schedules of pipelines split it",
+                where=unit_name(fqn),
+                fix="Pass dw_builder=lambda: lambda: None to every PipelineStage: both then run "
+                "where the inputs' would, and nothing is left for the weights'. Outside of "
+                "pipelines call set_is_last_backward(True) before torch.autograd.grad().",
+            )
 
     def refresh(self) -> None:
         """Set both anew, after sums came or went or settings were changed."""

@@ -50,7 +50,6 @@ class Root:
             the forward. Compiled code in which units are leaves is guarded by it: what a leaf
             returns has a gradient, or none. ``None``: there is no such code yet.
         variable: registered names of unit modules that are no leaves: their output varies.
-        is_last_backward: whether backwards wait for the reductions that they have started.
         ends_backward_by_hand: whether that is left to ``finalize_backward``.
     """
 
@@ -60,7 +59,6 @@ class Root:
         self.trained: str | None = None
         self.variable: list[str] = []
         self.changes_state = False  # its forward changes Python state, seen in a trace
-        self.is_last_backward = True
         self.ends_backward_by_hand = False
         self._depth = 0
         self._backward_id = 0
@@ -249,7 +247,8 @@ class Root:
 
     def pre_backward(self, call: ForwardCall) -> None:
         """Unshard a unit whose output's gradient has come, and prefetch the next one."""
-        self._require_whole_backward(call)
+        if call.trainable:
+            self.accumulation.require_whole_backward(call.unit.settings, call.unit.fqn)
         if not self.in_backward:
             self._begin_backward()
         if call.backward_id == self._backward_id:
@@ -270,20 +269,6 @@ class Root:
             self._prefetch_backward(call)
         call.show_views()
         unit.event = events.begin(unit.fqn, "backward", "backward")
-
-    def _require_whole_backward(self, call: ForwardCall) -> None:
-        """Raise where a pipeline's stage takes the gradients of its inputs alone.
-
-        It would look for the weights in the graph later, where it finds none of a unit's, and
-        would leave their gradients out. The three settings are what a stage sets before.
-        """
-        settings = call.unit.settings
-        if self.is_last_backward or settings.reduces or settings.reshards_after_backward:
-            return
-        # False in a backward to chosen tensors, which does not reach a unit's parameters.
-        whole = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
-        if call.trainable and not whole and not torch.is_grad_enabled():
-            raise _split_backward_error(call.unit)
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
@@ -359,7 +344,7 @@ class Root:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
         self._in_a_row.forget()
-        if self.is_last_backward and not self.ends_backward_by_hand:
+        if self.accumulation.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
         for end in filter(None, self._ends.values()):  # none yet in a copy
             end.join()
@@ -501,15 +486,4 @@ def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
         where=unit_name(unit.fqn),
         fix="Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
         "create_graph=True), and call backward() without create_graph.",
-    )
-
-
-def _split_backward_error(unit: Unit) -> UnsupportedError:
-    return UnsupportedError(
-        expected="a backward of inputs and weights at once: a unit's gradients come together",
-        got="one of the inputs alone, as zero-bubble schedules of pipelines split it",
-        where=unit_name(unit.fqn),
-        fix="Pass dw_builder=lambda: lambda: None to every PipelineStage: both then run where the "
-        "inputs' would, and nothing is left for the weights'. Outside of pipelines call "
-        "set_is_last_backward(True) before torch.autograd.grad().",
     )

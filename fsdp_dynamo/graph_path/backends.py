@@ -22,6 +22,7 @@ from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 from fsdp_dynamo.agreement.busy_ranks import announce_compilations, announce_this_compilation
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.donations import nothing_donated
 from fsdp_dynamo.dynamo.garbage import collected_seldom
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,
@@ -131,7 +132,7 @@ def fsdp_dynamo_aot_eager(
         inference_compiler=compiler,
         partition_fn=Partitioner(planner, parsed.selective_unshard),
     )
-    with one_schema_a_region(), collected_seldom():
+    with one_schema_a_region(), nothing_donated(), collected_seldom():
         return route_gradients(compile_(gm, example_inputs))
 
 
@@ -161,9 +162,6 @@ _SETTINGS = {
     "bundled_autograd_cache": True,
     # These settings, and the lock of the one that compiles, hold while the backend runs.
     "force_non_lazy_backward_lowering": True,
-    # Saved tensors that nothing else reads have numbers in the whole backward. Inductor would take
-    # them for those of a stretch's inputs, and reuse the memory of tensors that others read.
-    "donated_buffer": False,
 }
 
 
@@ -208,7 +206,8 @@ def fsdp_dynamo(
 
     settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
     telling = told("compiling the graph")
-    with one_schema_a_region(), settings_of_autograd, collected_seldom(), telling:
+    once = one_schema_a_region()
+    with once, settings_of_autograd, nothing_donated(), collected_seldom(), telling:
         return route_gradients(_planned_alike(planner, compile_))
 
 

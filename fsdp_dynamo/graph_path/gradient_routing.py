@@ -144,39 +144,45 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         operators.abandon()  # a backward that failed may have left some
         handlers = _grad_handlers(inputs)
-        arguments = list(inputs)
+        arguments = [_as_trained(value) for value in inputs]
         secondaries = SecondaryInputs(inputs)
         secondaries.gather(arguments)
         if not handlers or not torch.is_grad_enabled():
             return _run(compiled, arguments, secondaries)
-        routed = [inputs[position] for position in handlers]
+        routed = [arguments[position] for position in handlers]
         tracked = _RouteGradients.apply(list(handlers.values()), secondaries, *routed)  # type: ignore[no-untyped-call]
         for position, shard in zip(handlers, tracked, strict=True):
             arguments[position] = shard
         outputs = _run(compiled, arguments, secondaries)
-        _drop_dropped_before_backward(inputs, outputs)
+        _watch_backward(inputs, outputs)
         recording.current().end_of_graph()
         return outputs
 
     return run
 
 
-def _drop_dropped_before_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Before the backward of a graph that adds sums, drop gradients that the user has dropped."""
-    flats: list[FlatParameter | None] = [getattr(value, _OWNER, _no_flat)() for value in inputs]
-    summed = [flat for flat in flats if flat is not None and flat.grad_sum.total is not None]
-    if not summed:
-        return
+def _as_trained(value: Any) -> Any:
+    """An input of a graph; without gradients if it is of a unit of which nothing is trained now."""
+    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _CARRIED, _no_flat))()
+    return value if flat is None or flat.is_trainable else value.detach()
 
+
+def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Check a graph's backward when it begins, and drop from sums what the user has dropped."""
+    found = [getattr(value, _OWNER, _no_flat)() for value in inputs]
+    flats = [flat for flat in found if flat is not None]
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(_drop_dropped, summed))
+            output.register_hook(partial(_begin_backward, flats))
 
 
 @untraced(BY_AUTOGRAD)
-def _drop_dropped(flats: Sequence[FlatParameter], grad: torch.Tensor) -> None:
+def _begin_backward(flats: Sequence[FlatParameter], grad: torch.Tensor) -> None:
     for flat in flats:
-        flat.grad_sum.drop_dropped()
+        waiting = flat.grad_sum
+        if flat.is_trainable:
+            waiting.accumulation.require_whole_backward(waiting.settings, flat.unit_fqn)
+        waiting.drop_dropped()
 
 
 def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:
@@ -215,9 +221,9 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
             if flat.requires_grad and not had_gradient:
                 raise _unfrozen_error(flat)
             _refuse_comm_hook(flat)
-        if flat is not None and value.requires_grad:
+        if flat is not None and value.requires_grad and flat.is_trainable:
             handlers[position] = _grad_handler(flat)
-        elif carried is not None and value.requires_grad:
+        elif carried is not None and value.requires_grad and carried.is_trainable:
             handlers[position] = _carry(carried)
     if has_units:
         collective_log.begin_step()

@@ -6,17 +6,17 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._functorch.config
 import torch.compiler.config
 from torch import fx
-from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
+
+from fsdp_dynamo.dynamo.donations import nothing_donated
 
 Backend = Callable[..., Any]
 _TAG = "fsdp_dynamo: nothing is donated"
@@ -43,7 +43,7 @@ def split_at_leaves(
     if not _leaf_nodes(gm, leaf):
         compiled: Callable[..., Any] = backend(gm, example_inputs)
         return compiled
-    with _nothing_donated():
+    with _compiled_apart():
         return _split(gm, leaf, put_runner, backend, cache)
 
 
@@ -81,18 +81,14 @@ def _hand_on(gm: fx.GraphModule, part: fx.GraphModule) -> None:
 
 
 @contextmanager
-def _nothing_donated() -> Iterator[None]:
-    """Let no backward that is compiled inside write into what its forward has saved.
+def _compiled_apart() -> Iterator[None]:
+    """Compile what donates nothing, backwards too, under keys of its own.
 
-    Inductor takes the positions of tensors that it may overwrite from the tracing context, which is
-    that of the whole graph: those of one segment are, in another one, a parameter or a buffer. Its
-    cache does not know of them, so code that donates nothing has keys of its own there.
-    AOTAutograd's setting, ``donated_buffer``, is read again in each backward, which would then
-    refuse to be retained: so it finds nothing to donate.
+    Inductor's cache does not know what is donated.
     """
     tag: str = torch.compiler.config.cache_key_tag  # type: ignore[attr-defined]
     with (
-        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]),
+        nothing_donated(),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
         torch.compiler.config.patch(cache_key_tag=f"{tag} {_TAG}"),  # type: ignore[attr-defined]
     ):

@@ -208,7 +208,7 @@ class FSDP2Methods(UserMethods):
         Args:
             is_last_backward: wait for all of them.
         """
-        self._fsdp_root.is_last_backward = is_last_backward
+        self._fsdp_root.accumulation.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave it to ``finalize_backward()`` to wait for reductions.

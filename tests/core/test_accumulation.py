@@ -209,7 +209,7 @@ def _wrong(rank: int, world_size: int, mode: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("mode", [*ALL_MODES, "graph-inductor"])
 def test_a_sum_is_added_once(ranks: RankPool, mode: str) -> None:
     assert ranks.run(_wrong, 2, mode) == [[], []]
 

@@ -360,3 +360,34 @@ def test_frozen_between_forward_and_backward(rank: int, door: str, mode: str) ->
         _run_script(script, model, run, rank, model.no_sync)
         wrong[name] = different(whole_gradients(model), expected)
     assert not any(wrong.values()), wrong
+
+
+def _frozen_later(rank: int, world_size: int, mode: str) -> Any:
+    """Step by step: whether outputs require gradients as they should, whether the reductions are
+    none where nothing is trained, and gradients that differ."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    run, x, found = in_mode(model, mode), torch.ones(3, 4), []
+    for trained in ("02", "", "0", "02", "2", ""):
+        for one in (plain, model):
+            one.requires_grad_(False)
+            one.zero_grad()
+        for position in map(int, trained):
+            plain[position].requires_grad_(True)
+            model[position].requires_grad_(True)
+        with record_events() as log:
+            output, expected = run(x), plain(x)
+            if trained:
+                expected.sum().backward()
+                output.sum().backward()
+        num_reductions = [event.kind for event in log].count("reduce_scatter")
+        grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        is_right = output.requires_grad == expected.requires_grad
+        found.append((is_right, bool(num_reductions), different(whole_gradients(model), grads)))
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_after_wrapping(ranks: RankPool, mode: str) -> None:
+    expected = [(True, bool(trained), []) for trained in ("02", "", "0", "02", "2", "")]
+    assert ranks.run(_frozen_later, 2, mode) == [expected] * 2

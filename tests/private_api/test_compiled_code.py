@@ -152,16 +152,18 @@ def test_a_target_has_a_name() -> None:
 
 
 @pytest.mark.private(
-    "torch._functorch.config.donated_buffer",
-    need="Inductor may write into what is saved for a backward and read by nothing else, and takes "
-    "its positions among the inputs of the backward for those among a stretch's",
-    instead="TracingContext.fw_metadata.bw_donated_idxs set to None while a stretch is compiled",
+    "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
+    "torch._functorch._aot_autograd.graph_compile",
+    need="replaced while graphs are compiled: Inductor may write into what is saved for a backward "
+    "and read by nothing else, and takes its positions among the inputs of the backward for those "
+    "among a segment's or a stretch's",
+    instead="torch._functorch.config.donated_buffer, and backwards that cannot be retained",
 )
-def test_nothing_is_donated_on_request() -> None:
+def test_nothing_is_found_to_donate() -> None:
     from torch._guards import TracingContext
 
-    def donated_with(donates: bool) -> list[int]:
-        found: list[int] = []
+    def compiled(found: list[int], **settings: Any) -> list[torch.Tensor]:
+        """Gradients by two backwards of one forward; appends to the positions of donations."""
 
         def inner(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
             context: Any = TracingContext.try_get()
@@ -170,41 +172,24 @@ def test_nothing_is_donated_on_request() -> None:
             return boxed(gm)
 
         torch.compiler.reset()
-        with torch._functorch.config.patch(
-            donated_buffer=donates, force_non_lazy_backward_lowering=True
-        ):
+        settings |= {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        with torch._functorch.config.patch(settings):
             x = torch.rand(2, 3, requires_grad=True)
-            torch.compile(
+            y = torch.compile(
                 lambda x: (x.sin() @ x.cos().t()).exp(), backend=with_settings({}, inner)
             )(x)
-        return found
-
-    assert donated_with(True)  # else the setting is not needed any more
-    assert not donated_with(False)
-
-
-@pytest.mark.private(
-    "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
-    "torch._functorch._aot_autograd.graph_compile",
-    need="replaced while segments are compiled, so that nothing is donated and backwards may be "
-    "retained: with the setting off, they may not",
-    instead="the setting, and backwards that cannot be retained",
-)
-def test_nothing_is_found_to_donate() -> None:
-    def gradients(**settings: Any) -> list[torch.Tensor]:
-        """Of one forward, by two backwards."""
-        torch.compiler.reset()
-        settings = {"enable_autograd_cache": False, **settings}
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **settings):
-            x = torch.rand(2, 3, requires_grad=True)
-            y = torch.compile(lambda x: (x.sin() @ x.cos().t()).exp(), backend="aot_eager")(x)
         return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
 
+    found: list[int] = []
     with mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):
-        first, second = gradients()
+        first, second = compiled(found)
+    assert not found
     assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="donated buffers"):  # else nothing need be replaced
+        compiled(found)
+    assert found
     with pytest.raises(RuntimeError, match="donated buffers"):  # else the setting is enough
-        gradients(donated_buffer=False)
+        compiled([], donated_buffer=False)
 
 
 # AOTAutograd's cache ---------------------------------------------------------------------------

@@ -117,7 +117,9 @@ def test_equals_one_process(ranks: RankPool, name: str) -> None:
             assert reshards or gathers == num_units
 
 
-def _run_split(rank: int, world_size: int, frozen: bool) -> tuple[str, list[float]]:
+def _run_split(
+    rank: int, world_size: int, frozen: bool, backend: str | None = None
+) -> tuple[str, list[float]]:
     """The cause of the error of a schedule that splits backwards, all stages on one rank; then
     how far gradients of inputs by torch.autograd.grad() are from the plain model's."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("stages", "shards"))
@@ -126,6 +128,8 @@ def _run_split(rank: int, world_size: int, frozen: bool) -> tuple[str, list[floa
     for index, layer in enumerate(layers):
         layer.requires_grad_(index == 0 or not frozen)
         fully_shard(layer, mesh=mesh["shards"])
+        if backend is not None:
+            layer.compile(backend=backend, fullgraph=True)
         stages.append(PipelineStage(layer, index, 2, torch.device("cpu"), group=group))
     schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss)
     x, y = _data(rank, 0)
@@ -141,9 +145,13 @@ def _run_split(rank: int, world_size: int, frozen: bool) -> tuple[str, list[floa
     return message, (torch.autograd.grad(stages[1].submod(x).sum(), x)[0] - wanted).tolist()
 
 
-def test_a_split_backward_is_refused(ranks: RankPool) -> None:
-    for message, difference in ranks.run(_run_split, 2, False):
+@pytest.mark.parametrize("backend", [None, "fsdp_dynamo_aot_eager", "fsdp_dynamo"])
+def test_a_split_backward_is_refused(ranks: RankPool, backend: str | None) -> None:
+    for message, difference in ranks.run(_run_split, 2, False, backend):
         assert "dw_builder" in message
         assert torch.tensor(difference).abs().max() < 1e-5
+
+
+def test_a_split_backward_without_weights(ranks: RankPool) -> None:
     for message, _ in ranks.run(_run_split, 2, True):  # no weights, nothing to lose
         assert message == ""

@@ -1,0 +1,22 @@
+"""Saved tensors that compiled backwards may overwrite: none."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+from torch._functorch._aot_autograd import graph_compile
+
+
+def nothing_donated() -> AbstractContextManager[object]:
+    """Let no backward of what is compiled inside write into what its forward has saved.
+
+    AOTAutograd numbers the saved tensors that nothing else reads, and Inductor reuses their memory.
+    It takes the numbers from the tracing context, which is that of the whole graph: those of one
+    segment or stretch are, in another one, a parameter or a buffer. With AOTAutograd's setting
+    ``donated_buffer`` off, a backward would refuse to be retained: so it finds nothing to donate.
+    """
+    return patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+
+
+__all__ = ["nothing_donated"]
