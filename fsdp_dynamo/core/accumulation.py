@@ -24,13 +24,12 @@ from graph_passes.markers import NO_VALUE
 class Accumulation:
     """Accumulation of gradients over steps in the units of one root.
 
-    Compiled code is guarded by both flags.
+    Compiled code is guarded by the first two.
 
     Attributes:
         sync: whether all units reduce their gradients in the step that runs.
         has_sums: whether a flat parameter holds a sum of unsharded gradients.
-        is_last_backward: whether backwards wait for the reductions that they have started; no
-            compiled code is guarded by it.
+        is_last_backward: whether backwards wait for the reductions that they have started.
     """
 
     def __init__(self, sums: Sequence[UnshardedSum] = ()) -> None:
@@ -71,7 +70,7 @@ class Accumulation:
             )
 
     def refresh(self) -> None:
-        """Set both anew, after sums came or went or settings were changed."""
+        """Set the first two anew, after sums came or went or settings were changed."""
         self.has_sums = any(one.total is not None for one in self._sums)
         self.sync = all(one.settings.reduces for one in self._sums)
 

@@ -468,9 +468,10 @@ class FlatParameter:
             if index not in frozen and original.param.requires_grad
         ]
         if self.grad_sum.total is not None:
-            self.grad_sum.add_reduced(
-                [part if index in trained else None for index, part in enumerate(parts)]
-            )
+            reduced: list[torch.Tensor | None] = [None] * len(parts)
+            for index in trained:
+                reduced[index] = parts[index]
+            self.grad_sum.add_reduced(reduced)
             return
         if unused:
             indices = sorted(unused)

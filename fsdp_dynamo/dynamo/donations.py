@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 from torch._functorch._aot_autograd import graph_compile
@@ -16,7 +17,11 @@ def nothing_donated() -> AbstractContextManager[object]:
     segment or stretch are, in another one, a parameter or a buffer. With AOTAutograd's setting
     ``donated_buffer`` off, a backward would refuse to be retained: so it finds nothing to donate.
     """
-    return patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+    return patch.object(graph_compile, "collect_bw_donated_buffer_idxs", _none_found)
+
+
+def _none_found(*_: Any) -> list[int]:
+    return []
 
 
 __all__ = ["nothing_donated"]

@@ -271,6 +271,14 @@ def with_own_code(fn: Any) -> Any:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def guarded(*constants: object) -> None:
+    """Let the code that is traced be guarded by constants: by what it passes on here.
+
+    Those that are only read are not, as Dynamo looks at them when they are used.
+    """
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def changes_python_state() -> bool:
     """Whether the code traced so far has changed objects that were there before.
 

@@ -66,6 +66,7 @@ def run_unit(
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with profiler_range("forward", unit.fqn):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
+        output = _in_memory_of_its_own(unit, output)
     except BaseException as error:
         outside = used_outside(error, run_unit.__code__)
         root.fail_forward(unit)
@@ -77,6 +78,21 @@ def run_unit(
     if torch.is_grad_enabled():
         _register_pre_backward(root, call, output)
     return output
+
+
+def _in_memory_of_its_own(unit: Unit, output: Any) -> Any:
+    """Copies, with their gradients, of what lies in memory that is freed behind the forward."""
+    freed = [flat.unsharded.untyped_storage()._cdata for flat in unit.flats if flat.needs_storage]
+
+    def lies_there(tensor: torch.Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in freed
+        except (NotImplementedError, RuntimeError):  # no storage of its own: a wrapper, or sparse
+            return False
+
+    if not any(map(lies_there, tensors_of(output))):
+        return output
+    return map_tensors(lambda tensor: tensor.clone() if lies_there(tensor) else tensor, output)
 
 
 def hint_at_cause(error: BaseException) -> None:

@@ -92,7 +92,7 @@ class Root:
         Args:
             names: as they are registered.
         """
-        self.variable.extend(names)
+        self.variable = list(dict.fromkeys([*self.variable, *names]))
         self.note_trained()
 
     @property

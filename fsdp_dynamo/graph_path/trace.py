@@ -158,8 +158,10 @@ def traced_forward(
         shown = list(map(tables.__getitem__, holders))
         originals = list(map(operator.getitem, shown, parameters))
         with_side_effects(_put, shown, parameters, map(views.__getitem__, positions))
-        output = unit_module._fsdp_body()(*args, **kwargs)
-        with_side_effects(_put, shown, parameters, originals)
+        try:
+            output = unit_module._fsdp_body()(*args, **kwargs)
+        finally:
+            with_side_effects(_put, shown, parameters, originals)
         if output_dtype:
             output = cast_output(getattr(torch, output_dtype), output)
     if gathered is not None and is_outermost(name):

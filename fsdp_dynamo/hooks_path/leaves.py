@@ -15,13 +15,14 @@ At run time the segments are called in turn, and each leaf runs its unit's hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from torch._dynamo.exc import Unsupported
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -42,14 +43,14 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
-from fsdp_dynamo.hooks_path.side_effects import ObjectStates, are_as_given, thawed
+from fsdp_dynamo.hooks_path.side_effects import ObjectStates, are_as_given, holds_containers, thawed
 from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
 from fsdp_dynamo.pytree import open_container, tensors_of
 
 _rebuild: dict[str, Callable[[Any], Any]] = {}
 """What makes a container of its items, for those that nested units have returned, by name."""
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
-_FLAGS = (bool, int, str, type(None))
+_FLAGS = (bool, str, type(None))
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
 
 
@@ -165,12 +166,19 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     # A module may keep tensors as plain attributes, which are not made fake.
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     given = thawed((args, kwargs))
+    error: Exception | None = None
     try:
         with mode:
             output = fake_forward(module, *given)
+    except Unsupported:
+        raise
+    except Exception as raised:  # the code around the unit may catch it
+        error = raised
     finally:
         mode.allow_non_fake_inputs = allowed
         _faking.reset(token)
+    if error is not None:
+        cannot_capture(f"a unit that raises {type(error).__name__}", "see the error, if it is one")
     if not are_as_given(given, (args, kwargs)):
         cannot_capture("a unit that changes a list or a dict that it is given", "return a new one")
     tensors: list[torch.Tensor] = []
@@ -210,8 +218,17 @@ def _put_runner(node: torch.fx.Node) -> None:
     values = node.meta["example_value"]
     assumed = getattr(values[0], _ASSUMED, {}).get(node.args[0]) if values else None
 
-    def run(*args: Any) -> tuple[torch.Tensor, ...]:
-        return run_leaf(assumed, *args)
+    _, args, kwargs = node.args
+    is_given_containers = holds_containers((*args, *kwargs.values()))  # type: ignore[union-attr,misc]
+
+    def run(leaf_id: str, *given: Any) -> tuple[torch.Tensor, ...]:
+        if not is_given_containers:
+            return run_leaf(assumed, leaf_id, *given)
+        before = thawed(given)
+        result = run_leaf(assumed, leaf_id, *given)
+        if not are_as_given(given, before):
+            raise _refused(leaf_id, "a list or a dict that it was given, as it was")
+        return result
 
     node.target = run
 
@@ -227,14 +244,11 @@ def run_leaf(
     """
     tensors: list[torch.Tensor] = []
     module = registered(leaf_id)
-    spec = _flatten(module(*args, **kwargs), tensors)
+    spec = _flatten(module(*args, **kwargs), tensors, is_running=True)
     if assumed is not None and not (
         spec == assumed.spec and all(map(_is_as_assumed, tensors, assumed.facts))
     ):
-        root, kind = module._fsdp_root, type(module._fsdp_inner())
-        alike = [m for unit in root.units for m in unit.modules if type(m._fsdp_inner()) is kind]
-        root.note_variable([one._fsdp_name for one in alike])
-        raise _variable_output_error(module)
+        raise _refused(leaf_id, "an output of the structure, shapes and dtypes that it had")
     return tuple(tensors)
 
 
@@ -248,10 +262,14 @@ def _is_as_assumed(tensor: torch.Tensor, facts: _Facts) -> bool:
     )
 
 
-def _variable_output_error(module: UnitModuleProtocol) -> FSDPStateError:
+def _refused(leaf_id: str, expected: str) -> FSDPStateError:
+    """The error of a unit that did what the graph around it does not expect; the next one will."""
+    module = registered(leaf_id)
+    root, kind = module._fsdp_root, type(module._fsdp_inner())
+    alike = [m for unit in root.units for m in unit.modules if type(m._fsdp_inner()) is kind]
+    root.note_variable([one._fsdp_name for one in alike])
     return FSDPStateError(
-        expected="an output of the structure, shapes and dtypes that it had when the graph around "
-        "the unit was made",
+        expected=f"{expected} when the graph around the unit was made",
         got="another one, though its inputs are alike",
         where=unit_name(module._fsdp_unit.fqn),
         fix="Pass what decides it as an argument of the unit's forward. (The next call is compiled "
@@ -264,22 +282,37 @@ def _output_spec(leaf_id: str) -> Any:
     return registered(leaf_id)._fsdp_output_spec
 
 
-def _flatten(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Append the tensors of a nested output to ``tensors``; returns its spec, made of constants."""
+def _flatten(value: Any, tensors: list[torch.Tensor], is_running: bool = False) -> tuple[Any, ...]:
+    """Append the tensors of a nested output to ``tensors``; returns its spec, made of constants.
+
+    What cannot be in a graph breaks it; while one is running, it has a spec that equals no other.
+    """
+
+    def each(items: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([_flatten(item, tensors, is_running) for item in items])
+
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if type(value) in (tuple, list):
-        return (type(value).__name__, tuple([_flatten(item, tensors) for item in value]))
+        return (
+            type(value).__name__,
+            each(value),
+        )
     if type(value) is dict:
-        items = tuple([_flatten(item, tensors) for item in value.values()])
-        return ("dict", tuple(value), items)
+        return ("dict", tuple(value), each(value.values()))
     if value is None or isinstance(value, (bool, str)):
         return ("constant", value)
     if (opened := open_container(value)) is not None:
         name = f"{type(value)} {opened[1].args}"
         _rebuild[name] = opened[1]
-        return ("container", name, tuple([_flatten(item, tensors) for item in opened[0]]))
+        return (
+            "container",
+            name,
+            each(opened[0]),
+        )
+    if is_running:
+        return ("unknown", object())
     return cannot_capture(  # of numbers, too: those that change between steps have no guards
         f"a unit that returns {type(value).__name__}",
         "return tensors, in dataclasses, or in containers that torch.utils._pytree knows",
@@ -323,7 +356,7 @@ def fake_forward(
     args, kwargs = hooks.prepare_inputs(unit.device, dtype, args, kwargs)
     modules = [*unit_module._fsdp_inner().modules()]
     states = ObjectStates(modules)
-    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
+    kept = [_tables_of(module) for module in modules]
     for module in modules:
         _make_fake(module._parameters)
         _make_fake(module._buffers)
@@ -339,21 +372,44 @@ def fake_forward(
         ]
         shown = flat.module_parameters
         shown.set_views(shown.as_parallel(views))
-    changed = None
+    faked = [_tables_of(module) for module in modules]
+    changed: str | None = None
     try:
         output = hooks.cast_output(unit.output_dtype, unit_module._fsdp_body()(*args, **kwargs))
     finally:
-        changed = states.put_back()
-        unit.use_sharded_views()
-        for module, parameters, buffers in kept:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        if any(
+            not _are_alike(_tables_of(m), before) for m, before in zip(modules, faked, strict=True)
+        ):
+            changed = "a parameter, a buffer or a module"
+        try:
+            changed = states.put_back() or changed
+        finally:
+            unit.use_sharded_views()
+            for module, tables in zip(modules, kept, strict=True):
+                for table, before in zip(_TABLES, tables, strict=True):
+                    module.__dict__[table].clear()
+                    module.__dict__[table].update(before)
     if changed is not None:
         cannot_capture(
             f"a unit whose forward changes {changed}",
-            "return what is to be read outside, and keep counters in buffers",
+            "return what is to be read outside",
         )
     return output
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    return [dict(module.__dict__[table]) for table in _TABLES]
+
+
+def _are_alike(tables: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Whether a module holds the same objects as before."""
+    return all(
+        one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+        for one, other in zip(tables, others, strict=True)
+    )
 
 
 def _make_fake(tensors: dict[str, Any]) -> None:

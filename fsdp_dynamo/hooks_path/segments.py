@@ -146,21 +146,48 @@ def _assign_parts(
 def _make_numbers_anew(parts: dict[fx.Node, int]) -> None:
     """Compute floats in each part that uses them: graphs take tensors and integers alone.
 
-    Dynamo hands over a float that changes between calls in a tensor, whose ``item()`` it is.
+    Dynamo hands over a float that changes between calls in a tensor, whose ``item()`` it is. Of a
+    tensor that may be written meanwhile, each part has a copy.
     """
     for node in reversed([*parts]):  # so that the inputs of a copy come after it
         if not isinstance(node.meta.get("example_value"), torch.SymFloat):
             continue
         copies: dict[int, fx.Node] = {}
+        origin = node
         for user in sorted(node.users):
             part = parts.get(user, parts[node])
             if part == parts[node]:
                 continue
             if part not in copies:
+                if origin is node and _may_be_written(node):
+                    origin = _with_a_copy(node, parts)
                 with node.graph.inserting_before(user):
-                    copies[part] = node.graph.node_copy(node)
+                    copies[part] = node.graph.node_copy(origin)
                 parts[copies[part]] = part
             user.replace_input_with(node, copies[part])
+
+
+def _may_be_written(node: fx.Node) -> bool:
+    """Whether a number is that of a tensor in which Dynamo has not put it itself."""
+    if node.target != "item":
+        return False
+    holder = node.args[0]
+    assert isinstance(holder, fx.Node)
+    return not getattr(holder.meta.get("grapharg"), "pass_arg_as_tensor", False)
+
+
+def _with_a_copy(node: fx.Node, parts: dict[fx.Node, int]) -> fx.Node:
+    """The ``item()`` of a copy, in a node of its own that nothing uses yet."""
+    (holder,) = node.args
+    assert isinstance(holder, fx.Node)
+    with node.graph.inserting_before(node):
+        copied = node.graph.call_method("clone", (holder,))
+        number = node.graph.call_method("item", (copied,))
+    copied.meta["example_value"] = value = holder.meta["example_value"].detach().clone()
+    value.item_memo = node.meta["example_value"]
+    number.meta["example_value"] = node.meta["example_value"]
+    parts[copied] = parts[number] = parts[node]
+    return number
 
 
 def _is_body(node: fx.Node) -> bool:
@@ -318,7 +345,7 @@ def _sharing_key(part: fx.GraphModule, inputs: list[Any]) -> Any:
     numbers: dict[fx.Node, int] = {}
     rows: list[Any] = []
     for node in part.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or _gives_numbers(node):
             return None
         numbers[node] = len(numbers)
         args = fx.map_arg(
@@ -337,6 +364,12 @@ def _sharing_key(part: fx.GraphModule, inputs: list[Any]) -> Any:
             (tuple(value.size()), value.stride(), value.dtype, value.device, value.requires_grad)
         )
     return (tuple(rows), tuple(metas), torch.is_grad_enabled())
+
+
+def _gives_numbers(node: fx.Node) -> bool:
+    """Whether a node's result has symbols: code for it may hold for one value of theirs alone."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 class _Ref:

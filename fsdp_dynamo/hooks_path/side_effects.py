@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
-_NO_STATE = (type, types.FunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module)
+_NO_STATE = (
+    *(type, types.FunctionType, types.MethodType, types.ModuleType, logging.Logger),
+    *(torch.Tensor, nn.Module),
+)
+_CONSTANTS = (bool, int, float, str)
 _OWN = ("torch", "fsdp_dynamo")
 _DEPTH = 4
 
@@ -28,6 +35,8 @@ class ObjectStates:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._random = random.getstate()
+        self._numpys = _numpys_random_state()
         self._seen: set[int] = set()
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
@@ -36,6 +45,12 @@ class ObjectStates:
     def put_back(self) -> str | None:
         """Undo all changes; returns the name of something that had changed, if anything had."""
         changed = None
+        if random.getstate() != self._random:
+            changed = "random's numbers"
+            random.setstate(self._random)
+        if _numpys_random_state() != self._numpys:
+            changed = "numpy.random's numbers"
+            sys.modules["numpy"].random.set_state(self._numpys)
         for name, there, before in self._states:
             if not _is_equal(there, before):
                 changed = changed or name
@@ -80,7 +95,7 @@ class _Attributes:
         return {
             key: value
             for key, value in self.namespace.items()
-            if key not in _TABLES and not key.startswith("_fsdp_")
+            if key not in _TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
         }
 
 
@@ -99,8 +114,21 @@ def _is_equal(there: Any, before: Any) -> bool:
         return False
     if isinstance(now, dict):
         values = zip(now.values(), before.values(), strict=True)
-        return list(now) == list(before) and all(one is other for one, other in values)
-    return all(one is other for one, other in zip(now, before, strict=True))
+        return list(now) == list(before) and all(_is_same(*pair) for pair in values)
+    return all(_is_same(*pair) for pair in zip(now, before, strict=True))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) in _CONSTANTS and one == other)
+
+
+def _numpys_random_state() -> Any:
+    """The state of numpy's global generator, in objects that can be compared; ``None`` without."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, tuple(keys.tolist()), *rest)
 
 
 def _fill(there: Any, before: Any) -> None:
@@ -109,9 +137,10 @@ def _fill(there: Any, before: Any) -> None:
             del there.namespace[name]
         there.namespace.update(before)
         return
-    there.clear()
-    put: Callable[[Any], None] = there.extend if isinstance(there, list | deque) else there.update
-    put(before)
+    base = next(one for one in _CONTAINERS if isinstance(there, one))  # not the user's own methods
+    base.clear(there)
+    put: Any = base.extend if isinstance(there, list | deque) else base.update
+    put(there, before)
 
 
 def thawed(value: Any) -> Any:
@@ -123,8 +152,18 @@ def thawed(value: Any) -> Any:
     return tuple([thawed(item) for item in value]) if type(value) is tuple else value
 
 
+def holds_containers(values: Iterable[Any]) -> bool:
+    """Whether there are lists or dicts among arguments, or in tuples among them."""
+    return any(
+        isinstance(value, list | dict) or (isinstance(value, tuple) and holds_containers(value))
+        for value in values
+    )
+
+
 def are_as_given(value: Any, given: Any) -> bool:
     """Whether a copy that ``thawed`` has made holds what it was made of."""
+    if isinstance(given, dict | list | tuple) and not isinstance(value, dict | list | tuple):
+        return False
     if isinstance(given, dict):
         return list(value) == list(given) and all(are_as_given(value[k], given[k]) for k in given)
     if isinstance(given, list | tuple):

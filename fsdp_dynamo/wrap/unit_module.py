@@ -25,6 +25,7 @@ from fsdp_dynamo.dynamo.private_api import (
     NO_BACKEND,
     active_backend_key,
     changes_python_state,
+    guarded,
     is_first_call,
     refuse_without_orig_params,
     traced_mode,
@@ -180,7 +181,7 @@ class UnitModule(UserMethods):
                 refuse_without_orig_params()
             mode, key = traced_mode()
             if self._fsdp_full_precision_in_eval:
-                _ = self.training  # a guard: graphs for training and evaluation differ
+                guarded(self.training)  # graphs for training and evaluation differ
             if mode == GRAPH_MODE:
                 check_originals(self._fsdp_name)
                 return traced_forward(
@@ -201,8 +202,8 @@ class UnitModule(UserMethods):
                 )
             ):
                 inner = self._fsdp_inner()
-                for flag in leaves.flags_of(self._fsdp_name):
-                    _ = not getattr(inner, flag)  # a guard
+                flags = leaves.flags_of(self._fsdp_name)
+                guarded(*[getattr(inner, flag) for flag in flags])
                 return leaves.call_as_leaf(self._fsdp_name, args, kwargs)
             return self._fsdp_run_hooked(args, kwargs, key)
         if leaves.is_faking():

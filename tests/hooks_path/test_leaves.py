@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -105,6 +106,26 @@ class _Counts(Block):
         return self.inner(x)
 
 
+class _StoresInABuffer(Block):
+    """The root reads ``buffered``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffered", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        y = self.inner(x)
+        self.buffered = y.square().mean()
+        return y
+
+
+class _Draws(Block):
+    """Is left out by chance, the same on all ranks and in both models."""
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        return x if random.random() < 0.5 else self.inner(x)
+
+
 class _Fills(Block):
     """Fills a list or a dict that it is given."""
 
@@ -140,6 +161,8 @@ class Model(nn.Module):
                     extra = extra + other
             if isinstance(block, _Stores):
                 extra = extra + block.aux
+            if isinstance(block, _StoresInABuffer):
+                extra = extra + block.buffered
             if isinstance(block, _Counts):
                 x = x * block.num_calls
         return x.square().sum() + extra
@@ -161,6 +184,29 @@ class _WithTemperature(Model):
         for block in self.blocks:
             x = block(x) * self.temperature
         return (x * after).square().sum()
+
+
+class _WithPower(Model):
+    """A number of which a part of the code is made for one value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.pow(x.abs() + 1, self.temperature).sum() * self.temperature
+
+
+class _WritesWhatItHasRead(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += x.sum()
+        number = self.total.item()
+        self.total.zero_()
+        for block in self.blocks:
+            x = block(x)
+        return (x * number).square().sum()
 
 
 class _Embeds(Model):
@@ -209,7 +255,9 @@ def _wrong(rank: int, world_size: int, plain: Model, options: dict[str, Any]) ->
                 block.scale = 1.0 + i + max(step - 1, 0)
         rows = 3 + step if options.get("dynamic") else 3
         x = torch.rand(rows, DIM, generator=torch.Generator().manual_seed(step))
+        random.seed(step)
         plain(x).backward()
+        random.seed(step)
         run(x).backward()
         expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
         if different(whole_gradients(model), expected):
@@ -228,6 +276,8 @@ KINDS = [
     _ChangesAnObject,
     _Stores,
     _Counts,
+    _StoresInABuffer,
+    _Draws,
 ]
 
 
@@ -242,7 +292,8 @@ def test_lists_and_dicts_that_units_fill(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    ("model", "dynamic"), [(_WithTemperature, None), (_WithTemperature, True), (_Embeds, True)]
+    ("model", "dynamic"),
+    [(_WithTemperature, None), (_WithTemperature, True), (_Embeds, True)],
 )
 def test_numbers_that_change_in_the_root(
     ranks: RankPool, model: type[Model], dynamic: bool | None, backend: str
@@ -251,13 +302,18 @@ def test_numbers_that_change_in_the_root(
     assert ranks.run(_wrong, 2, model(), options) == [[], []]
 
 
+def test_a_number_for_one_value_of_which_code_is_made(ranks: RankPool) -> None:
+    """Inductor fails on it, with and without units."""
+    assert ranks.run(_wrong, 2, _WithPower(), {"backend": "aot_eager"}) == [[], []]
+
+
 def _wrong_with_captures(rank: int, world_size: int, plain: Model) -> list[Any]:
     captures = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     with torch._dynamo.config.patch(captures):
         return _wrong(rank, world_size, plain, {"backend": "aot_eager"})
 
 
-@pytest.mark.parametrize("model", [_ReadsANumber, _Selects])
+@pytest.mark.parametrize("model", [_ReadsANumber, _Selects, _WritesWhatItHasRead])
 def test_numbers_and_sizes_that_depend_on_data(ranks: RankPool, model: type[Model]) -> None:
     assert ranks.run(_wrong_with_captures, 2, model()) == [[], []]
 
@@ -277,9 +333,15 @@ class _ReturnsBySwitch(Block):
         return (y, y.square().mean()) if _Switch.is_on else y
 
 
-def _switched(rank: int, world_size: int) -> tuple[str, bool]:
+class _ReturnsANumberBySwitch(Block):
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        y = self.inner(x)
+        return (y, 2.0) if _Switch.is_on else y
+
+
+def _switched(rank: int, world_size: int, block: type[Block]) -> tuple[str, bool]:
     """The error of the first forward after a change, and whether the next one is right."""
-    plain, model = Model(_ReturnsBySwitch), Model(_ReturnsBySwitch)
+    plain, model = Model(block), Model(block)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -299,8 +361,9 @@ def _switched(rank: int, world_size: int) -> tuple[str, bool]:
     return str(found.value), not different(whole_gradients(model), expected)
 
 
-def test_an_output_that_is_not_as_assumed(ranks: RankPool) -> None:
-    for message, is_right in ranks.run(_switched, 2):
+@pytest.mark.parametrize("block", [_ReturnsBySwitch, _ReturnsANumberBySwitch])
+def test_an_output_that_is_not_as_assumed(ranks: RankPool, block: type[Block]) -> None:
+    for message, is_right in ranks.run(_switched, 2, block):
         assert message.startswith("unit 'blocks.0': expected an output of the structure")
         assert is_right
 

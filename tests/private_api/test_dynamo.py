@@ -426,12 +426,16 @@ def test_an_error_reaches_the_user_as_it_is() -> None:
 
 @pytest.mark.private(
     "torch._dynamo.exc.unimplemented",
+    "torch._dynamo.exc.Unsupported",
     need="a graph break where a unit returns what no node can; only code that is traced can break "
     "a graph publicly",
     instead="an error: hooks mode then refuses such a unit below another",
 )
 def test_a_leaf_can_break_the_graph() -> None:
-    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.exc import Unsupported, unimplemented
+
+    with pytest.raises(Unsupported):
+        unimplemented(gb_type="a", context="b", explanation="c", hints=[])
 
     @torch.compiler.allow_in_graph
     def leaf(x: torch.Tensor) -> torch.Tensor:
