@@ -67,10 +67,10 @@ def _compared(rank: int, world_size: int, unit: type[nn.Linear], mode: str) -> A
     run, losses, expected = in_mode(model, mode), [], []
     for step in range(2):
         x = torch.ones(3, DIM) + step
-        losses.append(run(x))
-        expected.append(plain(x))
-        for loss in (losses[-1], expected[-1]):
+        for call, found in ((run, losses), (plain, expected)):
+            loss = call(x)
             loss.backward()
+            found.append(loss.detach())
     grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     return *map(torch.stack, (losses, expected)), different(whole_gradients(model), grads)
 
