@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -82,17 +82,19 @@ def run_unit(
 
 def _in_memory_of_its_own(unit: Unit, output: Any) -> Any:
     """Copies, with their gradients, of what lies in memory that is freed behind the forward."""
-    freed = [flat.unsharded.untyped_storage()._cdata for flat in unit.flats if flat.needs_storage]
+    freed = [flat.unsharded for flat in unit.flats if flat.needs_storage]
+    for tensor in tensors_of(output):
+        if _lies_in(tensor, freed):
+            return map_tensors(lambda one: one.clone() if _lies_in(one, freed) else one, output)
+    return output
 
-    def lies_there(tensor: torch.Tensor) -> bool:
-        try:
-            return tensor.untyped_storage()._cdata in freed
-        except (NotImplementedError, RuntimeError):  # no storage of its own: a wrapper, or sparse
-            return False
 
-    if not any(map(lies_there, tensors_of(output))):
-        return output
-    return map_tensors(lambda tensor: tensor.clone() if lies_there(tensor) else tensor, output)
+def _lies_in(tensor: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
+    try:
+        address = tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # no memory of its own
+        return False
+    return any([0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in buffers])
 
 
 def hint_at_cause(error: BaseException) -> None:
