@@ -94,7 +94,7 @@ def _lies_in(tensor: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
         address = tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # no memory of its own
         return False
-    return any([0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in buffers])
+    return any(0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in buffers)
 
 
 def hint_at_cause(error: BaseException) -> None:
