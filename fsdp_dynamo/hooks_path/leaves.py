@@ -183,15 +183,14 @@ def leaf(leaf_id: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         cannot_capture("a unit that changes a list or a dict that it is given", "return a new one")
     tensors: list[torch.Tensor] = []
     module._fsdp_output_spec = spec = _flatten(output, tensors)
-    for tensor in tensors:  # each leads to what was assumed of the call
-        assumed = _Assumed(spec, [_facts_of(one) for one in tensors])
-        setattr(tensor, _ASSUMED, {**getattr(tensor, _ASSUMED, {}), leaf_id: assumed})
+    for tensor in tensors:  # where torch keeps the object, it leads to the structure of this call
+        setattr(tensor, _SPECS, {**getattr(tensor, _SPECS, {}), leaf_id: spec})
     return tuple(tensors)
 
 
 torch.compiler.allow_in_graph(leaf)
 
-_ASSUMED = "_fsdp_dynamo_assumed"
+_SPECS = "_fsdp_dynamo_specs"
 _Facts = tuple[torch.dtype, tuple[int | None, ...], bool]
 
 
@@ -215,8 +214,10 @@ def _facts_of(tensor: torch.Tensor) -> _Facts:
 
 def _put_runner(node: torch.fx.Node) -> None:
     """Let a node that is a leaf run it, and compare what comes out with what was assumed."""
-    values = node.meta["example_value"]
-    assumed = getattr(values[0], _ASSUMED, {}).get(node.args[0]) if values else None
+    values, name = node.meta["example_value"], node.args[0]
+    last = registered(str(name))._fsdp_output_spec
+    spec = getattr(values[0], _SPECS, {}).get(name, last) if values else last
+    assumed = _Assumed(spec, [_facts_of(value) for value in values])
 
     _, args, kwargs = node.args
     is_given_containers = holds_containers((*args, *kwargs.values()))  # type: ignore[union-attr,misc]
