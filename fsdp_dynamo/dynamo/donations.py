@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch._functorch.config
 from torch._functorch._aot_autograd import graph_compile
 
 
-def nothing_donated() -> AbstractContextManager[object]:
+@contextmanager
+def nothing_donated() -> Iterator[None]:
     """Let no backward of what is compiled inside write into what its forward has saved.
 
     AOTAutograd numbers the saved tensors that nothing else reads, and Inductor reuses their memory.
     It takes the numbers from the tracing context, which is that of the whole graph: those of one
     segment or stretch are, in another one, a parameter or a buffer. With AOTAutograd's setting
     ``donated_buffer`` off, a backward would refuse to be retained: so it finds nothing to donate.
+    Saved-tensor hooks that are graphs would then apply to nothing; they apply to all that is saved,
+    as in eager.
     """
-    return patch.object(graph_compile, "collect_bw_donated_buffer_idxs", _none_found)
+    with (
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", _none_found),
+        torch._functorch.config.patch(saved_tensors_hooks_filtering_mode="all"),
+    ):
+        yield
 
 
 def _none_found(*_: Any) -> list[int]:

@@ -1,7 +1,8 @@
-"""What a unit's forward, run on fake tensors, changes of Python objects; it is put back."""
+"""Undo what a unit's forward, run on fake tensors, changes of Python objects."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import sys
@@ -27,8 +28,9 @@ _DEPTH = 4
 class ObjectStates:
     """The state of modules, and of what they refer to, at one moment.
 
-    That is their attributes, lists, dicts, sets and objects of the user's in these, four levels
-    deep. Parameters, buffers and what a module has of ours are left out.
+    That is their attributes, what their forwards name among globals, class attributes and closures
+    (also in functions that they call), and lists, dicts, sets and objects of the user's in these,
+    four levels deep. Parameters, buffers and what a module has of ours are left out.
 
     Args:
         modules: where to begin.
@@ -38,9 +40,11 @@ class ObjectStates:
         self._random = random.getstate()
         self._numpys = _numpys_random_state()
         self._seen: set[int] = set()
+        self._functions: set[tuple[types.FunctionType, type | None]] = set()
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
             self._note_attributes(type(module).__name__, module, 0)
+            self._note_class(type(module), {"forward"}, 0)
 
     def put_back(self) -> str | None:
         """Undo all changes; returns the name of something that had changed, if anything had."""
@@ -58,6 +62,8 @@ class ObjectStates:
         return changed
 
     def _note(self, name: str, value: Any, depth: int) -> None:
+        if (function := _function_of(value)) is not None:
+            self._note_function(function, depth + 1, None)
         if depth > _DEPTH or isinstance(value, _NO_STATE) or id(value) in self._seen:
             return
         if isinstance(value, _CONTAINERS):
@@ -73,10 +79,81 @@ class ObjectStates:
 
     def _note_attributes(self, name: str, owner: Any, depth: int) -> None:
         self._seen.add(id(owner))
-        attributes = _Attributes(owner.__dict__)
-        self._states.append((name, attributes, dict(attributes.own())))
-        for key, value in attributes.own().items():
+        self._note_names(name, _Attributes(owner, None), depth)
+
+    def _note_names(self, name: str, attributes: _Attributes, depth: int) -> None:
+        own = attributes.own()
+        self._states.append((name, attributes, own))
+        for key, value in own.items():
             self._note(f"{name}.{key}", value, depth)
+
+    def _note_class(self, kind: type, names: set[str], depth: int) -> None:
+        """Note what a class and its bases have under these names, and what methods name."""
+        for base in kind.__mro__:
+            if _is_the_users(base):
+                self._note_space(base.__name__, _Attributes(base, names), names, depth, kind)
+
+    def _note_space(
+        self, label: str, space: _Attributes, names: set[str], depth: int, kind: type | None
+    ) -> None:
+        """Note values of a namespace, and what functions there name.
+
+        Args:
+            label: of the namespace.
+            space: its names of interest.
+            names: that are looked up in modules and classes found there.
+            depth: of calls so far.
+            kind: class of the ``self`` of functions found there.
+        """
+        self._note_names(label, space, depth)
+        if depth > _DEPTH:
+            return
+        for value in space.own().values():
+            function = _function_of(value)
+            if isinstance(value, types.ModuleType):
+                if _is_the_users(value):
+                    inner = _Attributes(value, names)
+                    self._note_space(value.__name__, inner, names, depth + 1, None)
+            elif function is not None:
+                self._note_function(function, depth + 1, kind)
+            elif isinstance(value, type):
+                self._note_class(value, names, depth + 1)
+
+    def _note_function(self, function: types.FunctionType, depth: int, kind: type | None) -> None:
+        if (function, kind) in self._functions or depth > _DEPTH or not _is_the_users(function):
+            return
+        self._functions.add((function, kind))
+        names = _names_in(function.__code__)
+        spaces = [_Attributes(function.__globals__, names)]
+        spaces += [_Attributes(cell, {"cell_contents"}) for cell in function.__closure__ or ()]
+        for space in spaces:
+            self._note_space(function.__module__, space, names, depth, None)
+        if kind is not None:
+            self._note_class(kind, names, depth)
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function that a global or a class attribute is, if it is one."""
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
+        value = value.__wrapped__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes that code and functions made in it use."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_the_users(definition: Any) -> bool:
+    """Whether a module, class or function is neither torch's, ours nor the standard library's."""
+    name = (
+        definition.__name__ if isinstance(definition, types.ModuleType) else definition.__module__
+    )
+    package = str(name).partition(".")[0]
+    return package not in _OWN and package not in sys.stdlib_module_names
 
 
 def _is_of_the_user(value: Any) -> bool:
@@ -85,18 +162,51 @@ def _is_of_the_user(value: Any) -> bool:
 
 
 class _Attributes:
-    """The attributes of an object that are the user's."""
+    """Values of names that belong to the user.
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self.namespace = namespace
+    Args:
+        owner: an object, class, module, closure's cell, or the globals of a function.
+        names: of interest; ``None``: all of an object's but those of torch and of ours.
+    """
+
+    def __init__(self, owner: Any, names: set[str] | None) -> None:
+        self._owner = owner
+        self._names = names
 
     def own(self) -> dict[str, Any]:
-        """Them, by name."""
+        """Return these values, by name."""
+        values = self._namespace()
+        if self._names is not None:
+            return {name: values[name] for name in self._names if name in values}
         return {
             key: value
-            for key, value in self.namespace.items()
+            for key, value in values.items()
             if key not in _TABLES and not key.startswith(("_fsdp_", "_flat_weight"))
         }
+
+    def put_back(self, before: dict[str, Any]) -> None:
+        """Give names the values that they had; an object's attributes in the order they had."""
+        owner, now = self._owner, self.own()
+        if isinstance(owner, type | types.CellType):
+            for name in now.keys() - before.keys():
+                delattr(owner, name)
+            for name, value in before.items():
+                if name not in now or now[name] is not value:
+                    setattr(owner, name, value)
+            return
+        values = self._namespace()
+        for name in now.keys() - before.keys() if self._names is not None else now:
+            del values[name]
+        values.update(before)
+
+    def _namespace(self) -> Any:
+        owner = self._owner
+        if isinstance(owner, types.CellType):
+            try:
+                return {"cell_contents": owner.cell_contents}
+            except ValueError:  # it is empty
+                return {}
+        return owner if isinstance(owner, dict) else owner.__dict__
 
 
 def _shallow(value: Any) -> Any:
@@ -133,9 +243,7 @@ def _numpys_random_state() -> Any:
 
 def _fill(there: Any, before: Any) -> None:
     if isinstance(there, _Attributes):
-        for name in there.own():
-            del there.namespace[name]
-        there.namespace.update(before)
+        there.put_back(before)
         return
     base = next(one for one in _CONTAINERS if isinstance(there, one))  # not the user's own methods
     base.clear(there)

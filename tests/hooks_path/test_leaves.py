@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from loops import different, whole_gradients
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 
 from fsdp_dynamo import FSDPStateError, fully_shard
@@ -321,22 +321,19 @@ def test_numbers_and_sizes_that_depend_on_data(ranks: RankPool, model: type[Mode
 # -- what no guard sees ----------------------------------------------------------------------------
 
 
-class _Switch:
-    """Seen by no guard of the graph around a unit."""
-
-    is_on = False
+_switch = {"is_on": False}  # seen by no guard of the graph around a unit
 
 
 class _ReturnsBySwitch(Block):
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x)
-        return (y, y.square().mean()) if _Switch.is_on else y
+        return (y, y.square().mean()) if _switch["is_on"] else y
 
 
 class _ReturnsANumberBySwitch(Block):
     def forward(self, x: torch.Tensor, *others: Any) -> Any:
         y = self.inner(x)
-        return (y, 2.0) if _Switch.is_on else y
+        return (y, 2.0) if _switch["is_on"] else y
 
 
 def _switched(rank: int, world_size: int, block: type[Block]) -> tuple[str, bool]:
@@ -349,14 +346,14 @@ def _switched(rank: int, world_size: int, block: type[Block]) -> tuple[str, bool
     x = torch.ones(3, DIM)
     run(x).backward()
     model.zero_grad()
-    _Switch.is_on = True
+    _switch["is_on"] = True
     try:
         with pytest.raises(FSDPStateError) as found:
             run(x)
         run(x).backward()
         plain(x).backward()
     finally:
-        _Switch.is_on = False
+        _switch["is_on"] = False
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     return str(found.value), not different(whole_gradients(model), expected)
 
@@ -366,6 +363,87 @@ def test_an_output_that_is_not_as_assumed(ranks: RankPool, block: type[Block]) -
     for message, is_right in ranks.run(_switched, 2, block):
         assert message.startswith("unit 'blocks.0': expected an output of the structure")
         assert is_right
+
+
+# -- changes outside of a unit ---------------------------------------------------------------------
+
+_table = {"n": 0}
+_outputs: list[torch.Tensor] = []
+_num_calls = 0
+
+
+class _Tracker:
+    num_calls = 0
+
+    @classmethod
+    def add(cls) -> None:
+        cls.num_calls += 1
+
+
+def _counter() -> Callable[[int], int]:
+    num_calls = 0
+
+    def count(step: int) -> int:
+        nonlocal num_calls
+        num_calls += step
+        return num_calls
+
+    return count
+
+
+_count = _counter()
+
+
+def _in_a_table(x: torch.Tensor) -> None:
+    _table["n"] += 1
+
+
+def _in_a_list(x: torch.Tensor) -> None:
+    _outputs.append(x.detach())
+
+
+def _in_a_global(x: torch.Tensor) -> None:
+    global _num_calls
+    _num_calls += 1
+
+
+def _on_a_class(x: torch.Tensor) -> None:
+    _Tracker.add()
+
+
+def _in_a_closure(x: torch.Tensor) -> None:
+    _count(1)
+
+
+def _num_changes() -> int:
+    return _table["n"] + len(_outputs) + _num_calls + _Tracker.num_calls + _count(0)
+
+
+class _ChangesOutside(Block):
+    change: Callable[[torch.Tensor], None]
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        self.change(x)
+        return self.inner(x)
+
+
+CHANGES = [_in_a_table, _in_a_list, _in_a_global, _on_a_class, _in_a_closure]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_changes_outside_of_a_unit(rank: int, change: Callable[[torch.Tensor], None]) -> None:
+    model = Model(_ChangesOutside)
+    for block in model.blocks:
+        block.change = change
+        fully_shard(block)
+    fully_shard(model)
+    run = torch.compile(model, backend="aot_eager")
+    before = _num_changes()
+    for _ in range(3):
+        run(torch.ones(3, DIM)).backward()
+    assert _num_changes() - before == 3 * len(model.blocks)
+    assert {type(output) for output in _outputs} <= {torch.Tensor}
 
 
 # -- the state of objects --------------------------------------------------------------------------

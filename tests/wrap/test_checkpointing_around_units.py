@@ -9,9 +9,10 @@ import pytest
 import torch
 from loops import different, error_of, whole_gradients
 from models import VOCABULARY, Block, Transformer, batch, loss_of
-from modes import MODES, in_mode
+from modes import INDUCTOR_MODES, MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
@@ -383,3 +384,27 @@ def test_inputs_made_to_require_gradients(rank: int, mode: str) -> None:
     assert different(whole_gradients(model), expected) == []
     with torch.no_grad():
         torch.testing.assert_close(run(batch(rank, 0)), model(batch(rank, 0)))
+
+
+@pytest.mark.parametrize("mode", [*MODES, *INDUCTOR_MODES])
+@pytest.mark.parametrize("is_graph", [False, True])
+@on_ranks(2)
+def test_saved_tensor_hooks_around_a_step(rank: int, is_graph: bool, mode: str) -> None:
+    """Hooks that are graphs are compiled into the forward and the backward."""
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 0  # however much is saved: no gradient is left
+
+    pair: list[Any] = [torch.clone, unpack]
+    if is_graph:
+        pair = [make_fx(hook)(torch.ones(2)) for hook in pair]
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+    for parameter in plain.parameters():
+        nn.init.constant_(parameter, 0.1)
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    x = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    for run in (plain, in_mode(model, mode)):
+        with torch.autograd.graph.saved_tensors_hooks(*pair):
+            loss = run(x).square().sum()
+        loss.backward()
+    assert different(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}) == []
