@@ -20,6 +20,11 @@ from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 
+REDUCES = "reduces"
+ADDS_SUMS = "adds sums and reduces"
+ACCUMULATES = "accumulates"
+"""States of accumulation that need graphs of their own."""
+
 
 class Accumulation:
     """Accumulation of gradients over steps in the units of one root.
@@ -68,6 +73,12 @@ class Accumulation:
                 "where the inputs' would, and nothing is left for the weights'. Outside of "
                 "pipelines call set_is_last_backward(True) before torch.autograd.grad().",
             )
+
+    def state_in_graphs(self) -> str:
+        """State whose graphs the step that runs needs; without gradients all states share them."""
+        if not torch.is_grad_enabled() or (self.sync and not self.has_sums):
+            return REDUCES
+        return ADDS_SUMS if self.sync else ACCUMULATES
 
     def refresh(self) -> None:
         """Set the first two anew, after sums came or went or settings were changed."""

@@ -9,6 +9,7 @@ and restores them),
 ``torch._dynamo.optimize`` (compile a callable with that very backend object, so that compiled
 code is shared), ``cached_backends`` (to let go of such an object with what it compiled),
 ``reset_code`` (to drop what was compiled for a model that is gone),
+``skip_code`` (a frame that only chooses the code object of the next one is not compiled),
 ``OptimizedModule.dynamo_ctx`` (which backend a model was compiled with),
 ``GraphModule.compile_subgraph_reason`` (whether a graph break ends the graph that is compiled),
 ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
@@ -28,11 +29,17 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
-from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
+from torch._dynamo.eval_frame import (
+    OptimizedModule,
+    cached_backends,
+    innermost_backend,
+    skip_code,
+)
 from torch._dynamo.exc import PackageError
 from torch._guards import TracingContext
 
 from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.untraced import Function
 
 GRAPH_MODE = "graph"
 LEAF_MODE = "leaf"
@@ -189,6 +196,12 @@ def active_backend_key() -> int:
     return key_of(innermost_backend(callback))
 
 
+def is_graph_mode_active() -> bool:
+    """Whether the backend around the calling frame compiles whole graphs."""
+    key = active_backend_key()
+    return key != NO_BACKEND and mode_of(backend_of(key)) == GRAPH_MODE
+
+
 def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a callable with exactly this backend object; graph breaks are allowed.
 
@@ -270,6 +283,15 @@ def with_own_code(fn: Any) -> Any:
     return copy
 
 
+def never_compiled_itself(fn: Function) -> Function:
+    """Let Dynamo compile the frames below a function, and never the function's own.
+
+    A trace that begins further out goes through the function as through any other.
+    """
+    skip_code(fn.__code__)
+    return fn
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def guarded(*constants: object) -> None:
     """Let the code that is traced be guarded by constants: by what it passes on here.
@@ -299,6 +321,13 @@ _codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictiona
 """By forward function and shapes of parameters, the code of the frame in between, if any."""
 
 
+def is_skipped(fn: Callable[..., Any]) -> bool:
+    """Whether Dynamo never compiles a function's own frame, as it does with those of torch.nn."""
+    from torch._dynamo import trace_rules
+
+    return bool(trace_rules.check(fn))
+
+
 def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., Any]:
     """The callable to compile for a module, whose frame Dynamo compiles.
 
@@ -311,8 +340,6 @@ def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., 
         shapes: of its parameters; modules of one class and equal shapes share their compiled code.
             ``None``: it shares with none.
     """
-    from torch._dynamo import trace_rules
-
     is_module = isinstance(body, torch.nn.Module)
     module: Any = body if is_module else body.__self__  # type: ignore[attr-defined]
 
@@ -324,7 +351,7 @@ def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., 
         return own
     codes = _codes.setdefault(type(module).forward, {})
     if shapes not in codes:
-        is_first = not codes and not trace_rules.check(module.forward)
+        is_first = not codes and not is_skipped(module.forward)
         # By the name, too, Dynamo looks up which sizes have changed.
         name = f"{type(module).__name__}_{len(codes)}"
         codes[shapes] = None if is_first else call.__code__.replace(co_name=name)

@@ -8,6 +8,7 @@ forward hooks inside, as with the wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fsdp_dynamo.config import (
     ShardingStrategy,
 )
 from fsdp_dynamo.core.row_dtensor import has_own_operators
-from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
+from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
 from fsdp_dynamo.wrap.build import Together
@@ -257,5 +258,22 @@ def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
             return cls(*args, **kwargs)  # ``type(module)(...)``, as nn.Sequential slices itself
 
         members = {"__new__": new, "__doc__": cls.__doc__, "__module__": cls.__module__}
+        if is_skipped(cls.forward):
+            members["forward"] = _compiled_forward(cls)
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
     return _classes[cls]
+
+
+def _compiled_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Forward of a class of torch.nn, in a frame that Dynamo compiles.
+
+    Dynamo would put a frame of its own around the whole call: one for all models of a process,
+    which would share its limit of graphs.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    # By the name of the code Dynamo looks up which sizes have changed.
+    forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}_forward")
+    return wraps(cls.forward)(forward)

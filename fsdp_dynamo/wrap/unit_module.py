@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_dynamo import module_tree
 from fsdp_dynamo.comm import wire_kernels
+from fsdp_dynamo.core.accumulation import REDUCES
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed
@@ -27,6 +28,8 @@ from fsdp_dynamo.dynamo.private_api import (
     changes_python_state,
     guarded,
     is_first_call,
+    is_graph_mode_active,
+    never_compiled_itself,
     refuse_without_orig_params,
     traced_mode,
     with_own_code,
@@ -153,8 +156,8 @@ class UnitModule(UserMethods):
                 build.cast_buffers(managed, unit.config.precision)
 
     def _fsdp_give_own_code(self) -> None:
-        run = getattr(type(self), self._fsdp_entry)
-        self.__dict__[self._fsdp_entry] = MethodType(with_own_code(run), self)
+        self._fsdp_codes = {REDUCES: with_own_code(getattr(type(self), self._fsdp_entry))}
+        self.__dict__[self._fsdp_entry] = MethodType(UnitModule._fsdp_enter, self)
 
     def _fsdp_share_shards(self) -> None:
         """Hand the shards to the graph path, whose inputs they are."""
@@ -173,6 +176,21 @@ class UnitModule(UserMethods):
             mark_shard(flat)
 
     # -- running ---------------------------------------------------------------------------------
+
+    @never_compiled_itself
+    def _fsdp_enter(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the outermost unit through the code object that has the graphs of this step.
+
+        Dynamo counts graphs by code object: all states of accumulation in one would multiply what
+        shapes and grad mode need, up to Dynamo's limit.
+        """
+        run = getattr(type(self), self._fsdp_entry)
+        if torch.compiler.is_dynamo_compiling():
+            return run(self, *args, **kwargs)
+        codes, state = self._fsdp_codes, self._fsdp_own_root.accumulation.state_in_graphs()
+        if state not in codes and is_graph_mode_active():
+            codes[state] = with_own_code(run)
+        return codes.get(state, codes[REDUCES])(self, *args, **kwargs)
 
     def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's module with its parameters unsharded."""
@@ -219,6 +237,8 @@ class UnitModule(UserMethods):
         inputs: Inputs = self._fsdp_graph_inputs
         if self._fsdp_full_precision_in_eval and not self.training:
             inputs = self._fsdp_full_graph_inputs
+        if not torch.is_grad_enabled():
+            return inputs
         if not accumulation.sync and not self._fsdp_own_unit.settings.reduces:
             return [(*t[:3], c) for t, c in zip(inputs, self._fsdp_carriers)]  # noqa: B905  # traced
         if accumulation.has_sums and is_first_call(self._fsdp_unit_key):  # a sum is added once

@@ -498,19 +498,24 @@ def test_conversions_and_replaced_gradients(ranks: RankPool) -> None:
 
 
 class _Twice(nn.Module):
-    """A model whose unit runs twice in one forward."""
+    """A model whose unit runs twice in one forward, the first time with gradients or without."""
 
-    def __init__(self) -> None:
+    def __init__(self, grad_first: bool) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(3, 3))
         self.head = nn.Linear(3, 1)
+        self.grad_first = grad_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.block(x)))
+        with torch.set_grad_enabled(self.grad_first):
+            x = self.block(x)
+        return self.head(self.block(x))
 
 
-def _sum_of_a_unit_called_twice(rank: int, world_size: int, mode: str) -> list[Any]:
-    plain = DistributedDataParallel(_Twice())
+def _sum_of_a_unit_called_twice(
+    rank: int, world_size: int, mode: str, grad_first: bool
+) -> list[Any]:
+    plain = DistributedDataParallel(_Twice(grad_first))
     wrapped = FSDP(copy.deepcopy(plain.module), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     model = in_mode(wrapped, mode)
     for one, whole in ((plain, plain), (model, wrapped)):
@@ -521,9 +526,12 @@ def _sum_of_a_unit_called_twice(rank: int, world_size: int, mode: str) -> list[A
         return [[p.grad.tolist() for p in one.parameters()] for one in (plain, wrapped)]
 
 
+@pytest.mark.parametrize("grad_first", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_sum_of_a_unit_called_twice_is_added_once(ranks: RankPool, mode: str) -> None:
-    for expected, got in ranks.run(_sum_of_a_unit_called_twice, 2, mode):
+def test_the_sum_of_a_unit_called_twice_is_added_once(
+    ranks: RankPool, mode: str, grad_first: bool
+) -> None:
+    for expected, got in ranks.run(_sum_of_a_unit_called_twice, 2, mode, grad_first):
         torch.testing.assert_close(
             [torch.tensor(g) for g in got], [torch.tensor(g) for g in expected]
         )

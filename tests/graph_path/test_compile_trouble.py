@@ -6,13 +6,26 @@ import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import Block, Transformer, batch, loss_of, make_transformer, train, wrap
+from loops import classification_loss, examples, make_classifier, shard
+from models import (
+    DOORS,
+    Block,
+    Transformer,
+    average_gradients,
+    batch,
+    loss_of,
+    make_transformer,
+    train,
+    wrap,
+)
 from modes import in_mode
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -20,6 +33,7 @@ from fsdp_dynamo import (
     FSDP,
     FSDPValueError,
     RankFailedError,
+    fully_shard,
     limit_recompiles,
     record_events,
     warmup,
@@ -156,6 +170,64 @@ def test_units_that_break_go_on(ranks: RankPool) -> None:
         assert reductions == {"": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
 
 
+# -- accumulation and evaluation -------------------------------------------------------------------
+
+_GROUPS = ((4, 4), (4, 3), (1, 1), (3,))
+"""Sizes of the batches whose gradients are summed; the last group is odd."""
+
+
+def _train_and_evaluate(
+    model: nn.Module, whole: nn.Module, rank: int, finish: Callable[[], None] = lambda: None
+) -> tuple[list[float], int]:
+    """Two epochs of SGD steps that accumulate, with evaluations in every state of it.
+
+    Args:
+        model: compiled.
+        whole: what was compiled.
+        rank: of the batches.
+        finish: called before a step.
+
+    Returns:
+        Losses, and the number of graphs that the second epoch added.
+    """
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    losses, graphs = [], []
+    for _ in range(2):
+        for sizes in _GROUPS:
+            for number, size in enumerate(sizes, 1):
+                whole.require_backward_grad_sync = number == len(sizes)
+                loss = classification_loss(model, examples(rank, number, size))
+                (loss / len(sizes)).backward()
+                with torch.no_grad():
+                    losses.append(classification_loss(model, examples(rank, 9, size)).item())
+            finish()
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(_num_graphs())
+    return losses, graphs[1] - graphs[0]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_accumulation_needs_no_higher_limit(rank: int, door: str) -> None:
+    """Each of its states may have as many graphs as the model needs without accumulation."""
+    plain = make_classifier()
+    before = _num_graphs()
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    expected, _ = _train_and_evaluate(compiled, plain, rank, partial(average_gradients, plain))
+    num_plain = _num_graphs() - before
+
+    whole = make_classifier()
+    if door == "wrapper":
+        whole = shard(whole)
+    else:
+        fully_shard(whole, policy=ModuleWrapPolicy({nn.Sequential}))
+    with torch._dynamo.config.patch(recompile_limit=num_plain):
+        losses, more = _train_and_evaluate(in_mode(whole, "graph"), whole, rank)
+    assert losses == pytest.approx(expected, rel=1e-5)  # also of the steps before
+    assert more == 0
+
+
 # -- recompilations --------------------------------------------------------------------------------
 
 
@@ -169,12 +241,13 @@ class _Changing(Transformer):
 
 
 def _beyond_the_limit(
-    rank: int, world_size: int, mode: str
+    rank: int, world_size: int, mode: str, sync: bool = True
 ) -> tuple[list[float], list[float], str]:
     def run(mode: str) -> tuple[list[float], str]:
         torch.manual_seed(7)
         wrapped = FSDP(_Changing(num_blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}))
         model = in_mode(wrapped, mode)
+        wrapped.require_backward_grad_sync = sync
         losses = []
         for step in range(4):
             wrapped.module.kind = f"a{step}"
@@ -195,8 +268,9 @@ def test_beyond_the_recompile_limit(ranks: RankPool) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_beyond_the_recompile_limit_of_a_whole_graph(ranks: RankPool) -> None:
-    for expected, losses, error in ranks.run(_beyond_the_limit, 2, "graph"):
+@pytest.mark.parametrize("sync", [True, False])
+def test_beyond_the_recompile_limit_of_a_whole_graph(ranks: RankPool, sync: bool) -> None:
+    for expected, losses, error in ranks.run(_beyond_the_limit, 2, "graph", sync):
         assert error.startswith("FailOnRecompileLimitHit: ")
         assert losses == pytest.approx(expected[:2], rel=1e-5)
 

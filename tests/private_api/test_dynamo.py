@@ -350,6 +350,33 @@ def test_a_backend_can_be_let_go() -> None:
 
 
 @pytest.mark.private(
+    "torch._dynamo.eval_frame.skip_code",
+    need="a frame that chooses the code object of the next one, so that each state of accumulation "
+    "has Dynamo's limit of graphs for itself; torch.compiler.disable would refuse to be traced",
+    instead="users raise torch._dynamo.config.recompile_limit where they accumulate gradients",
+)
+def test_a_skipped_frame_chooses_who_is_compiled() -> None:
+    from torch._dynamo.eval_frame import skip_code
+
+    first, second = _with_own_code(_plus_one), _with_own_code(_plus_one)
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        return first(x) if len(x) > 1 else second(x)
+
+    skip_code(choose.__code__)
+    backend = Recorder()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(choose, backend=backend, fullgraph=True)
+        for x in (X, X[:1]):
+            assert torch.equal(compiled(x), x + 1)
+    assert len(backend.graphs) == 2
+
+    traced = torch.compile(lambda x: choose(x) * 2, backend=backend, fullgraph=True)
+    assert torch.equal(traced(X), (X + 1) * 2)
+    assert len(backend.graphs) == 3
+
+
+@pytest.mark.private(
     "torch._C._dynamo.eval_frame.reset_code",
     need="compiled code that goes with the model: Dynamo keeps it by code object, and keeps that",
     instead="nothing: compiled code of models that are gone stays until torch.compiler.reset()",
