@@ -7,7 +7,7 @@ forward, and either taken into the shard or refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class ModuleParameters:
         self._has_parallel = any(original.parallel is not None for original in originals)
         self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
-        self._has_views = False
+        self._views: Sequence[torch.Tensor] = ()  # that modules see now
+        self._stood_in_for: Sequence[torch.Tensor] | None = None
         self.is_summoned = self.is_whole = False
         self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
         self._times_noted = 0
@@ -83,11 +84,30 @@ class ModuleParameters:
                     found is not original.param
                     and found is not view
                     and found is not original.held
-                    and not self._has_views
+                    and not self._views
                 ):
                     self._put_since.append((module, name, found))
                 module._parameters[name] = view  # type: ignore[assignment]
-        self._has_views = True
+        self._views = views
+
+    def show_stand_ins(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let modules that hold views hold other tensors, until ``hide_stand_ins``."""
+        if self._views and self._stood_in_for is None:
+            self._stood_in_for = self._views
+            self._exchange([of(view) for view in self._views])
+
+    def hide_stand_ins(self) -> None:
+        """Let modules hold the views again."""
+        if self._stood_in_for is not None:
+            self._exchange(self._stood_in_for)
+            self._stood_in_for = None
+
+    def _exchange(self, views: Sequence[torch.Tensor]) -> None:
+        for original, held, view in zip(self._originals, self._views, views, strict=True):
+            for module, name, _ in original.sites:
+                if module._parameters.get(name) is held:  # the user may have put another there
+                    module._parameters[name] = view  # type: ignore[assignment]
+        self._views = views
 
     def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
         """Let modules hold whole, plain parameters in place of DTensors, to be read."""
@@ -128,7 +148,7 @@ class ModuleParameters:
 
     def unset_views(self) -> None:
         """Put the original parameters back."""
-        if not self._has_views:
+        if not self._views:
             return
         for original in self._originals:
             for module, name, _ in original.sites:
@@ -136,7 +156,7 @@ class ModuleParameters:
         for module, name, param in self._put_since:
             module._parameters[name] = param
         self._put_since = []
-        self._has_views = False
+        self._views, self._stood_in_for = (), None
 
     @torch.no_grad()
     def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
@@ -192,7 +212,7 @@ class ModuleParameters:
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
-        if self._has_views or (self.are_as_left() and not self.lacking):
+        if self._views or (self.are_as_left() and not self.lacking):
             return
         self.write_back()
         self.require_values()
@@ -226,7 +246,7 @@ class ModuleParameters:
 
     def require_gathered_values(self) -> None:
         """Raise if an original was given other values since they were gathered."""
-        if self._has_views or self.are_as_left():
+        if self._views or self.are_as_left():
             return
         for index in self._replaced():
             got = "other values after they were gathered"
@@ -245,7 +265,7 @@ class ModuleParameters:
                 several places; what ``hide_gathered`` raises.
         """
         self.hide_gathered()
-        if not (self._has_views or self.is_summoned):
+        if not (self._views or self.is_summoned):
             self._take(self._replaced())
 
     @torch.no_grad()

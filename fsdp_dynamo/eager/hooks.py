@@ -22,6 +22,7 @@ from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, 
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import explained, hint_at_use_outside, used_outside
+from fsdp_dynamo.eager.views_while_traced import ViewsWhileTraced, shared_inputs
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
@@ -51,7 +52,8 @@ def run_unit(
         # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
         # its views already.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        return cast_output(unit.output_dtype, body(*args, **kwargs))
+        with ViewsWhileTraced(unit):
+            return cast_output(unit.output_dtype, body(*args, **kwargs))
     if is_in_reverse_mode() and unit.flats:
         raise _reverse_mode_error(unit)
     outermost = root.is_outside
@@ -64,14 +66,14 @@ def run_unit(
         raise
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        with profiler_range("forward", unit.fqn):
+        with profiler_range("forward", unit.fqn), ViewsWhileTraced(unit):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
         output = _in_memory_of_its_own(unit, output)
     except BaseException as error:
-        outside = used_outside(error, run_unit.__code__)
+        cause = used_outside(error, run_unit.__code__) or shared_inputs(error, unit.fqn)
         root.fail_forward(unit)
-        if outside is not None:
-            raise outside from error
+        if cause is not None:
+            raise cause from error
         raise
     with outside_transforms():
         root.post_forward(unit, call, module)

@@ -44,6 +44,7 @@ from fsdp_dynamo.graph_path.inductor import (
 )
 from fsdp_dynamo.graph_path.kernel_builds import built_together
 from fsdp_dynamo.graph_path.lowering import lower_to_functions
+from fsdp_dynamo.graph_path.operator_inputs import copy_shared_inputs
 from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
@@ -96,6 +97,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     parsed = GraphOptions.parse(options)
     refuse_writes_before_gathers(gm)
     share_unshards(gm)
+    copy_shared_inputs(gm)
     if parsed.regions:
         report = outline_regions(gm)
         _log.info("%s", report.text())

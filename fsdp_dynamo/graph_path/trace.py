@@ -25,7 +25,7 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.graph_path.traced_unit import constants_of
-from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, UNSHARD
+from fsdp_dynamo.graph_path.unshard_operators import PARAMETERS, UNSHARD
 from graph_passes.markers import BODY, UNIT
 
 
@@ -144,7 +144,7 @@ def traced_forward(
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
         views = []
         for flat, layout in zip(unsharded, layouts):  # noqa: B905  # traced by Dynamo
-            views.extend(PARAMETER_VIEWS(flat, layout))
+            views.extend(PARAMETERS(flat, layout))
         for i, split in splits:
             views[i] = split.as_dtensor(views[i])
         paths, holders, parameters, positions = places

@@ -6,6 +6,9 @@ the graph, sees what they are made of::
     unshard          -> all_gather -> wait, and in the backward reduce_scatter -> wait
     parameter_views  -> split -> view ...
 
+While Dynamo traces, ``parameters`` stands for ``parameter_views``: operators with bodies refuse
+inputs that share a storage (``operator_inputs``).
+
 Every collective is marked where it is made. The constants of a unit are arguments, as text, so
 that they are part of every key of the graph.
 """
@@ -223,6 +226,16 @@ def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tenso
         return [cut[piece].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def parameters(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
+    """The parameters, each in a storage of its own.
+
+    Args:
+        unsharded: as of ``parameter_views``.
+        constants: as of ``parameter_views``.
+    """
+    return [view.clone() for view in parameter_views(unsharded, constants)]
+
+
 _library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
 for _function, _schema in (
     (
@@ -230,6 +243,7 @@ for _function, _schema in (
         "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? carrier, str constants)"
         " -> Tensor",
     ),
+    (parameters, "(Tensor unsharded, str constants) -> Tensor[]"),
     (parameter_views, "(Tensor(a) unsharded, str constants) -> Tensor(a)[]"),
 ):
     _library.define(_function.__name__ + _schema)
@@ -238,6 +252,7 @@ for _function, _schema in (
     _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
 
 UNSHARD = torch.ops.fsdp_dynamo.unshard.default
+PARAMETERS = torch.ops.fsdp_dynamo.parameters.default
 PARAMETER_VIEWS = torch.ops.fsdp_dynamo.parameter_views.default
 
 
@@ -303,7 +318,7 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
 
 
 def unsharded_behind(node: fx.Node) -> fx.Node | None:
-    """The unsharded flat parameter that a node of such a graph is, or of which it is a view."""
-    if node.target is operator.getitem and node.all_input_nodes[0].target is PARAMETER_VIEWS:
+    """The unsharded flat parameter that a node of such a graph is, or that it is a parameter of."""
+    if node.target is operator.getitem and node.all_input_nodes[0].target is PARAMETERS:
         return node.all_input_nodes[0].all_input_nodes[0]
     return node if node.target is UNSHARD else None

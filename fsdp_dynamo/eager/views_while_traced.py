@@ -1,0 +1,100 @@
+"""Parameter views while Dynamo traces code of a unit's forward: no two share a storage.
+
+Operators with bodies (``torch.cond``, ``scan``, ``nested_compile_region``) refuse inputs that share
+a storage, and Dynamo makes an input of everything that a body reads. So Dynamo sees stand-ins,
+which are in the memory of the views but have storages of their own. They go when the
+trace ends: compiled code finds the views where it looks for inputs, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.errors import UnsupportedError, unit_name
+from fsdp_dynamo.untraced import untraced
+
+_UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
+
+
+class ViewsWhileTraced:
+    """A context in which Dynamo sees stand-ins for a unit's views.
+
+    Args:
+        unit: its views are shown.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._shown = [flat.module_parameters for flat in unit.flats]
+        self._thread = get_ident()
+
+    def __enter__(self) -> None:
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ValueError):  # torch.compiler.reset() has forgotten both
+            callback_handler.remove_start_callback(self._begin)
+            callback_handler.remove_end_callback(self._end)
+
+    @untraced(_UNDER_LOCK)
+    def _begin(self, args: CallbackArgs) -> None:
+        # While another thread compiles, this one computes, and saves views for the backward. A
+        # stand-in that is saved would not see the second gather.
+        if args.callback_trigger is CallbackTrigger.DYNAMO and get_ident() == self._thread:
+            for shown in self._shown:
+                shown.show_stand_ins(_stand_in_for)
+
+    @untraced(_UNDER_LOCK)
+    def _end(self, _: CallbackArgs) -> None:
+        if get_ident() == self._thread:
+            for shown in self._shown:
+                shown.hide_stand_ins()
+
+
+def _stand_in_for(view: torch.Tensor) -> torch.Tensor:
+    if type(view) is not torch.Tensor:  # of tensor parallelism
+        return view
+    with torch.inference_mode(False), torch.enable_grad():
+        stand_in: torch.Tensor = _StandIn.apply(view)  # type: ignore[no-untyped-call]
+    return stand_in
+
+
+class _StandIn(torch.autograd.Function):
+    """To Dynamo's guards the output is as the view: not a leaf, and as far into its storage."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        empty = torch.empty(0, dtype=view.dtype, device=view.device)
+        storage = view.untyped_storage()[:]
+        return empty.set_(storage, view.storage_offset(), view.shape, view.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
+    """What to raise from torch's error about inputs that share a storage; ``None`` for others.
+
+    Args:
+        error: of a unit's forward.
+        fqn: the unit's FQN.
+    """
+    if "Input-to-input aliasing" not in str(error):
+        return None
+    return UnsupportedError(
+        expected="inputs of an operator with bodies (torch.cond, scan) that share no storage",
+        got="tensors that do, as the unit's parameters, or views of them, read before the call",
+        where=unit_name(fqn),
+        fix="Read parameters in the operator's body (self.weight, or a call of a module), or pass "
+        "a clone() of each.",
+    )
+
+
+__all__ = ["ViewsWhileTraced", "shared_inputs"]
