@@ -66,6 +66,7 @@ def run_unit(
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with profiler_range("forward", unit.fqn):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
+        unit.require_kept_views()
         output = _in_memory_of_its_own(unit, output)
     except BaseException as error:
         outside = used_outside(error, run_unit.__code__)
