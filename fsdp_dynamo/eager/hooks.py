@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.dynamo.private_api import with_side_effects
+from fsdp_dynamo.dynamo.private_api import refuse_tracers, with_side_effects
 from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
@@ -55,6 +55,8 @@ def run_unit(
     if is_in_reverse_mode() and unit.flats:
         raise _reverse_mode_error(unit)
     outermost = root.is_outside
+    if outermost:
+        refuse_tracers()
     try:
         with outside_transforms():
             call = root.pre_forward(unit)
