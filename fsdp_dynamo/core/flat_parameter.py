@@ -48,7 +48,7 @@ from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
-from fsdp_dynamo.core.module_parameters import ModuleParameters, set_readable
+from fsdp_dynamo.core.module_parameters import ModuleParameters, note_version, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.row_dtensor import Placing
 from fsdp_dynamo.core.rows import rows_in
@@ -373,6 +373,7 @@ class FlatParameter:
 
     def make_views(self) -> list[torch.Tensor]:
         """One view of the unsharded flat parameter for each original parameter."""
+        note_version(self.unsharded)
         return self.layout.split(self.unsharded)
 
     def point_originals_to_shard(self) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
+from fsdp_dynamo.untraced import untraced
 
 UNREADABLE = 1 << 30
 """Added to the version of a tensor while its memory holds no parameters."""
@@ -33,6 +37,7 @@ class ModuleParameters:
     Attributes:
         lacking: indices of originals that have no values yet: they stay on the meta device.
         frozen: indices of originals that are not trained, as of the last forward.
+        views: what modules see in place of the originals; empty if they see these.
         is_summoned: whether the originals are whole on the user's request, on some rank at least.
         is_whole: whether they are on this rank.
         paths: of its unit, for messages.
@@ -43,7 +48,7 @@ class ModuleParameters:
         self._has_parallel = any(original.parallel is not None for original in originals)
         self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
-        self._views: Sequence[torch.Tensor] = ()  # that modules see now
+        self.views: Sequence[torch.Tensor] = ()
         self._stood_in_for: Sequence[torch.Tensor] | None = None
         self.is_summoned = self.is_whole = False
         self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
@@ -84,17 +89,20 @@ class ModuleParameters:
                     found is not original.param
                     and found is not view
                     and found is not original.held
-                    and not self._views
+                    and not self.views
                 ):
                     self._put_since.append((module, name, found))
-                module._parameters[name] = view  # type: ignore[assignment]
-        self._views = views
+                if found is None:
+                    _put(module, name, view)
+                else:
+                    module._parameters[name] = view  # type: ignore[assignment]
+        self.views = views
 
     def show_stand_ins(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let modules that hold views hold other tensors, until ``hide_stand_ins``."""
-        if self._views and self._stood_in_for is None:
-            self._stood_in_for = self._views
-            self._exchange([of(view) for view in self._views])
+        if self.views and self._stood_in_for is None:
+            self._stood_in_for = self.views
+            self._exchange([of(view) for view in self.views])
 
     def hide_stand_ins(self) -> None:
         """Let modules hold the views again."""
@@ -103,11 +111,29 @@ class ModuleParameters:
             self._stood_in_for = None
 
     def _exchange(self, views: Sequence[torch.Tensor]) -> None:
-        for original, held, view in zip(self._originals, self._views, views, strict=True):
+        for original, held, view in zip(self._originals, self.views, views, strict=True):
             for module, name, _ in original.sites:
                 if module._parameters.get(name) is held:  # the user may have put another there
                     module._parameters[name] = view  # type: ignore[assignment]
-        self._views = views
+        self.views = views
+
+    def require_kept_views(self) -> None:
+        """Raise at the end of a forward that has not put its parameters back.
+
+        Raises:
+            FSDPStateError: names one that is gone, or has a new value.
+        """
+        for original, view in zip(self._originals, self.views, strict=False):
+            for module, name, _ in original.sites:
+                if name in module._parameters or (_has(module, name) and not _was_moved(view)):
+                    continue
+                raise FSDPStateError(
+                    expected="parameters of a unit left in place by its forward",
+                    got="a new value, which would be lost" if _has(module, name) else "none there",
+                    where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
+                    fix="Register parametrizations before wrapping, or remove them in the forward "
+                    "that registers them, with leave_parametrized=False.",
+                )
 
     def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
         """Let modules hold whole, plain parameters in place of DTensors, to be read."""
@@ -148,15 +174,18 @@ class ModuleParameters:
 
     def unset_views(self) -> None:
         """Put the original parameters back."""
-        if not self._views:
+        if not self.views:
             return
         for original in self._originals:
             for module, name, _ in original.sites:
-                module._parameters[name] = original.param
+                if name in module._parameters:
+                    module._parameters[name] = original.param
+                elif _has(module, name):  # or the next forward raises
+                    _put(module, name, original.param)
         for module, name, param in self._put_since:
             module._parameters[name] = param
         self._put_since = []
-        self._views, self._stood_in_for = (), None
+        self.views, self._stood_in_for = (), None
 
     @torch.no_grad()
     def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
@@ -212,7 +241,7 @@ class ModuleParameters:
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
-        if self._views or (self.are_as_left() and not self.lacking):
+        if self.views or (self.are_as_left() and not self.lacking):
             return
         self.write_back()
         self.require_values()
@@ -246,7 +275,7 @@ class ModuleParameters:
 
     def require_gathered_values(self) -> None:
         """Raise if an original was given other values since they were gathered."""
-        if self._views or self.are_as_left():
+        if self.views or self.are_as_left():
             return
         for index in self._replaced():
             got = "other values after they were gathered"
@@ -265,7 +294,7 @@ class ModuleParameters:
                 several places; what ``hide_gathered`` raises.
         """
         self.hide_gathered()
-        if not (self._views or self.is_summoned):
+        if not (self.views or self.is_summoned):
             self._take(self._replaced())
 
     @torch.no_grad()
@@ -366,7 +395,58 @@ class ModuleParameters:
         return self._parts[0].dtype
 
 
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module holds a parameter or what the forward has put in its place.
+
+    ``remove_parametrizations`` makes a buffer of a view, and an assignment a plain attribute.
+    """
+    return name in module._parameters or name in module._buffers or name in module.__dict__
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Put a tensor in the place of a parameter, which is in one of the tables of ``_has``."""
+    module._parameters[name] = tensor  # type: ignore[assignment]
+    module._buffers.pop(name, None)
+    module.__dict__.pop(name, None)
+
+
+def _was_moved(view: torch.Tensor) -> bool:
+    """Whether ``set_()`` has given a view other memory."""
+    base = view._base
+    return (
+        base is not None and view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+    )
+
+
 def set_readable(tensor: torch.Tensor, readable: bool) -> None:
     """Let autograd unpack what it has saved of a tensor, or refuse to."""
     version = tensor._version % UNREADABLE
     _set_versions((tensor,), (version if readable else version + UNREADABLE,))
+
+
+def note_version(unsharded: torch.Tensor) -> None:
+    """Note the version of a buffer of which views are made, before a parametrization raises it."""
+    setattr(unsharded, _NOTED, unsharded._version)
+
+
+_NOTED = "_fsdp_dynamo_version"
+
+
+def let_forwards_register_parametrizations() -> RemovableHandle:
+    """Let parametrizations be registered on views, until the handle is removed."""
+    return register_module_buffer_registration_hook(_buffer_registered)
+
+
+@untraced("Dynamo traces no registration of a parametrization")
+def _buffer_registered(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Put the version of a buffer back when a parametrization has been registered on a view of it.
+
+    It has called ``set_()`` on the view, with itself. That writes nothing, but counts as a write,
+    after which autograd refuses all views of the buffer.
+    """
+    base = None if tensor is None else tensor._base
+    if base is None or type(module) is not ParametrizationList:
+        return
+    noted = getattr(base, _NOTED, None)
+    if noted is not None and base._version == noted + 1:
+        _set_versions((base,), (noted,))

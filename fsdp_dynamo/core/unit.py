@@ -468,6 +468,11 @@ class Unit:
 
     # -- views -----------------------------------------------------------------------------
 
+    def require_kept_views(self) -> None:
+        """Raise at the end of a forward that has not put its parameters back."""
+        for flat in self.flats:
+            flat.module_parameters.require_kept_views()
+
     def use_sharded_views(self) -> None:
         """Put the original parameters back."""
         for flat in self.flats:

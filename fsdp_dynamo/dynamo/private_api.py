@@ -15,7 +15,8 @@ code is shared), ``cached_backends`` (to let go of such an object with what it c
 ``invoke_subgraph.gen_schema`` (torch traces a region's body again at each of its calls, in search
 of mutations, and keeps no result), ``OptimizedModule._load_from_state_dict`` (a compiled wrapper's
 state dict has plain names, so it must also load them; there is no hook on a class),
-``compiled_autograd.in_compiled_autograd_region`` (whether a backward runs in a graph of its own).
+``compiled_autograd.in_compiled_autograd_region`` (whether a backward runs in a graph of its own),
+``is_fx_symbolic_tracing`` (whether ``torch.fx`` traces a sharded model).
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from torch._dynamo.eval_frame import (
 )
 from torch._dynamo.exc import PackageError
 from torch._guards import TracingContext
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.untraced import Function
 
 GRAPH_MODE = "graph"
@@ -68,6 +70,32 @@ _keys: dict[int, int] = {}  # of the backends that are alive, by id
 def in_compiled_autograd() -> bool:
     """Whether hooks and backwards are called by a graph that torch has made of a backward."""
     return torch._dynamo.compiled_autograd.in_compiled_autograd_region
+
+
+def refuse_tracers() -> None:
+    """Raise if something other than Dynamo makes a program of a sharded model.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    if torch.compiler.is_exporting():
+        raise tracer_error("torch.export")
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise tracer_error("torch.jit.trace")
+    if is_fx_symbolic_tracing():
+        raise tracer_error("torch.fx")
+
+
+def tracer_error(tracer: str) -> UnsupportedError:
+    """The error of a program that is to be made of a sharded model."""
+    return UnsupportedError(
+        expected="an unsharded model to make a program of",
+        got="one whose parameters are sharded, and gathered by hooks",
+        where=tracer,
+        fix="Build the model anew without sharding it, and load into it what "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict returns, which all ranks call.",
+    )
 
 
 def declare_mode(backend: Backend, mode: str) -> None:
@@ -134,7 +162,8 @@ def traced_mode() -> tuple[str, int]:
     around it ended at this call, which takes what no node can (a dataclass, say).
 
     Raises:
-        CompileRefusedError: for ``fullgraph=True`` with a backend that knows nothing of units.
+        CompileRefusedError: for ``fullgraph=True`` with a backend that knows nothing of units, or
+            ``torch.export``.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -143,6 +172,8 @@ def traced_mode() -> tuple[str, int]:
     mode = mode_of(backend)
     if mode == LEAF_MODE and len(TracingContext.extract_stack()) == 1:
         mode = HOOKS_MODE
+    if torch.compiler.is_exporting():
+        raise CompileRefusedError(*tracer_error("torch.export").args)
     if mode == HOOKS_MODE and translator.one_graph:
         raise CompileRefusedError(
             expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',

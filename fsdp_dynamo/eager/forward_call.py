@@ -100,8 +100,10 @@ def begin_call(
             after = position + len(flat.originals)
             views = list(tracked[position:after])
             position = after
-            for index in flat.module_parameters.frozen:
-                views[index] = views[index].detach()
+            if flat.module_parameters.frozen:
+                untracked = flat.make_views()
+                for index in flat.module_parameters.frozen:
+                    views[index] = untracked[index]
         else:
             views = flat.make_views()
         views = flat.module_parameters.as_parallel(views)

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.dynamo.private_api import with_side_effects
+from fsdp_dynamo.dynamo.private_api import refuse_tracers, with_side_effects
 from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
@@ -57,6 +57,8 @@ def run_unit(
     if is_in_reverse_mode() and unit.flats:
         raise _reverse_mode_error(unit)
     outermost = root.is_outside
+    if outermost:
+        refuse_tracers()
     try:
         with outside_transforms():
             call = root.pre_forward(unit)
@@ -68,6 +70,7 @@ def run_unit(
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with profiler_range("forward", unit.fqn), ViewsWhileTraced(unit):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
+        unit.require_kept_views()
         output = _in_memory_of_its_own(unit, output)
     except BaseException as error:
         cause = used_outside(error, run_unit.__code__) or shared_inputs(error, unit.fqn)

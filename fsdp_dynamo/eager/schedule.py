@@ -16,12 +16,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
+from fsdp_dynamo.core.module_parameters import let_forwards_register_parametrizations
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
@@ -61,6 +63,7 @@ class Root:
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.ends_backward_by_hand = False
         self._depth = 0
+        self._hook: RemovableHandle | None = None  # for parametrizations, while units run
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs
         self._stays_unsharded = False  # for the backward of such a graph
@@ -200,6 +203,7 @@ class Root:
         if self._needs_planner is not None:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
+        self._hook = let_forwards_register_parametrizations()
         self.execution_order.begin()
         if self.trained is not None:
             self.note_trained()
@@ -214,6 +218,7 @@ class Root:
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
+        self._remove_hook()
         self._in_a_row.end()
         root = self.units[0]
         self.secondary.end_forward()
@@ -333,6 +338,7 @@ class Root:
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
+        self._hook = let_forwards_register_parametrizations()
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
         self._stays_unsharded |= self._creates_graph
         self._backward_id += 1
@@ -362,6 +368,12 @@ class Root:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
+        self._remove_hook()
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gathers that the user wants, or of what ended before in the forward."""
@@ -420,6 +432,7 @@ class Root:
         self.execution_order.begin()
         self._depth = 0
         self.machine.reset()
+        self._remove_hook()
 
     def recover(self) -> None:
         """Reset if a backward raised: the engine then never called ``_end_backward``."""

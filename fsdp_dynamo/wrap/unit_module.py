@@ -30,8 +30,10 @@ from fsdp_dynamo.dynamo.private_api import (
     is_first_call,
     is_graph_mode_active,
     never_compiled_itself,
+    refuse_tracers,
     refuse_without_orig_params,
     traced_mode,
+    tracer_error,
     with_own_code,
 )
 from fsdp_dynamo.eager import hooks
@@ -324,6 +326,10 @@ class UnitModule(UserMethods):
             "copy.deepcopy(model) makes a copy.",
         )
 
+    def __prepare_scriptable__(self) -> Any:
+        """Raise where ``torch.jit.script``, which asks for it first, compiles the module."""
+        raise tracer_error("torch.jit.script")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own in the same process groups; compiled code is not copied."""
         for unit in self._fsdp_root.units:
@@ -374,6 +380,8 @@ class UnitModule(UserMethods):
             remove_duplicate: as in ``nn.Module``.
         """
         self._fsdp_own_root.recover()
+        if not prefix:  # torch.fx asks, and may then trace the forward without the unit's hooks
+            refuse_tracers()
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield module_tree.plain_fqn(name), module
 

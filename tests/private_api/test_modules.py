@@ -820,3 +820,22 @@ def test_metadata_of_a_state_dict_begin_with_the_module_called() -> None:
     for module, first in ((model, ""), (model[0], ""), (model[0][0], "")):
         assert next(iter(module.state_dict()._metadata)) == first
     assert next(iter(model[0].state_dict(prefix="0.")._metadata)) == "0"
+
+
+@pytest.mark.private(
+    "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
+    need="an error where torch.fx traces a sharded model: it may call none of the unit's hooks",
+    instead="a search for torch.fx.Proxy among the inputs, which misses a model of one unit",
+)
+def test_torch_fx_asks_a_model_for_its_modules_while_it_traces() -> None:
+    seen = []
+
+    class _Asked(nn.Linear):
+        def named_modules(self, *arguments: Any, **named: Any) -> Any:
+            seen.append(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
+            return super().named_modules(*arguments, **named)
+
+    model = _Asked(2, 2)
+    torch.fx.symbolic_trace(model)
+    assert seen[0] is True
+    assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing()

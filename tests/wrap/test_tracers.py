@@ -1,0 +1,57 @@
+"""What makes a program of a model, other than Dynamo, on a sharded one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import different, whole_gradients
+from pool import on_ranks
+from torch import nn
+
+from fsdp_dynamo import FSDP, FSDPError, fully_shard
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
+
+X = torch.ones(3, 4)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+TRACERS: dict[str, Callable[[nn.Module], Any]] = {
+    "export": lambda model: torch.export.export(model, (X,)),
+    "strict export": lambda model: torch.export.export(model, (X,), strict=True),
+    "jit.trace": lambda model: torch.jit.trace(model, (X,)),
+    "jit.script": torch.jit.script,
+    "fx": torch.fx.symbolic_trace,
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard", "one unit"])
+@on_ranks(2)
+def test_an_error_and_training_goes_on(rank: int, door: str, tracer: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Block(), nn.Linear(4, 4))
+    model: Any = copy.deepcopy(plain)
+    policy = None if door == "one unit" else ModuleWrapPolicy({_Block})
+    if door == "wrapper":
+        model = FSDP(model, auto_wrap_policy=policy)
+    else:
+        fully_shard(model, policy=policy)
+    for _ in range(2):
+        with pytest.raises(FSDPError, match="get_model_state_dict"):
+            TRACERS[tracer](model)
+        for call in (plain, model):
+            call(X).square().sum().backward()
+        grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        assert different(whole_gradients(model), grads) == []
