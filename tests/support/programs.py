@@ -67,8 +67,8 @@ def draw(seed: int) -> Program:
 
 def _draw_units(rng: random.Random) -> Program:
     """Equal units, or almost, one after another, and steps between which numbers change."""
-    mode = rng.choice(["eager", "hooks", "hooks", "graph", "graph"])
     normed = rng.random() < 0.25
+    hooks = "hooks-inductor" if normed else "hooks"
     kinds = trees.NORMS if normed else ("linear", "norm", "scale")
     unit: Any = trees.Leaf(rng.choice(["linear", "linear", *kinds]), boundary=_unit_boundary(rng))
     if rng.random() < 0.3:
@@ -79,7 +79,12 @@ def _draw_units(rng: random.Random) -> Program:
     if rng.random() < 0.3:
         units[-1] = replace(units[-1], boundary=_unit_boundary(rng))
     ends = [trees.Leaf(rng.choice(["linear", "nothing", *kinds])) for _ in range(2)]
-    children = (trees.Leaf("linear"), ends[0], *units, ends[1])
+    linear, sine = trees.Leaf("linear"), trees.Leaf("nothing")
+    children: tuple[Any, ...] = (linear, ends[0], sine, *units, ends[1])
+    if normed:  # a segment of the root with a batch norm before each unit
+        before = (trees.Leaf("frozen batchnorm"), sine)
+        middle = [one for unit in units for one in (*before, unit)]
+        children = (linear, *middle, linear, sine, linear, sine)
     calls: list[Call] = []
     for step in range(3):
         forward = ("forward", rng.choice([0, 3]), 5)
@@ -90,9 +95,9 @@ def _draw_units(rng: random.Random) -> Program:
             calls.append(("forward_without_grad", *forward[1:]))
         calls += [forward, ("backward",), ("step",), ("zero_grad", rng.random() < 0.7)]
     return Program(
-        trees.Branch(children, residual=rng.random() < 0.2),
+        trees.Branch(children, rng.random() < 0.2),
         rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
-        "hooks-inductor" if normed and mode == "hooks" else mode,
+        rng.choice(["eager", hooks, hooks, "graph", "graph"]),
         not normed and rng.random() < 0.1,  # the reference's buffers would not be widened
         (*calls, ("state_dict",)),
         by_hand=rng.random() < 0.3,
