@@ -2,16 +2,19 @@
 
 A program is a random model with units in random places, and ten or more calls: steps,
 accumulation, evaluation, clipping, freezing, summoning, state dicts, checkpoints, copies, other
-batch sizes, and exceptions that are caught (``tests/support/programs.py``). Two in three have a
-theme: outputs that are views and change in place, losses on stored tensors, detached inputs,
-containers, values and ``requires_grad`` that change between forwards and backwards, teachers. Every
-output, gradient, norm and value is compared with those of one process that sees all ranks' batches,
-under SGD. A themed program may also end with an error of this package's own that comes before
-values or gradients change; how often each kind of behaviour ran, and was refused, is counted. A
-program that differs runs again in float64, to 1e-8 instead of 1e-4: what is the same there was
-rounding (a gradient that cancels, outputs that a rounding of the weights changes as much), and the
-record lists it apart. A program ends where the reference's outputs or gradients grow so large that
-its own rounding would show.
+batch sizes, and exceptions that are caught (``tests/support/programs.py``). One in three has equal
+units whose results depend on numbers and flags that change between steps, set by the user or by the
+root, units that fill lists and dicts, and batch norms, with Inductor in hooks mode
+(``tests/support/unit_kinds.py``). Of the others two in three have a theme: outputs that are views
+and change in place, losses on stored tensors, detached inputs, containers, values and
+``requires_grad`` that change between forwards and backwards, teachers. Every output, gradient, norm
+and value is compared with those of one process that sees all ranks' batches, under SGD. A themed
+program may also end with an error of this package's own that comes before values or gradients
+change; how often each kind of behaviour ran, and was refused, is counted. A program that differs
+runs again in float64, to 1e-8 instead of 1e-4: what is the same there was rounding (a gradient that
+cancels, outputs that a rounding of the weights changes as much), and the record lists it apart. A
+program ends where the reference's outputs or gradients grow so large that its own rounding would
+show.
 
     python benchmarks/campaigns/random_programs.py [--programs 2000] [--minutes 60] [--json FILE]
     python benchmarks/campaigns/random_programs.py --programs 1 --first SEED --shrink 100

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fsdp1_hooks import KINDS as HOOKS
-from module_trees import Branch, Leaf
+from module_trees import Boundary, Branch, Leaf
 
 Call = tuple[Any, ...]
 """Its name (a method of ``fsdp1_sides.Side``), and its arguments."""
@@ -301,10 +301,10 @@ def shrunk(program: Program) -> Iterator[Program]:
 
 def smaller_trees(tree: Any) -> Iterator[Any]:
     """Trees with one thing less."""
-    boundary = tree.boundary
-    for name in ("container", "view", "change", "stored", "detached"):
-        if getattr(boundary, name):
-            less = replace(boundary, **{name: False if name == "detached" else None})
+    boundary, plain_boundary = tree.boundary, Boundary()
+    for one in fields(boundary):
+        if getattr(boundary, one.name) != getattr(plain_boundary, one.name):
+            less = replace(boundary, **{one.name: getattr(plain_boundary, one.name)})
             yield replace(tree, boundary=less)
     if isinstance(tree, Leaf):
         plain = Leaf(tree.kind, tree.bias, wrapped=tree.wrapped, boundary=boundary)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import unit_kinds as kinds
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import register_pytree_node
@@ -28,6 +29,10 @@ class Boundary:
         change: the caller's in-place change of the output: ``add_`` or ``relu_``.
         stored: what the module stores as ``aux`` for the loss: ``mean`` or ``tensor``.
         detached: whether the caller detaches the input.
+        number: what the module computes with, a key of ``unit_kinds.NUMBERS``.
+        result: what it returns, a key of ``unit_kinds.RESULTS``.
+        set_by: who sets what those depend on, one of ``unit_kinds.SETTERS``.
+        fills: which container it fills, a key of ``unit_kinds.FILLS``.
     """
 
     container: str | None = None
@@ -35,6 +40,16 @@ class Boundary:
     change: str | None = None
     stored: str | None = None
     detached: bool = False
+    number: str | None = None
+    result: str | None = None
+    set_by: str = "own"
+    fills: str | None = None
+
+    def set(self, module: Any, i: int) -> None:
+        """Set what the module's result depends on."""
+        for table, name in ((kinds.NUMBERS, self.number), (kinds.RESULTS, self.result)):
+            if name is not None:
+                table[name][0](module, i)
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class Leaf:
     Attributes:
         kind: linear, norm, scale (a bare parameter), or nothing (a module without parameters);
             not drawn here: scalar (a parameter without dimensions), spare (one that no forward
-            uses), batchnorm, or buffer (a running mean, which is added).
+            uses), batchnorm, frozen batchnorm, or buffer (a running mean, which is added).
         bias: whether it has one.
         frozen: which of its parameters are: none, the weight, all.
         double: whether it computes in float64.
@@ -173,8 +188,10 @@ VIEWS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 """A view of a module's output, and its inverse."""
 
 
-def call(boundary: Boundary, module: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    """Call a module as its boundary says.
+def call(
+    boundary: Boundary, module: Callable[..., Any], x: torch.Tensor, *filled: Any
+) -> torch.Tensor:
+    """Call a module as its boundary says; the module may fill what is given besides.
 
     Returns:
         Its output, outside the container, in the shape of ``x``.
@@ -182,7 +199,8 @@ def call(boundary: Boundary, module: Callable[..., Any], x: torch.Tensor) -> tor
     x = x.detach() if boundary.detached else x
     extra = None
     if boundary.container is None:
-        y = module(x)
+        y = module(x, *filled)
+        y = y if boundary.result is None else kinds.of_result(y, x.dtype)
     else:
         pack, unpack = CONTAINERS[boundary.container]
         y, extra = unpack(module(pack(x, 0.25 * x)))
@@ -202,8 +220,9 @@ class _Node(nn.Module):
         super().__init__()
         self.wants_unit, self.boundary = tree.wrapped, tree.boundary
         self.aux: torch.Tensor | None = None
+        self.step = 0
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, given: Any, *filled: Any) -> Any:
         boundary, x = self.boundary, given
         if boundary.container is not None:
             pack, unpack = CONTAINERS[boundary.container]
@@ -213,6 +232,12 @@ class _Node(nn.Module):
         if boundary.stored is not None:
             self.aux = y.mean() if boundary.stored == "mean" else y
             y = y.sin()  # so that the loss reaches the module other than through its output
+        if boundary.number is not None:
+            y = kinds.NUMBERS[boundary.number][1](self, y)
+        if boundary.fills is not None:
+            y = kinds.FILLS[boundary.fills][1](self, filled, y)
+        if boundary.result is not None:
+            return kinds.RESULTS[boundary.result][1](self, y)
         shown = y if boundary.view is None else VIEWS[boundary.view][0](y)
         return shown if boundary.container is None else pack(shown, -0.25 * y)
 
@@ -220,13 +245,29 @@ class _Node(nn.Module):
         raise NotImplementedError
 
 
+def nodes_of(module: nn.Module) -> list[Any]:
+    """Modules of a tree's nodes."""
+    return [m for m in module.modules() if isinstance(m, _Node)]
+
+
 def take_stored(module: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules stored in their last forward; removes them."""
-    nodes = [m for m in module.modules() if isinstance(m, _Node) and m.aux is not None]
-    stored = [node.aux for node in nodes]
-    for node in nodes:
-        node.aux = None
+    stored = []
+    for node in nodes_of(module):
+        stored += [*([] if node.aux is None else [node.aux]), *node.seen]
+        node.aux, node.seen = None, []
     return stored
+
+
+def set_step(module: nn.Module, step: int) -> None:
+    """Set what results of modules depend on before a forward of a step."""
+    for i, node in enumerate(nodes_of(module)):
+        node.step = step
+        node.boundary.set(node, step + (0 if node.boundary.set_by == "common" else i))
+
+
+NORMS = ("batchnorm", "frozen batchnorm")
+"""Batch norms; the frozen one never uses statistics of a batch."""
 
 
 class LeafModule(_Node):
@@ -236,14 +277,14 @@ class LeafModule(_Node):
         dtype = torch.float64 if leaf.double else torch.float32
         if leaf.kind == "linear":
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype) / 2)
-        elif leaf.kind in ("norm", "scale", "spare", "batchnorm"):
+        elif leaf.kind in ("norm", "scale", "spare", *NORMS):
             self.weight = nn.Parameter(1 + torch.randn(WIDTH, dtype=dtype) / 4)
         elif leaf.kind == "scalar":
             self.weight = nn.Parameter(torch.tensor(1.25, dtype=dtype))
-        if leaf.kind in ("buffer", "batchnorm"):
+        if leaf.kind in ("buffer", *NORMS):
             self.register_buffer("mean", torch.randn(WIDTH, dtype=dtype) / 4)
             self.register_buffer("variance", torch.ones(WIDTH, dtype=dtype))
-        if leaf.bias and leaf.kind in ("linear", "norm", "batchnorm"):
+        if leaf.bias and leaf.kind in ("linear", "norm", *NORMS):
             self.bias = nn.Parameter(torch.randn(WIDTH, dtype=dtype) / 4)
         for name, param in self.named_parameters():
             param.requires_grad_(not (leaf.frozen == "all" or leaf.frozen == name))
@@ -263,10 +304,9 @@ class LeafModule(_Node):
             h = nn.functional.linear(h, self.weight, bias)
         elif self.leaf.kind == "norm":
             h = nn.functional.layer_norm(h, (WIDTH,), self.weight, bias)
-        elif self.leaf.kind == "batchnorm":
-            h = nn.functional.batch_norm(
-                h, self.mean, self.variance, self.weight, bias, self.training
-            )
+        elif self.leaf.kind in NORMS:
+            by_batch = self.training and self.leaf.kind == "batchnorm"
+            h = nn.functional.batch_norm(h, self.mean, self.variance, self.weight, bias, by_batch)
         else:
             h = h * self.weight
         return h.to(x.dtype)
@@ -279,11 +319,16 @@ class BranchModule(_Node):
         self.parts = nn.ModuleList(module_of(child) for child in branch.children)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
+        found: dict[type, Any] = {list: [], dict: {}}
         for _ in range(1 + self.branch.twice):
-            for child, part in zip(self.branch.children, self.parts, strict=True):
-                y = call(child.boundary, part, x)
+            for i, (child, part) in enumerate(zip(self.branch.children, self.parts, strict=True)):
+                boundary = child.boundary
+                if boundary.set_by == "caller":
+                    boundary.set(part.module if isinstance(part, FSDP) else part, i + self.step)
+                kind = None if boundary.fills is None else kinds.FILLS[boundary.fills][0]
+                y = call(boundary, part, x, *([] if kind is None else [found[kind]]))
                 x = x + y if self.branch.residual else y
-        return x
+        return kinds.of_filled(list(found.values()), x)
 
 
 def module_of(tree: Leaf | Branch) -> nn.Module:
@@ -294,6 +339,9 @@ def build(tree: Branch) -> nn.Module:
     """The module of a tree, with its weights tied as it says."""
     torch.manual_seed(0)
     module = module_of(tree)
+    config = kinds.Config()
+    for node in nodes_of(module):
+        kinds.init(node, config)
     leaves = [m for m in module.modules() if isinstance(m, LeafModule)]
     for i, leaf in enumerate(leaves):
         other = leaf.leaf.tied_to

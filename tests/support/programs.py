@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import module_trees as trees
 import torch
 import torch.distributed as dist
+import unit_kinds
 from fsdp1_programs import draw_branch, leaves_of, map_leaves, smaller_trees
 from modes import in_mode
 from torch import nn
@@ -59,7 +60,64 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed; two in three have a theme."""
+    """The program of a seed; one in three has units whose results depend on more than inputs."""
+    rng = random.Random(f"units {seed}")
+    return _draw_units(rng) if rng.random() < 1 / 3 else _draw_themes(seed)
+
+
+def _draw_units(rng: random.Random) -> Program:
+    """Equal units, or almost, one after another, and steps between which numbers change."""
+    normed = rng.random() < 0.25
+    hooks = "hooks-inductor" if normed else "hooks"
+    kinds = trees.NORMS if normed else ("linear", "norm", "scale")
+    unit: Any = trees.Leaf(rng.choice(["linear", "linear", *kinds]), boundary=_unit_boundary(rng))
+    if rng.random() < 0.3:
+        inner = trees.Leaf("linear", wrapped=rng.random() < 0.5, boundary=_unit_boundary(rng))
+        first = trees.Leaf(rng.choice(kinds))
+        unit = trees.Branch((first, inner), boundary=_unit_boundary(rng))
+    units = [replace(unit, wrapped=True)] * rng.choice([2, 3, 3, 4])
+    if rng.random() < 0.3:
+        units[-1] = replace(units[-1], boundary=_unit_boundary(rng))
+    ends = [trees.Leaf(rng.choice(["linear", "nothing", *kinds])) for _ in range(2)]
+    linear, sine = trees.Leaf("linear"), trees.Leaf("nothing")
+    children: tuple[Any, ...] = (linear, ends[0], sine, *units, ends[1])
+    if normed:  # a segment of the root with a batch norm before each unit
+        before = (trees.Leaf("frozen batchnorm"), sine)
+        middle = [one for unit in units for one in (*before, unit)]
+        children = (linear, *middle, linear, sine, linear, sine)
+    calls: list[Call] = []
+    for step in range(3):
+        forward = ("forward", rng.choice([0, 3]), 5)
+        calls.append(("set_step", step))
+        if rng.random() < 0.2:
+            calls.append(("train", rng.random() < 0.5))
+        if rng.random() < 0.1:
+            calls.append(("forward_without_grad", *forward[1:]))
+        calls += [forward, ("backward",), ("step",), ("zero_grad", rng.random() < 0.7)]
+    return Program(
+        trees.Branch(children, rng.random() < 0.2),
+        rng.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        rng.choice(["eager", hooks, hooks, "graph", "graph"]),
+        not normed and rng.random() < 0.1,  # the reference's buffers would not be widened
+        (*calls, ("state_dict",)),
+        by_hand=rng.random() < 0.3,
+    )
+
+
+def _unit_boundary(rng: random.Random) -> trees.Boundary:
+    def some(table: Iterable[str], chance: float) -> str | None:
+        return rng.choice([*table]) if rng.random() < chance else None
+
+    return trees.Boundary(
+        number=some(unit_kinds.NUMBERS, 0.6),
+        result=some(unit_kinds.RESULTS, 0.4),
+        set_by=rng.choice(unit_kinds.SETTERS),
+        fills=some(unit_kinds.FILLS, 0.4),
+    )
+
+
+def _draw_themes(seed: int) -> Program:
+    """A program of which two in three have a theme."""
     program = _draw_plain(seed)
     rng = random.Random(f"themes {seed}")
     if rng.random() < 1 / 3:
@@ -169,6 +227,8 @@ def _draw_plain(seed: int) -> Program:
 
 _NUM_CALLS = 10
 _THEMES = ("views", "stored", "containers", "changed", "frozen", "teacher")
+_RECOMPILE_LIMIT = 64
+"""More than Dynamo's, beyond which the modules' common ``forward`` is not compiled at all."""
 _MAX_OUTPUT = 1e6
 """Of the reference: beyond it, rounding and overflows differ, and the program ends."""
 _MAX_GRADIENT = 100.0
@@ -317,6 +377,8 @@ class _Pair:
         self.saved: list[Any] = []
         self._begin()
         self.moves = program.teacher == "moves"
+        self.step_number = 0
+        self.local = [_local_of(self.plain) for _ in range(world_size)]
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_unsynced = False
         self.wrong: list[str] = []
@@ -408,6 +470,10 @@ class _Pair:
             state = {name: value * 0.75 for name, value in self.plain.state_dict().items()}
             self.model.load_state_dict(state)
             self.plain.load_state_dict(state)
+
+    def set_step(self, step: int) -> None:
+        """Set the step of which the next forwards are."""
+        self.step_number = step
 
     def train(self, mode: bool) -> None:
         self.model.train(mode)
@@ -555,8 +621,12 @@ class _Pair:
         for number, x in enumerate(inputs):
             if isinstance(self.plain, _Distilled):  # each rank moves its teacher once
                 self.plain.moves = self.moves and number == 0
+            _be_local(self.plain, self.local[number])
+            trees.set_step(self.plain, self.step_number)
             theirs.append((self._reference(self.plain_runs[0], x), trees.take_stored(self.plain)))
         self.plain.moves = self.moves
+        _be_local(self.plain, self.local[self.rank])
+        trees.set_step(self.model, self.step_number)
         mine = self._call(self.runs[0], inputs[self.rank]), trees.take_stored(self.model)
         if len(self.runs) > 1:
             if ema is not None:
@@ -605,6 +675,20 @@ class _Pair:
             self.wrong.append(f"{what}: {got.tolist()}, expected {want.tolist()}")
 
 
+def _local_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Copies of what modules hold that differs between ranks."""
+    return [
+        {name: copy.deepcopy(vars(node)[name]) for name in unit_kinds.LOCAL}
+        for node in trees.nodes_of(model)
+    ]
+
+
+def _be_local(model: nn.Module, local: Sequence[dict[str, Any]]) -> None:
+    """Give the reference what one rank's modules hold."""
+    for node, values in zip(trees.nodes_of(model), local, strict=True):
+        vars(node).update(values)
+
+
 def _listed(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
     return [] if optimizer is None else [optimizer]
 
@@ -647,6 +731,14 @@ def _kinds_of(program: Program) -> set[str]:
                 yield f"{boundary.container} as input and output"
             if boundary.detached:
                 yield "detached input"
+            if boundary.number is not None:
+                yield f"{boundary.number} set by {boundary.set_by}"
+            if boundary.result is not None:
+                yield f"result: {boundary.result}"
+            if boundary.fills is not None:
+                yield f"fills {boundary.fills}"
+        if getattr(tree, "kind", "") in trees.NORMS:
+            yield tree.kind
         for child in getattr(tree, "children", ()):
             yield from of(child, child.wrapped)
 
@@ -661,6 +753,10 @@ KINDS = (
     *(f"{what}changed by {how}" for what in ("", "teacher ") for how in CHANGES),
     *(f"teacher: {where}" for where in ("model", "unit", "called units", "moves")),
     *("frozen between", "trained between"),
+    *(f"{name} set by {who}" for name in unit_kinds.NUMBERS for who in unit_kinds.SETTERS),
+    *(f"result: {name}" for name in unit_kinds.RESULTS),
+    *(f"fills {name}" for name in unit_kinds.FILLS),
+    *trees.NORMS,
 )
 """What a campaign counts, by mode and outcome."""
 
@@ -691,6 +787,11 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
     Args:
         folder: for checkpoints, empty.
     """
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        return _run(rank, world_size, program, folder)
+
+
+def _run(rank: int, world_size: int, program: Program, folder: str) -> Result:
     pair = _Pair(program, rank, world_size, folder)
     for number, (name, *arguments) in enumerate((*program.calls, ("backward",), ("summon",))):
         call: Callable[..., None] = getattr(pair, name)
@@ -700,7 +801,8 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
         except RuntimeError as error:
             due = pair.kinds | pair.due | pair.changed
             error = getattr(error, "inner_exception", error)  # a backend's, as Dynamo raises it
-            is_refusal = isinstance(error, FSDPError) or _refuses_saved_views(error)
+            has_views = any("changed by" in kind for kind in due)
+            is_refusal = isinstance(error, FSDPError) or (has_views and "inplace" in str(error))
             if isinstance(error, DivergenceError) or not due or not is_refusal:
                 raise
             refused = f"{type(error).__name__}: {error}"
@@ -719,11 +821,6 @@ def run_program(rank: int, world_size: int, program: Program, folder: str) -> Re
         if refused:
             return Result([], refused=refused, ran=pair.ran)
     return Result([], ran=pair.ran)
-
-
-def _refuses_saved_views(error: RuntimeError) -> bool:
-    """Whether autograd has refused views of an unsharded buffer that holds no parameters."""
-    return "inplace" in str(error)
 
 
 def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:

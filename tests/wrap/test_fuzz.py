@@ -19,9 +19,11 @@ from unittest.mock import patch
 import programs
 import pytest
 import torch
+import unit_kinds
 from module_trees import Boundary, Branch, Leaf
 from pool import RankFailedError, RankPool
 from programs import Call, Program, Result, draw, run_program, shrink
+from torch import nn
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.core.unit import Unit
@@ -118,7 +120,7 @@ def test_what_was_found(ranks: RankPool, name: str) -> None:
 
 
 def test_float64_tells_rounding_from_a_fault(ranks: RankPool) -> None:
-    magnifies = draw(42)  # its rounding, some thousand times
+    magnifies = programs._draw_themes(42)  # its rounding, some thousand times
     assert _wrong(ranks, magnifies)
     exact = replace(magnifies, in_float64=True)
     assert not _wrong(ranks, exact)
@@ -172,3 +174,53 @@ def _run_with_old_values(rank: int, world_size: int, program: Program, folder: s
 def test_a_planted_fault_is_found(ranks: RankPool, run: Callable[..., Result]) -> None:
     eager = [program for program in map(draw, range(100)) if program.mode == "eager"]
     assert any(_wrong(ranks, program, run) and not _wrong(ranks, program) for program in eager)
+
+
+def _run_with_first_numbers(rank: int, world_size: int, program: Program, folder: str) -> Result:
+    """Sharded models compute with what was set before their first step."""
+    set_step = programs.trees.set_step
+
+    def set_first(module: nn.Module, step: int) -> None:
+        set_step(module, 0 if isinstance(module, FSDP) else step)
+
+    with patch.object(programs.trees, "set_step", set_first):
+        return run_program(rank, world_size, program, folder)
+
+
+def _run_with_effects_twice(rank: int, world_size: int, program: Program, folder: str) -> Result:
+    """Sharded models count twice, and their batch norms' statistics move on their own."""
+    call = programs._Pair._call
+
+    def call_and_change(pair: Any, run: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output = call(pair, run, x)
+        for node in programs.trees.nodes_of(pair.model):
+            node.stats["n"] += node.stats["n"] > 0
+            for buffer in node.buffers():
+                buffer.data += 0.01  # seen by no version counter, as compiled code's writes
+        return output
+
+    with patch.object(programs._Pair, "_call", call_and_change):
+        return run_program(rank, world_size, program, folder)
+
+
+FIRST, TWICE = _run_with_first_numbers, _run_with_effects_twice
+STEPS = (
+    *(("set_step", 0), ("forward", 0, 5), ("backward",), ("step",)),
+    *(("set_step", 1), ("forward", 3, 5), ("backward",), ("state_dict",)),
+)
+PLANTED = [
+    *((Boundary(number=name), "linear", FIRST) for name in unit_kinds.NUMBERS),
+    *((Boundary(result=name), "linear", FIRST) for name in unit_kinds.RESULTS if name != "dtype"),
+    (Boundary(fills="a counter in its dict"), "linear", TWICE),
+    *((Boundary(), name, TWICE) for name in programs.trees.NORMS),
+]
+
+
+@pytest.mark.parametrize(("boundary", "kind", "run"), PLANTED)
+def test_a_fault_of_units_is_found(
+    ranks: RankPool, boundary: Boundary, kind: str, run: Callable[..., Result]
+) -> None:
+    unit = Leaf(kind, wrapped=True, boundary=boundary)
+    program = Program(Branch((unit, unit)), "FULL_SHARD", "eager", False, STEPS)
+    assert _wrong(ranks, program, run)
+    assert not _wrong(ranks, program)
