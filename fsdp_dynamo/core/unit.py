@@ -110,6 +110,8 @@ class Unit:
     Attributes:
         is_summoned: whether its original parameters are whole on the user's request; also after
             an error there that has reset its state.
+        may_call_operators: whether its code may call operators with bodies, such as ``torch.cond``;
+            ``None`` before its first forward.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Unit:
         self.is_ahead = False
         self._is_unsharded_by_hand = False
         self.is_summoned = False
+        self.may_call_operators: bool | None = None
         self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []

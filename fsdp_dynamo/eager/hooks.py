@@ -22,7 +22,7 @@ from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, 
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.used_outside import explained, hint_at_use_outside, used_outside
-from fsdp_dynamo.eager.views_while_traced import ViewsWhileTraced, shared_inputs
+from fsdp_dynamo.eager.views_while_traced import shared_inputs, views_while_traced
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_tensors, tensors_of
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
@@ -52,7 +52,7 @@ def run_unit(
         # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
         # its views already.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        with ViewsWhileTraced(unit):
+        with views_while_traced(unit):
             return cast_output(unit.output_dtype, body(*args, **kwargs))
     if is_in_reverse_mode() and unit.flats:
         raise _reverse_mode_error(unit)
@@ -68,7 +68,7 @@ def run_unit(
         raise
     try:
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
-        with profiler_range("forward", unit.fqn), ViewsWhileTraced(unit):
+        with profiler_range("forward", unit.fqn), views_while_traced(unit):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
         unit.require_kept_views()
         output = _in_memory_of_its_own(unit, output)

@@ -3,12 +3,13 @@
 Operators with bodies (``torch.cond``, ``scan``, ``nested_compile_region``) refuse inputs that share
 a storage, and Dynamo makes an input of everything that a body reads. So Dynamo sees stand-ins,
 which are in the memory of the views but have storages of their own. They go when the
-trace ends: compiled code finds the views where it looks for inputs, and nothing is copied.
+trace ends: compiled code finds the views where it looks for inputs, and nothing is copied. Units
+whose code names no such operator are traced with their views.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import get_ident
 from typing import Any
 
@@ -16,10 +17,33 @@ import torch
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.transforms import outside_transforms
+from fsdp_dynamo.eager.code_names import functions_of, names_in
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.untraced import untraced
 
 _UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
+
+
+_OPERATORS = {"cond", "while_loop", "scan", "associative_scan", "map", "nested_compile_region"}
+_REGION = "__marked_compile_region_fn__"  # on functions that nested_compile_region decorates
+_NO_CHANGE = nullcontext()
+
+
+def views_while_traced(unit: Unit) -> AbstractContextManager[None]:
+    """Let Dynamo see stand-ins for a unit's views if its code may call operators with bodies."""
+    if unit.may_call_operators is None:
+        unit.may_call_operators = _may_call_operators(unit)
+    return ViewsWhileTraced(unit) if unit.may_call_operators else _NO_CHANGE
+
+
+def _may_call_operators(unit: Unit) -> bool:
+    """Whether functions of the unit's modules, or what these call, name such an operator."""
+    kinds = {type(module) for outermost in unit.modules for module in outermost.modules()}
+    return any(
+        hasattr(function, _REGION) or names_in(function.__code__) & _OPERATORS
+        for function in functions_of(kinds)
+    )
 
 
 class ViewsWhileTraced:
@@ -41,6 +65,7 @@ class ViewsWhileTraced:
         with suppress(ValueError):  # torch.compiler.reset() has forgotten both
             callback_handler.remove_start_callback(self._begin)
             callback_handler.remove_end_callback(self._end)
+        self._hide()
 
     @untraced(_UNDER_LOCK)
     def _begin(self, args: CallbackArgs) -> None:
@@ -53,14 +78,17 @@ class ViewsWhileTraced:
     @untraced(_UNDER_LOCK)
     def _end(self, _: CallbackArgs) -> None:
         if get_ident() == self._thread:
-            for shown in self._shown:
-                shown.hide_stand_ins()
+            self._hide()
+
+    def _hide(self) -> None:
+        for shown in self._shown:
+            shown.hide_stand_ins()
 
 
 def _stand_in_for(view: torch.Tensor) -> torch.Tensor:
     if type(view) is not torch.Tensor:  # of tensor parallelism
         return view
-    with torch.inference_mode(False), torch.enable_grad():
+    with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
         stand_in: torch.Tensor = _StandIn.apply(view)  # type: ignore[no-untyped-call]
     return stand_in
 
@@ -80,7 +108,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
-    """What to raise from torch's error about inputs that share a storage; ``None`` for others.
+    """Error in place of torch's about inputs that share a storage; ``None`` for other errors.
 
     Args:
         error: of a unit's forward.
@@ -92,9 +120,9 @@ def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
         expected="inputs of an operator with bodies (torch.cond, scan) that share no storage",
         got="tensors that do, as the unit's parameters, or views of them, read before the call",
         where=unit_name(fqn),
-        fix="Read parameters in the operator's body (self.weight, or a call of a module), or pass "
-        "a clone() of each.",
+        fix="Call the operator in the forward of one of the unit's modules and read parameters in "
+        "its body (self.weight, or a call of a module), or pass a clone() of each.",
     )
 
 
-__all__ = ["ViewsWhileTraced", "shared_inputs"]
+__all__ = ["shared_inputs", "views_while_traced"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import argparse
 import logging
 import random
 import sys
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_dynamo.eager.code_names import function_of, is_the_users, names_in
+
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _NO_STATE = (
@@ -21,7 +23,7 @@ _NO_STATE = (
     *(torch.Tensor, nn.Module),
 )
 _CONSTANTS = (bool, int, float, str)
-_OWN = ("torch", "fsdp_dynamo")
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DEPTH = 4
 
 
@@ -40,7 +42,7 @@ class ObjectStates:
         self._random = random.getstate()
         self._numpys = _numpys_random_state()
         self._seen: set[int] = set()
-        self._functions: set[tuple[types.FunctionType, type | None]] = set()
+        self._functions: dict[tuple[types.FunctionType, type | None], int] = {}  # and how deep
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
             self._note_attributes(type(module).__name__, module, 0)
@@ -62,20 +64,21 @@ class ObjectStates:
         return changed
 
     def _note(self, name: str, value: Any, depth: int) -> None:
-        if (function := _function_of(value)) is not None:
+        if (function := function_of(value)) is not None:
             self._note_function(function, depth + 1, None)
         if depth > _DEPTH or isinstance(value, _NO_STATE) or id(value) in self._seen:
             return
         if isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
-            self._states.append((name, value, _shallow(value)))
-            for item in value.values() if isinstance(value, dict) else value:
+            self._states.append((name, value, held := _shallow(value)))
+            for item in held.values() if isinstance(held, dict) else held:
                 self._note(name, item, depth + 1)
         elif isinstance(value, tuple):
             for item in value:
                 self._note(name, item, depth + 1)
         elif _is_of_the_user(value):
             self._note_attributes(name, value, depth + 1)
+            self._note_class(type(value), set(vars(type(value))), depth + 1)
 
     def _note_attributes(self, name: str, owner: Any, depth: int) -> None:
         self._seen.add(id(owner))
@@ -90,7 +93,7 @@ class ObjectStates:
     def _note_class(self, kind: type, names: set[str], depth: int) -> None:
         """Note what a class and its bases have under these names, and what methods name."""
         for base in kind.__mro__:
-            if _is_the_users(base):
+            if is_the_users(base):
                 self._note_space(base.__name__, _Attributes(base, names), names, depth, kind)
 
     def _note_space(
@@ -109,9 +112,9 @@ class ObjectStates:
         if depth > _DEPTH:
             return
         for value in space.own().values():
-            function = _function_of(value)
+            function = function_of(value)
             if isinstance(value, types.ModuleType):
-                if _is_the_users(value):
+                if is_the_users(value):
                     inner = _Attributes(value, names)
                     self._note_space(value.__name__, inner, names, depth + 1, None)
             elif function is not None:
@@ -120,10 +123,11 @@ class ObjectStates:
                 self._note_class(value, names, depth + 1)
 
     def _note_function(self, function: types.FunctionType, depth: int, kind: type | None) -> None:
-        if (function, kind) in self._functions or depth > _DEPTH or not _is_the_users(function):
+        key = (function, kind)
+        if self._functions.get(key, _DEPTH + 1) <= depth or not is_the_users(function):
             return
-        self._functions.add((function, kind))
-        names = _names_in(function.__code__)
+        self._functions[key] = depth
+        names = names_in(function.__code__)
         spaces = [_Attributes(function.__globals__, names)]
         spaces += [_Attributes(cell, {"cell_contents"}) for cell in function.__closure__ or ()]
         for space in spaces:
@@ -132,33 +136,9 @@ class ObjectStates:
             self._note_class(kind, names, depth)
 
 
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The function that a global or a class attribute is, if it is one."""
-    if isinstance(value, property):
-        value = value.fget
-    if isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
-        value = value.__wrapped__
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes that code and functions made in it use."""
-    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _is_the_users(definition: Any) -> bool:
-    """Whether a module, class or function is neither torch's, ours nor the standard library's."""
-    name = (
-        definition.__name__ if isinstance(definition, types.ModuleType) else definition.__module__
-    )
-    package = str(name).partition(".")[0]
-    return package not in _OWN and package not in sys.stdlib_module_names
-
-
 def _is_of_the_user(value: Any) -> bool:
-    package = type(value).__module__.partition(".")[0]
-    return package not in _OWN and isinstance(getattr(value, "__dict__", None), dict)
+    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes and (isinstance(value, _NAMESPACES) or is_the_users(type(value)))
 
 
 class _Attributes:
@@ -174,7 +154,7 @@ class _Attributes:
         self._names = names
 
     def own(self) -> dict[str, Any]:
-        """Return these values, by name."""
+        """Return the values by name."""
         values = self._namespace()
         if self._names is not None:
             return {name: values[name] for name in self._names if name in values}
@@ -209,15 +189,22 @@ class _Attributes:
         return owner if isinstance(owner, dict) else owner.__dict__
 
 
-def _shallow(value: Any) -> Any:
-    if isinstance(value, dict):
-        return dict(value)
-    return set(value) if isinstance(value, set) else list(value)
+def _base_of(container: Any) -> Any:
+    """Built-in class of a container, whose methods a subclass may have overridden."""
+    return next(base for base in _CONTAINERS if isinstance(container, base))
+
+
+def _shallow(container: Any) -> Any:
+    base = _base_of(container)
+    if isinstance(container, dict):
+        return dict(base.items(container))
+    items = base.__iter__(container)
+    return set(items) if base is set else list(items)
 
 
 def _is_equal(there: Any, before: Any) -> bool:
     """Whether something holds the same objects as before, in one order."""
-    now: Any = there.own() if isinstance(there, _Attributes) else there
+    now: Any = there.own() if isinstance(there, _Attributes) else _shallow(there)
     if isinstance(now, set):
         return bool(now == before)
     if len(now) != len(before):
@@ -245,7 +232,7 @@ def _fill(there: Any, before: Any) -> None:
     if isinstance(there, _Attributes):
         there.put_back(before)
         return
-    base = next(one for one in _CONTAINERS if isinstance(there, one))  # not the user's own methods
+    base = _base_of(there)
     base.clear(there)
     put: Any = base.extend if isinstance(there, list | deque) else base.update
     put(there, before)

@@ -129,6 +129,7 @@ class UnitModule(UserMethods):
             dtype = input_dtype_of(module._fsdp_unit, is_root=module._fsdp_unit is own)
             module._fsdp_low_input_dtype = dtype
             module.__dict__.pop(module._fsdp_entry, None)
+            module.__dict__.pop("_fsdp_codes", None)
             module._fsdp_has_nested = len(list(module_tree.unit_modules(module))) > 1
             unit, ignored = module._fsdp_unit, module._fsdp_ignored
             if len(unit.modules) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -394,6 +394,13 @@ def _counter() -> Callable[[int], int]:
 _count = _counter()
 
 
+class _Meter:
+    total = 0
+
+    def add(self) -> None:
+        type(self).total += 1
+
+
 def _in_a_table(x: torch.Tensor) -> None:
     _table["n"] += 1
 
@@ -416,7 +423,7 @@ def _in_a_closure(x: torch.Tensor) -> None:
 
 
 def _num_changes() -> int:
-    return _table["n"] + len(_outputs) + _num_calls + _Tracker.num_calls + _count(0)
+    return _table["n"] + len(_outputs) + _num_calls + _Tracker.num_calls + _Meter.total + _count(0)
 
 
 class _ChangesOutside(Block):
@@ -427,7 +434,14 @@ class _ChangesOutside(Block):
         return self.inner(x)
 
 
-CHANGES = [_in_a_table, _in_a_list, _in_a_global, _on_a_class, _in_a_closure]
+_meter = _Meter()
+
+
+def _by_an_object(x: torch.Tensor) -> None:
+    _meter.add()
+
+
+CHANGES = [_by_an_object, _in_a_table, _in_a_list, _in_a_global, _on_a_class, _in_a_closure]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -449,9 +463,15 @@ def test_changes_outside_of_a_unit(rank: int, change: Callable[[torch.Tensor], N
 # -- the state of objects --------------------------------------------------------------------------
 
 
+class _Instances(OrderedDict):  # as transformers' table of activations
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
 class _Owner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.instances = _Instances(a=list)
         self.number, self.names = 1, ["a"]
         self.table = {"x": [1], "y": {2}}
         self.other = SimpleNamespace(queue=deque([1, 2]), table={"deep": [3]})
@@ -462,6 +482,7 @@ def _changes() -> Iterator[Any]:
     yield lambda one: setattr(one, "new", 2)
     yield lambda one: delattr(one, "number")
     yield lambda one: one.names.append("b")
+    yield lambda one: one.instances.update(b=dict)
     yield lambda one: one.table.pop("x")
     yield lambda one: one.table["x"].append(2)
     yield lambda one: one.table["y"].discard(2)

@@ -154,6 +154,7 @@ def test_a_target_has_a_name() -> None:
 @pytest.mark.private(
     "torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs",
     "torch._functorch._aot_autograd.graph_compile",
+    "torch._functorch.config.saved_tensors_hooks_filtering_mode",
     need="replaced while graphs are compiled: Inductor may write into what is saved for a backward "
     "and read by nothing else, and takes its positions among the inputs of the backward for those "
     "among a segment's or a stretch's",
@@ -190,6 +191,8 @@ def test_nothing_is_found_to_donate() -> None:
     assert found
     with pytest.raises(RuntimeError, match="donated buffers"):  # else the setting is enough
         compiled([], donated_buffer=False)
+    # Hooks that are graphs apply to what is donated, if nothing else is asked for.
+    assert torch._functorch.config.saved_tensors_hooks_filtering_mode == "donated"
 
 
 # AOTAutograd's cache ---------------------------------------------------------------------------
