@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,27 @@ def at_least(least: int) -> Callable[[str], int]:
 def numbers(text: str) -> list[int]:
     """Argument type: whole numbers above 0, such as ``4,8,16``."""
     return [at_least(1)(part) for part in text.split(",")]
+
+
+def output_file(text: str) -> Path:
+    """Argument type: a file that can be written; an hour of measurement must not end in an error.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot.
+    """
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, got '{text}': {error.strerror}"
+        ) from error
+    return path
 
 
 def some_of(option: str, text: str, known: Collection[str]) -> list[str]:

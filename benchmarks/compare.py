@@ -27,7 +27,13 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import link
-from benchmarks.command_line import DTYPES, BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import (
+    DTYPES,
+    BadInputError,
+    at_least,
+    one_line_on_bad_input,
+    output_file,
+)
 from benchmarks.measure import ranks, wire
 from benchmarks.measure.comparison_report import comparison_table, memory_table, rows
 from benchmarks.measure.report import record, write
@@ -52,16 +58,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--link", metavar="RATE", help="join two ranks by a link, e.g. 1gbit")
-    parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument("--json", type=output_file, help="write the record there")
     return parser.parse_args()
 
 
 def workload_of(options: argparse.Namespace) -> catalogue.Workload:
     """The task that the command line names."""
     sizes = (options.batch_size, options.length)
+    small = options.model_size == "small"
     if options.torchbench_model is not None:
-        small = options.model_size == "small"
+        if options.blocks is not None:
+            raise BadInputError("--blocks: expected a decoder, not --torchbench_model")
         return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
+    if small:
+        raise BadInputError("--model_size small: a decoder has its size by name: --decoder small")
     return catalogue.decoder(options.decoder, *sizes, num_blocks=options.blocks)
 
 

@@ -32,7 +32,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import numbers, one_line_on_bad_input
+from benchmarks.command_line import numbers, one_line_on_bad_input, output_file
 from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
 from benchmarks.workloads import catalogue
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--size", default="small", choices=list(catalogue.DECODER_SIZES))
     parser.add_argument("--peers", default=KEYS)
     parser.add_argument("--ranks", type=numbers, default=[8], help="in the cache of the first")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     with one_line_on_bad_input():

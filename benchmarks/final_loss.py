@@ -23,7 +23,7 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import at_least, one_line_on_bad_input, some_of
+from benchmarks.command_line import at_least, one_line_on_bad_input, output_file, some_of
 from benchmarks.measure import ranks
 from benchmarks.measure.report import record, table, write
 from examples.demo.data import TextBatches
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="of each format")
     parser.add_argument("--fp32-seeds", type=at_least(1), default=10, help="of the format none")
     parser.add_argument("--steps", type=at_least(10), default=2000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with one_line_on_bad_input():
         names = some_of("--formats", options.formats, FORMATS)

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import one_line_on_bad_input, some_of
+from benchmarks.command_line import one_line_on_bad_input, output_file, some_of
 from benchmarks.measure import ranks
 from benchmarks.measure.report import record, write
 from benchmarks.streams.order import unordered
@@ -377,7 +377,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--json", type=Path, default=Path("runs/gpu_checks.json"))
+    parser.add_argument("--json", type=output_file, default=Path("runs/gpu_checks.json"))
     options = parser.parse_args()
     world_size = 2 if options.part == "two" else 1
     with one_line_on_bad_input():

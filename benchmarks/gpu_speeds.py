@@ -33,7 +33,13 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks.cluster.model import MAX_WORLD_SIZE, ClusterModel, LinkModel
 from benchmarks.cluster.process_group import SimulatedGroup
 from benchmarks.cluster.simulation import simulated_cluster
-from benchmarks.command_line import DTYPES, BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import (
+    DTYPES,
+    BadInputError,
+    at_least,
+    one_line_on_bad_input,
+    output_file,
+)
 from benchmarks.measure import ranks
 from benchmarks.measure.comparison_report import compare_losses
 from benchmarks.measure.report import record, table, write
@@ -233,7 +239,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=at_least(2), default=64, help="on the simulated link")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--json", type=Path, default=Path("runs/gpu_speeds.json"))
+    parser.add_argument("--json", type=output_file, default=Path("runs/gpu_speeds.json"))
     return parser.parse_args()
 
 

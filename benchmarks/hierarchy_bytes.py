@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import link
-from benchmarks.command_line import one_line_on_bad_input, some_of
+from benchmarks.command_line import one_line_on_bad_input, output_file, some_of
 from benchmarks.measure import ranks, wire
 from benchmarks.measure.report import record, table, write
 from benchmarks.workloads.catalogue import DECODER_SIZES, Workload, decoder
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--decoder", choices=list(DECODER_SIZES), default="29m")
     parser.add_argument("--modes", default=",".join(MODES), help="joined by commas")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with one_line_on_bad_input():
         modes = some_of("--modes", options.modes, MODES)

@@ -29,7 +29,7 @@ from torch import nn
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input, output_file
 from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
 from benchmarks.workloads.catalogue import Batch, Workload
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--peers", default=KEYS, help="keys, joined by commas")
     parser.add_argument("--step", choices=("single", "foreach", "fused"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

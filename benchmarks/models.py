@@ -21,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.command_line import at_least, one_line_on_bad_input, some_of
+from benchmarks.command_line import at_least, one_line_on_bad_input, output_file, some_of
 from benchmarks.measure.models import tables
 from benchmarks.measure.models.cell import GOOD, MODES, Cell, Result, cells_of
 from benchmarks.measure.models.measuring import explained
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="show the architectures and leave")
     parser.add_argument("--table", action="store_true", help="show what is recorded and leave")
-    parser.add_argument("--json", type=Path, default=RECORD, help="the record")
+    parser.add_argument("--json", type=output_file, default=RECORD, help="the record")
     parser.add_argument("--markdown", type=Path, help="write the record as a page")
     parser.add_argument("--world_size", type=at_least(1), default=2)
     parser.add_argument("--timeout", type=at_least(1), default=120, help="seconds per cell")

@@ -37,7 +37,14 @@ from benchmarks.cluster.simulation import (
     simulated_cluster,
     two_hosts,
 )
-from benchmarks.command_line import DTYPES, BadInputError, at_least, numbers, one_line_on_bad_input
+from benchmarks.command_line import (
+    DTYPES,
+    BadInputError,
+    at_least,
+    numbers,
+    one_line_on_bad_input,
+    output_file,
+)
 from benchmarks.measure.comparison_report import rows
 from benchmarks.measure.report import record, table, write
 from benchmarks.measure.rounds import Comparison
@@ -75,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--validate", type=Path, help="a record of compare.py on a link")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ if __package__ in (None, ""):  # run as a file
 from torch.distributed import fsdp as upstream
 from torch.distributed.fsdp.wrap import CustomPolicy as UpstreamPolicy
 
-from benchmarks.command_line import BadInputError, one_line_on_bad_input, some_of
+from benchmarks.command_line import BadInputError, one_line_on_bad_input, output_file, some_of
 from benchmarks.measure.report import record, write
 from benchmarks.peers.simple_fsdp import shard_parameters
 from benchmarks.streams.clock import Rates, Timeline, run
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--models", default="8b,70b")
     parser.add_argument("--ranks", default="8,64,512")
     parser.add_argument("--head", action="store_true", help="as a unit of its own")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with one_line_on_bad_input():
         models = some_of("--models", options.models, MODELS)

@@ -31,7 +31,7 @@ from namespaces import why_there_is_no_link
 from random_faults import draw
 
 from benchmarks.campaigns.support import forget_synced, rank_pool
-from benchmarks.command_line import at_least
+from benchmarks.command_line import at_least, output_file
 from benchmarks.measure.report import record, write
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--trials", type=at_least(1), default=200)
     parser.add_argument("--first", type=at_least(0), default=0, help="seed of the first one")
     parser.add_argument("--minutes", type=float, default=math.inf, help="at most")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     results = run(arguments.first, arguments.trials, arguments.minutes)
     print({key: value for key, value in results.items() if key != "verdicts"})

@@ -40,7 +40,7 @@ from pool import RankFailedError, RankPool
 from programs import KINDS, Program, Result, draw, run_program, shrink
 
 from benchmarks.campaigns.support import forget_synced, rank_pool
-from benchmarks.command_line import at_least
+from benchmarks.command_line import at_least, output_file
 from benchmarks.measure.report import record, write
 
 WORLD_SIZE = 2
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument(
         "--shrink", type=at_least(0), default=0, help="smaller programs to try for one that fails"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     results = run(arguments.first, arguments.programs, arguments.minutes, arguments.shrink)
     for kind, count in results["kinds"].items():

@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file
 from resume_programs import draw, run_all
 
 from benchmarks.campaigns.support import forget_synced, rank_pool
-from benchmarks.command_line import at_least
+from benchmarks.command_line import at_least, output_file
 from benchmarks.measure.report import record, write
 
 WORLD_SIZE = 2
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--programs", type=at_least(1), default=300)
     parser.add_argument("--first", type=at_least(0), default=0, help="seed of the first one")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     results = run(arguments.first, arguments.programs)
     print(

@@ -29,6 +29,7 @@ from long_run import SAVE_EVERY, Numbers, Record, run
 from pool import RankPool
 
 from benchmarks.campaigns.support import rank_pool
+from benchmarks.command_line import output_file
 from benchmarks.measure.report import record, write
 
 WORLD_SIZE = 2
@@ -66,7 +67,7 @@ def main() -> None:
     """Run, print what each rank held, and compare; exit code 1 if something grew or differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     seconds, began = 60 * arguments.minutes, time.monotonic()
     with rank_pool() as pool, tempfile.TemporaryDirectory() as folder:

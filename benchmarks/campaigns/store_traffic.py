@@ -22,7 +22,7 @@ if __package__ in (None, ""):  # run as a file
 from simulated_ranks import simulate
 from store_protocols import PROTOCOLS
 
-from benchmarks.command_line import numbers
+from benchmarks.command_line import numbers, output_file
 from benchmarks.measure.report import record, table, write
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     """Count, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=numbers, default=[8, 64, 512, 4096])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     arguments = parser.parse_args()
     rows = []
     for name in PROTOCOLS:

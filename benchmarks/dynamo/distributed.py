@@ -23,7 +23,13 @@ import torch.distributed as dist
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.command_line import DTYPES, BadInputError, at_least, one_line_on_bad_input
+from benchmarks.command_line import (
+    DTYPES,
+    BadInputError,
+    at_least,
+    one_line_on_bad_input,
+    output_file,
+)
 from benchmarks.dynamo import extras
 from benchmarks.measure import ranks
 from benchmarks.measure.comparison_report import comparison_table, memory_table, rows
@@ -51,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dynamo_no_optimize_ddp", action="store_true")
     parser.add_argument("--model_size", choices=("real", "small"), default="real")
     parser.add_argument("--batch_size", type=at_least(1), help="a rank (default: the model's own)")
-    parser.add_argument("--sequence_length", type=at_least(1), default=128)
+    parser.add_argument("--sequence_length", type=at_least(1), help="default: 128 tokens")
     parser.add_argument("--repeat", type=at_least(1), default=10, help="timed steps")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     accelerated = torch.cuda.is_available()
@@ -60,12 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--world_size", type=at_least(1), default=2, help="ranks to start")
     parser.add_argument("--profile", action="store_true", help="write a Chrome/Perfetto trace")
-    parser.add_argument("--trace_file", type=Path, default=Path("runs/trace.json"))
+    parser.add_argument("--trace_file", type=output_file, default=Path("runs/trace.json"))
     parser.add_argument("--torchviz", action="store_true", help="draw the autograd graph")
-    parser.add_argument("--torchviz_file", type=Path, default=Path("runs/torchviz.dot"))
+    parser.add_argument("--torchviz_file", type=output_file, default=Path("runs/torchviz.dot"))
     parser.add_argument("--gpu_memory_stats", action="store_true", help="torch.cuda's own summary")
     parser.add_argument("--verbose", action="store_true", help="losses, graph breaks, event order")
-    parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument("--json", type=output_file, help="write the record there")
     return parser.parse_args()
 
 
@@ -74,7 +80,7 @@ def workload_of(options: argparse.Namespace) -> catalogue.Workload:
     small = options.model_size == "small"
     if options.toy_model:
         return catalogue.toy(options.batch_size or 20, small)
-    sizes = (options.batch_size or 4, options.sequence_length)
+    sizes = (options.batch_size or 4, options.sequence_length or 128)
     if options.decoder is not None:
         return catalogue.decoder(options.decoder, *sizes)
     return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
@@ -84,6 +90,7 @@ def check(options: argparse.Namespace) -> Peer:
     """Refuse what cannot work, before any rank is started."""
     if options.dynamo is not None:
         extras.check_backend(options.dynamo)
+    _require_effects(options)
     ranks.check_device(options.device, options.world_size)
     if options.gpu_memory_stats and options.device != "cuda":
         raise BadInputError(
@@ -97,6 +104,16 @@ def check(options: argparse.Namespace) -> Peer:
     if reason is not None:
         raise BadInputError(f"--{options.family}: {reason}")
     return peer
+
+
+def _require_effects(options: argparse.Namespace) -> None:
+    """Refuse flags that would change nothing."""
+    if options.decoder is not None and options.model_size == "small":
+        raise BadInputError("--model_size small: a decoder has its size by name: --decoder small")
+    if options.toy_model and options.sequence_length is not None:
+        raise BadInputError("--sequence_length: the inputs of --toy_model are no sequences")
+    if options.dynamo_no_optimize_ddp and (options.family != "ddp" or options.dynamo is None):
+        raise BadInputError("--dynamo_no_optimize_ddp: expected --ddp and --dynamo BACKEND")
 
 
 def run_rank(options: argparse.Namespace, peer: Peer) -> int:
@@ -129,9 +146,9 @@ def _run(options: argparse.Namespace, peer: Peer, device: torch.device) -> int:
     if samples.reason is not None:
         return 1
     comparison.run(options.repeat)
-    _extras(options, comparison, peer)
     comparison.profile()
     _report(options, comparison)
+    _extras(options, comparison, peer)
     return 0
 
 

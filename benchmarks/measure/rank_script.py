@@ -6,13 +6,12 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.command_line import at_least, one_line_on_bad_input
+from benchmarks.command_line import at_least, one_line_on_bad_input, output_file
 from benchmarks.measure.ranks import become_ranks, process_group
 from benchmarks.measure.report import record, write
 from benchmarks.measure.rounds import slowest, spread
@@ -48,7 +47,7 @@ def run_script(
     parser.add_argument("--decoder", choices=list(DECODER_SIZES), default=decoder_size)
     parser.add_argument("--world_size", type=at_least(2), default=2)
     parser.add_argument("--rounds", type=at_least(1), default=rounds)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     become_ranks(options.world_size)
     warnings.filterwarnings("ignore")
