@@ -5,4 +5,4 @@ import sys
 from fsdp_dynamo.troubleshooting import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,6 +6,7 @@ python -m fsdp_dynamo.troubleshooting wrapped-twice
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -25,17 +26,23 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print a section, or all anchors; returns the exit code."""
     known = sections()
-    if len(arguments) == 1 and arguments[0] in known:
-        print(known[arguments[0]])
+    parser = argparse.ArgumentParser(
+        "python -m fsdp_dynamo.troubleshooting",
+        description="Print a section of the troubleshooting page, or the names of all sections.",
+    )
+    parser.add_argument("section", nargs="?", help="name of a section, as errors give it")
+    section = parser.parse_args(arguments).section
+    if section in known:
+        print(known[section])
         return 0
-    if arguments:
-        print(f"expected one of these, got {' '.join(arguments)!r}:", file=sys.stderr)
+    if section is not None:
+        print(f"expected one of these, got {section!r}:", file=sys.stderr)
     print("\n".join(known))
-    return 2 if arguments else 0
+    return 0 if section is None else 2
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

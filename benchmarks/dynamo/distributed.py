@@ -185,13 +185,17 @@ def _report(options: argparse.Namespace, comparison: Comparison) -> None:
     name, world_size = comparison.setting.workload.name, dist.get_world_size()
     ranks.say(f"\n{name}; {world_size} ranks\n{comparison_table(made)}")
     ranks.say(f"\n{memory_table(made)}\n")
-    ranks.say(
-        ", ".join(f"{count} {what}" for what, count in made[0]["collectives"].items()) + " a step"
-    )
-    ranks.say(", ".join(f"{count} {what}" for what, count in graphs.items()))
+    ranks.say(f"{_counted(made[0]['collectives']) or 'no collectives'} a step")
+    ranks.say(_counted(graphs))
     if options.json is not None and dist.get_rank() == 0:
         arguments: dict[str, Any] = {"workload": name, "world_size": world_size}
         write(options.json, record("distributed", **arguments, dynamo=graphs, rows=made))
+
+
+def _counted(counts: dict[str, int]) -> str:
+    """Counts by noun, as text."""
+    nouns = [(count, noun.removesuffix("s")) for noun, count in counts.items()]
+    return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in nouns)
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.errors import RankFailedError
 
 Record = Mapping[str, Any]
+FIELDS = frozenset({"rank", "world_size", "reason", "groups", "stack"})
+"""Fields of a record that a report needs."""
 
 
 def explain_records(records: Sequence[Record]) -> str:

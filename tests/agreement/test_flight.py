@@ -226,6 +226,14 @@ def test_nothing_to_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "call fsdp_dynamo.record_flight(folder) in every rank" in capsys.readouterr().err
     with pytest.raises(FSDPStateError, match="expected a process group"):
         record_flight(tmp_path)
+    whole = json.dumps(_record(1, "SIGTERM", ("all_gather", "a")))
+    for rank, text in enumerate((whole[:20], whole, '{"loss": 1}')):
+        (tmp_path / f"rank-{rank}.json").write_text(text)
+    assert flight.main([str(tmp_path)]) == 0
+    said, left_out = capsys.readouterr()
+    assert "rank 1: SIGTERM" in said
+    assert "rank-0.json', got JSONDecodeError" in left_out
+    assert "rank-2.json', got other content" in left_out
 
 
 def test_said_while_standard_error_is_being_written(

@@ -491,6 +491,9 @@ def test_the_command_says_how_the_function_is_called(
     assert "() ['graph', 'fp32']" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments[:2], "--rank", "foo"])
+    said, refused = capsys.readouterr()
+    assert "expected a rank, or 'all', got 'foo'" in refused
     assert HOW_IT_IS_CALLED.replace("was called", "is called") in said
     assert "pip install 'fsdp-dynamo[inspection]'" in said

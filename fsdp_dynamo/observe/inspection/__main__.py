@@ -26,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     function = load_function(parsed.module, "a function without arguments", "inspection")
     own = int(os.environ.get("RANK", "0"))
     try:
-        rank = None if parsed.rank == "all" else int(parsed.rank)
-        with inspect_graphs(parsed.out, rank) as found:
+        with inspect_graphs(parsed.out, parsed.rank) as found:
             function()
     except NothingCompiledError:
         name = getattr(function, "__name__", parsed.module)
@@ -38,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found.folder is not None:
         print(f"rank {own}: {len(found.listings)} listings, {found.folder / 'index.html'}")
     return 0
+
+
+def _rank(text: str) -> int | None:
+    if not text.isdecimal() and text != "all":
+        raise argparse.ArgumentTypeError(f"expected a rank, or 'all', got '{text}'")
+    return None if text == "all" else int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         help="function to call, without arguments",
     )
     parser.add_argument("--out", default="out", help="folder for the files (default: out)")
-    parser.add_argument("--rank", default="0", help='rank that writes, or "all" (default: 0)')
+    parser.add_argument(
+        "--rank", default=0, type=_rank, help='rank that writes, or "all" (default: 0)'
+    )
     parser.add_argument(
         "rest", nargs="*", metavar="-- ARGUMENTS", help="arguments for the script: its sys.argv[1:]"
     )
