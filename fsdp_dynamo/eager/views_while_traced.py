@@ -40,10 +40,19 @@ def views_while_traced(unit: Unit) -> AbstractContextManager[None]:
 def _may_call_operators(unit: Unit) -> bool:
     """Whether functions of the unit's modules, or what these call, name such an operator."""
     kinds = {type(module) for outermost in unit.modules for module in outermost.modules()}
-    return any(
-        hasattr(function, _REGION) or names_in(function.__code__) & _OPERATORS
-        for function in functions_of(kinds)
-    )
+    for function in functions_of(kinds):
+        names = names_in(function.__code__)
+        if hasattr(function, _REGION) or names & _OPERATORS:
+            return True
+        if any(_is_operator(function.__globals__.get(name)) for name in names):
+            return True
+    return False
+
+
+def _is_operator(value: Any) -> bool:
+    """Whether a global is such an operator, whatever the code calls it."""
+    is_torchs = str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+    return is_torchs and getattr(value, "__name__", "") in _OPERATORS
 
 
 class ViewsWhileTraced:

@@ -49,6 +49,21 @@ class _Block(nn.Module):
         return _region(self, _region(self, x)) if self.has_region else x
 
 
+class _Maps(nn.Module):
+    """Names no operator as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _mapped(self, x)
+
+
+def _mapped(block: _Maps, x: torch.Tensor) -> torch.Tensor:
+    return map_over(lambda y: torch.tanh(block.a(y)), x)
+
+
 class _ReadsBefore(_Block):
     """Hands over parameters that it has read in eager code."""
 
@@ -58,13 +73,13 @@ class _ReadsBefore(_Block):
         return torch.cond(x.sum() > 0, lambda y: y * w + v, lambda y: y - w * v, (x,))
 
 
-def _model(kind: type[_Block] = _Block) -> nn.Sequential:
+def _model(kind: type[nn.Module] = _Block) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(DIM, DIM), kind(), nn.Linear(DIM, DIM))
 
 
 def _sharded(door: str, model: nn.Module) -> nn.Module:
-    policy = ModuleWrapPolicy({_Block, _ReadsBefore})
+    policy = ModuleWrapPolicy({_Block, _Maps, _ReadsBefore})
     if door == "wrapper":
         return FSDP(model, auto_wrap_policy=policy)
     return fully_shard(model, policy=policy)
@@ -72,10 +87,13 @@ def _sharded(door: str, model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [_Block, _Maps])
 @on_ranks(2)
-def test_a_body_reads_several_parameters_of_a_unit(rank: int, mode: str, door: str) -> None:
+def test_a_body_reads_several_parameters_of_a_unit(
+    rank: int, kind: type[nn.Module], mode: str, door: str
+) -> None:
     """Each takes its gradient through the operator; code that was compiled once runs again."""
-    whole = _model()
+    whole = _model(kind)
     whole[1].has_region = mode != "graph"  # whose parameters torch's region does not take
     model = _sharded(door, copy.deepcopy(whole))
     compiled = in_mode(model, mode)
