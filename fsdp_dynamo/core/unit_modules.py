@@ -81,6 +81,17 @@ def registered(name: str) -> UnitModuleProtocol:
     return _registered[name]
 
 
+def alike(name: str) -> list[str]:
+    """Names of the registered unit modules of one root whose modules have the class of one's."""
+    one = _registered[name]
+    kind, root = type(one._fsdp_inner()), one._fsdp_root
+    return [
+        other
+        for other, module in _registered.items()
+        if type(module._fsdp_inner()) is kind and module._fsdp_root is root
+    ]
+
+
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
     wrapper = wrapper_of(module)

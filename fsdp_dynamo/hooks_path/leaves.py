@@ -26,7 +26,7 @@ from torch._dynamo.exc import Unsupported
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, alike, registered
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.dynamo.private_api import (
     LEAF_MODE,
@@ -266,9 +266,7 @@ def _is_as_assumed(tensor: torch.Tensor, facts: _Facts) -> bool:
 def _refused(leaf_id: str, expected: str) -> FSDPStateError:
     """The error of a unit that did what the graph around it does not expect; the next one will."""
     module = registered(leaf_id)
-    root, kind = module._fsdp_root, type(module._fsdp_inner())
-    alike = [m for unit in root.units for m in unit.modules if type(m._fsdp_inner()) is kind]
-    root.note_variable([one._fsdp_name for one in alike])
+    module._fsdp_root.note_variable(alike(leaf_id))
     return FSDPStateError(
         expected=f"{expected} when the graph around the unit was made",
         got="another one, though its inputs are alike",
@@ -357,6 +355,8 @@ def fake_forward(
     args, kwargs = hooks.prepare_inputs(unit.device, dtype, args, kwargs)
     modules = [*unit_module._fsdp_inner().modules()]
     states = ObjectStates(modules)
+    if states.opaque is not None:
+        _refuse_leaf(f"may change {states.opaque}")
     kept = [_tables_of(module) for module in modules]
     for module in modules:
         _make_fake(module._parameters)
@@ -391,11 +391,13 @@ def fake_forward(
                     module.__dict__[table].clear()
                     module.__dict__[table].update(before)
     if changed is not None:
-        cannot_capture(
-            f"a unit whose forward changes {changed}",
-            "return what is to be read outside",
-        )
+        _refuse_leaf(f"changes {changed}")
     return output
+
+
+def _refuse_leaf(problem: str) -> None:
+    """End the graph around a unit at it."""
+    cannot_capture(f"a unit whose forward {problem}", "return what is to be read outside")
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -6,9 +6,11 @@ import argparse
 import logging
 import random
 import sys
+import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ _NO_STATE = (
 _CONSTANTS = (bool, int, float, str)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DEPTH = 4
+_OPAQUE = (Iterator, random.Random, threading.local, ContextVar)
+"""Classes whose states cannot be put back."""
 
 
 class ObjectStates:
@@ -36,17 +40,22 @@ class ObjectStates:
 
     Args:
         modules: where to begin.
+
+    Attributes:
+        opaque: name of an object whose state cannot be put back, such as an iterator, if any.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._random = random.getstate()
         self._numpys = _numpys_random_state()
         self._seen: set[int] = set()
-        self._functions: dict[tuple[types.FunctionType, type | None], int] = {}  # and how deep
+        self._functions: set[tuple[types.FunctionType, type | None]] = set()
+        self._spaces: set[tuple[int, frozenset[str]]] = set()
+        self.opaque: str | None = None
         self._states: list[tuple[str, Any, Any]] = []
         for module in modules:
             self._note_attributes(type(module).__name__, module, 0)
-            self._note_class(type(module), {"forward"}, 0)
+            self._note_class(type(module), frozenset({"forward"}))
 
     def put_back(self) -> str | None:
         """Undo all changes; returns the name of something that had changed, if anything had."""
@@ -55,7 +64,7 @@ class ObjectStates:
             changed = "random's numbers"
             random.setstate(self._random)
         if _numpys_random_state() != self._numpys:
-            changed = "numpy.random's numbers"
+            changed = changed or "numpy.random's numbers"
             sys.modules["numpy"].random.set_state(self._numpys)
         for name, there, before in self._states:
             if not _is_equal(there, before):
@@ -65,7 +74,7 @@ class ObjectStates:
 
     def _note(self, name: str, value: Any, depth: int) -> None:
         if (function := function_of(value)) is not None:
-            self._note_function(function, depth + 1, None)
+            self._note_function(function, None)
         if depth > _DEPTH or isinstance(value, _NO_STATE) or id(value) in self._seen:
             return
         if isinstance(value, _CONTAINERS):
@@ -76,9 +85,11 @@ class ObjectStates:
         elif isinstance(value, tuple):
             for item in value:
                 self._note(name, item, depth + 1)
+        elif isinstance(value, _OPAQUE) or type(value).__module__.startswith("numpy.random"):
+            self.opaque = name
         elif _is_of_the_user(value):
             self._note_attributes(name, value, depth + 1)
-            self._note_class(type(value), set(vars(type(value))), depth + 1)
+            self._note_class(type(value), frozenset(vars(type(value))))
 
     def _note_attributes(self, name: str, owner: Any, depth: int) -> None:
         self._seen.add(id(owner))
@@ -90,55 +101,56 @@ class ObjectStates:
         for key, value in own.items():
             self._note(f"{name}.{key}", value, depth)
 
-    def _note_class(self, kind: type, names: set[str], depth: int) -> None:
+    def _note_class(self, kind: type, names: frozenset[str]) -> None:
         """Note what a class and its bases have under these names, and what methods name."""
         for base in kind.__mro__:
             if is_the_users(base):
-                self._note_space(base.__name__, _Attributes(base, names), names, depth, kind)
+                self._note_space(base.__name__, base, names, names, kind)
 
     def _note_space(
-        self, label: str, space: _Attributes, names: set[str], depth: int, kind: type | None
+        self, label: str, owner: Any, names: frozenset[str], inner: frozenset[str], kind: Any
     ) -> None:
         """Note values of a namespace, and what functions there name.
 
         Args:
             label: of the namespace.
-            space: its names of interest.
-            names: that are looked up in modules and classes found there.
-            depth: of calls so far.
-            kind: class of the ``self`` of functions found there.
+            owner: class, module, closure's cell, or the globals of a function.
+            names: of interest.
+            inner: names that are looked up in modules and classes found there.
+            kind: class of the ``self`` of functions found there, or ``None``.
         """
-        self._note_names(label, space, depth)
-        if depth > _DEPTH:
+        space, key = _Attributes(owner, names), (id(owner), names)
+        if key in self._spaces:
             return
+        self._spaces.add(key)
+        self._note_names(label, space, 0)
         for value in space.own().values():
             function = function_of(value)
             if isinstance(value, types.ModuleType):
                 if is_the_users(value):
-                    inner = _Attributes(value, names)
-                    self._note_space(value.__name__, inner, names, depth + 1, None)
+                    self._note_space(value.__name__, value, inner, inner, None)
             elif function is not None:
-                self._note_function(function, depth + 1, kind)
+                self._note_function(function, kind)
             elif isinstance(value, type):
-                self._note_class(value, names, depth + 1)
+                self._note_class(value, inner)
 
-    def _note_function(self, function: types.FunctionType, depth: int, kind: type | None) -> None:
-        key = (function, kind)
-        if self._functions.get(key, _DEPTH + 1) <= depth or not is_the_users(function):
+    def _note_function(self, function: types.FunctionType, kind: type | None) -> None:
+        if (function, kind) in self._functions or not is_the_users(function):
             return
-        self._functions[key] = depth
-        names = names_in(function.__code__)
-        spaces = [_Attributes(function.__globals__, names)]
-        spaces += [_Attributes(cell, {"cell_contents"}) for cell in function.__closure__ or ()]
-        for space in spaces:
-            self._note_space(function.__module__, space, names, depth, None)
+        self._functions.add((function, kind))
+        label, names = function.__module__, frozenset(names_in(function.__code__))
+        self._note_attributes(function.__qualname__, function, 0)
+        self._note_space(label, function.__globals__, names, names, None)
+        for cell in function.__closure__ or ():
+            self._note_space(label, cell, frozenset({"cell_contents"}), names, None)
         if kind is not None:
-            self._note_class(kind, names, depth)
+            self._note_class(kind, names)
 
 
 def _is_of_the_user(value: Any) -> bool:
-    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return has_attributes and (isinstance(value, _NAMESPACES) or is_the_users(type(value)))
+    kind = type(value)
+    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_attributes and (isinstance(value, _NAMESPACES) or is_the_users(kind))
 
 
 class _Attributes:
@@ -149,7 +161,7 @@ class _Attributes:
         names: of interest; ``None``: all of an object's but those of torch and of ours.
     """
 
-    def __init__(self, owner: Any, names: set[str] | None) -> None:
+    def __init__(self, owner: Any, names: frozenset[str] | None) -> None:
         self._owner = owner
         self._names = names
 
@@ -167,7 +179,7 @@ class _Attributes:
     def put_back(self, before: dict[str, Any]) -> None:
         """Give names the values that they had; an object's attributes in the order they had."""
         owner, now = self._owner, self.own()
-        if isinstance(owner, type | types.CellType):
+        if isinstance(owner, type) or not (isinstance(owner, dict) or hasattr(owner, "__dict__")):
             for name in now.keys() - before.keys():
                 delattr(owner, name)
             for name, value in before.items():
@@ -186,7 +198,17 @@ class _Attributes:
                 return {"cell_contents": owner.cell_contents}
             except ValueError:  # it is empty
                 return {}
-        return owner if isinstance(owner, dict) else owner.__dict__
+        if isinstance(owner, dict):
+            return owner
+        if hasattr(owner, "__dict__"):
+            return owner.__dict__
+        slots = [name for kind in type(owner).__mro__ for name in _slots_of(kind)]
+        return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _base_of(container: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from loops import different, whole_gradients
+from models import DOORS
 from pool import RankPool, on_ranks
 from torch import nn
 
-from fsdp_dynamo import FSDPStateError, fully_shard
+from fsdp_dynamo import FSDP, FSDPStateError, fully_shard
 from fsdp_dynamo.hooks_path.side_effects import ObjectStates
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 DIM = 4
 
@@ -336,12 +339,14 @@ class _ReturnsANumberBySwitch(Block):
         return (y, 2.0) if _switch["is_on"] else y
 
 
-def _switched(rank: int, world_size: int, block: type[Block]) -> tuple[str, bool]:
+def _switched(rank: int, world_size: int, block: type[Block], door: str) -> tuple[str, bool]:
     """The error of the first forward after a change, and whether the next one is right."""
-    plain, model = Model(block), Model(block)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    plain = Model(block)
+    policy = ModuleWrapPolicy({block})
+    if door == "wrapper":
+        model: nn.Module = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy)
+    else:
+        model = fully_shard(copy.deepcopy(plain), policy=policy)
     run = torch.compile(model, backend="aot_eager")
     x = torch.ones(3, DIM)
     run(x).backward()
@@ -359,8 +364,9 @@ def _switched(rank: int, world_size: int, block: type[Block]) -> tuple[str, bool
 
 
 @pytest.mark.parametrize("block", [_ReturnsBySwitch, _ReturnsANumberBySwitch])
-def test_an_output_that_is_not_as_assumed(ranks: RankPool, block: type[Block]) -> None:
-    for message, is_right in ranks.run(_switched, 2, block):
+@pytest.mark.parametrize("door", DOORS)
+def test_an_output_that_is_not_as_assumed(ranks: RankPool, door: str, block: type[Block]) -> None:
+    for message, is_right in ranks.run(_switched, 2, block, door):
         assert message.startswith("unit 'blocks.0': expected an output of the structure")
         assert is_right
 
@@ -401,6 +407,34 @@ class _Meter:
         type(self).total += 1
 
 
+def _on_a_function(x: torch.Tensor) -> None:
+    _on_a_function.num_calls += 1  # type: ignore[attr-defined]
+
+
+_on_a_function.num_calls = 0  # type: ignore[attr-defined]
+_numbers = itertools.count(1)
+_newest = 0
+
+
+def _by_an_iterator(x: torch.Tensor) -> None:
+    global _newest
+    _newest = next(_numbers)
+
+
+_deep = SimpleNamespace(inner=SimpleNamespace(table={"n": [0]}))
+
+
+def _through_calls(x: torch.Tensor, times: int = 8) -> None:
+    _through_others(x, times)
+
+
+def _through_others(x: torch.Tensor, times: int) -> None:
+    if times:
+        _through_calls(x, times - 1)
+    else:
+        _deep.inner.table["n"][0] += 1
+
+
 def _in_a_table(x: torch.Tensor) -> None:
     _table["n"] += 1
 
@@ -423,7 +457,16 @@ def _in_a_closure(x: torch.Tensor) -> None:
 
 
 def _num_changes() -> int:
-    return _table["n"] + len(_outputs) + _num_calls + _Tracker.num_calls + _Meter.total + _count(0)
+    others = _on_a_function.num_calls + _newest + _deep.inner.table["n"][0]
+    return (
+        others
+        + _table["n"]
+        + len(_outputs)
+        + _num_calls
+        + _Tracker.num_calls
+        + _Meter.total
+        + _count(0)
+    )
 
 
 class _ChangesOutside(Block):
@@ -441,7 +484,17 @@ def _by_an_object(x: torch.Tensor) -> None:
     _meter.add()
 
 
-CHANGES = [_by_an_object, _in_a_table, _in_a_list, _in_a_global, _on_a_class, _in_a_closure]
+CHANGES = [
+    _on_a_function,
+    _by_an_iterator,
+    _through_calls,
+    _by_an_object,
+    _in_a_table,
+    _in_a_list,
+    _in_a_global,
+    _on_a_class,
+    _in_a_closure,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -468,9 +521,20 @@ class _Instances(OrderedDict):  # as transformers' table of activations
         return super().__getitem__(key)()
 
 
+class _Slots:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def __repr__(self) -> str:
+        return str(self.number)
+
+
 class _Owner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.slots = _Slots()
         self.instances = _Instances(a=list)
         self.number, self.names = 1, ["a"]
         self.table = {"x": [1], "y": {2}}
@@ -489,6 +553,7 @@ def _changes() -> Iterator[Any]:
     yield lambda one: one.other.queue.rotate(1)
     yield lambda one: setattr(one.other, "queue", None)
     yield lambda one: one.other.table["deep"].clear()
+    yield lambda one: setattr(one.slots, "number", 2)
 
 
 def _in_words(one: _Owner) -> str:
