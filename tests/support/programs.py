@@ -801,7 +801,7 @@ def _run(rank: int, world_size: int, program: Program, folder: str) -> Result:
         except RuntimeError as error:
             due = pair.kinds | pair.due | pair.changed
             error = getattr(error, "inner_exception", error)  # a backend's, as Dynamo raises it
-            has_views = any("changed by" in kind for kind in due)
+            has_views = any("changed by" in kind or "stored" in kind for kind in due)
             is_refusal = isinstance(error, FSDPError) or (has_views and "inplace" in str(error))
             if isinstance(error, DivergenceError) or not due or not is_refusal:
                 raise
