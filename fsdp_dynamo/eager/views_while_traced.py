@@ -23,8 +23,6 @@ from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.untraced import untraced
 
 _UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
-
-
 _OPERATORS = {"cond", "while_loop", "scan", "associative_scan", "map", "nested_compile_region"}
 _REGION = "__marked_compile_region_fn__"  # on functions that nested_compile_region decorates
 _NO_CHANGE = nullcontext()
@@ -32,13 +30,17 @@ _NO_CHANGE = nullcontext()
 
 def views_while_traced(unit: Unit) -> AbstractContextManager[None]:
     """Let Dynamo see stand-ins for a unit's views if its code may call operators with bodies."""
+    return ViewsWhileTraced(unit) if may_call_operators(unit) else _NO_CHANGE
+
+
+def may_call_operators(unit: Unit) -> bool:
+    """Whether functions of the unit's modules, or what these call, name an operator with bodies."""
     if unit.may_call_operators is None:
-        unit.may_call_operators = _may_call_operators(unit)
-    return ViewsWhileTraced(unit) if unit.may_call_operators else _NO_CHANGE
+        unit.may_call_operators = _names_operators(unit)
+    return unit.may_call_operators
 
 
-def _may_call_operators(unit: Unit) -> bool:
-    """Whether functions of the unit's modules, or what these call, name such an operator."""
+def _names_operators(unit: Unit) -> bool:
     kinds = {type(module) for outermost in unit.modules for module in outermost.modules()}
     for function in functions_of(kinds):
         names = names_in(function.__code__)
@@ -134,4 +136,4 @@ def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
     )
 
 
-__all__ = ["shared_inputs", "views_while_traced"]
+__all__ = ["may_call_operators", "shared_inputs", "views_while_traced"]

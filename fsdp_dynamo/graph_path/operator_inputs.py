@@ -1,9 +1,9 @@
 """Parameters as inputs of operators with bodies, such as ``torch.cond``.
 
 Dynamo and AOTAutograd refuse such an operator if two of its inputs share a storage, as the
-parameters of a unit do. In Dynamo's graph each parameter therefore has a storage of its own. Before
-AOTAutograd sees the graph, parameters become views again, and operators that refuse views get
-copies::
+parameters of a unit do. Where a unit's code may call one, each of its parameters therefore has a
+storage of its own in Dynamo's graph. Before AOTAutograd sees the graph, parameters become views
+again, and operators that refuse views get copies::
 
     unshard -> parameters -> cond      =>      unshard -> parameter_views -> clone -> cond
                          \\-> mm                                         \\-> mm

@@ -25,7 +25,7 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.graph_path.traced_unit import constants_of
-from fsdp_dynamo.graph_path.unshard_operators import PARAMETERS, UNSHARD
+from fsdp_dynamo.graph_path.unshard_operators import PARAMETER_VIEWS, PARAMETERS, UNSHARD
 from graph_passes.markers import BODY, UNIT
 
 
@@ -132,7 +132,8 @@ def traced_forward(
         gathered: unsharded flat parameters of units of several modules, by unit, in a forward of
             the outermost one; ``None`` where there is no such unit.
     """
-    fqn, input_dtype, output_dtype, device, flats, layouts, places = constants_of(name, settings)
+    constants = constants_of(name, settings)
+    fqn, input_dtype, output_dtype, device, flats, layouts, places, are_apart = constants
     if input_dtype or device:
         dtype = getattr(torch, input_dtype) if input_dtype else None
         target = torch.device(device) if device else None
@@ -143,8 +144,9 @@ def traced_forward(
         unsharded = _gather_once(name, gathered, inputs, fqn, flats)
     with traceback.annotate({UNIT: fqn, BODY: "1"}):
         views = []
+        parameters_of = PARAMETERS if are_apart else PARAMETER_VIEWS
         for flat, layout in zip(unsharded, layouts):  # noqa: B905  # traced by Dynamo
-            views.extend(PARAMETERS(flat, layout))
+            views.extend(parameters_of(flat, layout))
         for i, split in splits:
             views[i] = split.as_dtensor(views[i])
         paths, holders, parameters, positions = places

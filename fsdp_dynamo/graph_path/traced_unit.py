@@ -13,6 +13,7 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
+from fsdp_dynamo.eager.views_while_traced import may_call_operators
 from fsdp_dynamo.errors import unit_name
 from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants, encode
 from graph_passes.markers import CollectiveKind, Mark
@@ -46,6 +47,7 @@ class TracedUnit(NamedTuple):
         flats: ``FlatConstants`` of its flat parameters, as text.
         layouts: ``ViewConstants`` of its flat parameters, as text.
         places: where the parameters are put.
+        are_apart: whether each parameter has a storage of its own in Dynamo's graph.
     """
 
     fqn: str
@@ -55,6 +57,7 @@ class TracedUnit(NamedTuple):
     flats: tuple[str, ...]
     layouts: tuple[str, ...]
     places: Places
+    are_apart: bool
 
 
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
@@ -75,6 +78,7 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
         ),
         layouts=tuple([encode(_describe_views(flat)) for flat in unit.flats]),
         places=_places(module),
+        are_apart=may_call_operators(unit),
     )
 
 
@@ -205,5 +209,5 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
             where=unit_name(module._fsdp_unit.fqn),
             fix="Leave one of them out, or compile without fullgraph (hooks mode).",
         )
-    *constants, places = _describe(module)
-    return (*constants, tuple(places))
+    *constants, places, are_apart = _describe(module)
+    return (*constants, tuple(places), are_apart)

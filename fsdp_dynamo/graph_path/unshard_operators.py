@@ -6,8 +6,8 @@ the graph, sees what they are made of::
     unshard          -> all_gather -> wait, and in the backward reduce_scatter -> wait
     parameter_views  -> split -> view ...
 
-While Dynamo traces, ``parameters`` stands for ``parameter_views``: operators with bodies refuse
-inputs that share a storage (``operator_inputs``).
+In units whose code may call operators with bodies, which refuse inputs that share a storage,
+``parameters`` stands for ``parameter_views`` while Dynamo traces (``operator_inputs``).
 
 Every collective is marked where it is made. The constants of a unit are arguments, as text, so
 that they are part of every key of the graph.
@@ -319,6 +319,8 @@ def collectives_of(gm: fx.GraphModule) -> Collectives:
 
 def unsharded_behind(node: fx.Node) -> fx.Node | None:
     """The unsharded flat parameter that a node of such a graph is, or that it is a parameter of."""
-    if node.target is operator.getitem and node.all_input_nodes[0].target is PARAMETERS:
-        return node.all_input_nodes[0].all_input_nodes[0]
+    if node.target is operator.getitem:
+        source = node.all_input_nodes[0]
+        if source.target is PARAMETERS or source.target is PARAMETER_VIEWS:
+            return source.all_input_nodes[0]
     return node if node.target is UNSHARD else None

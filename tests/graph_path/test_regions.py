@@ -445,9 +445,6 @@ def _nested(rank: int, world_size: int, has_regions: bool) -> tuple[Any, list[fl
     return sorted(gathers), [loss.item(), *gradients]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="units are not gathered again since Dynamo's graph holds ``parameters``"
-)
 def test_a_view_of_a_parameter_that_a_region_saves_is_taken_again(ranks: RankPool) -> None:
     """Saved, it would keep the parameters of its unit from forward to backward."""
     expected = ranks.run(_nested, 2, False)
