@@ -242,6 +242,7 @@ class _Selects(Model):
 def _wrong(rank: int, world_size: int, plain: Model, options: dict[str, Any]) -> list[Any]:
     """Steps in which gradients differ from the plain model's, while flags and numbers change."""
     torch._dynamo.reset()
+    plain = copy.deepcopy(plain)  # tensors are sent in memory that both ranks would write
     model = copy.deepcopy(plain)
     for block in model.blocks:
         fully_shard(block)
