@@ -70,9 +70,7 @@ def workload_of(options: argparse.Namespace) -> catalogue.Workload:
         if options.blocks is not None:
             raise BadInputError("--blocks: expected a decoder, not --torchbench_model")
         return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
-    if small:
-        raise BadInputError("--model_size small: a decoder has its size by name: --decoder small")
-    return catalogue.decoder(options.decoder, *sizes, num_blocks=options.blocks)
+    return catalogue.decoder(options.decoder, *sizes, num_blocks=options.blocks, small=small)
 
 
 def decoder_arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def workload_of(options: argparse.Namespace) -> catalogue.Workload:
         return catalogue.toy(options.batch_size or 20, small)
     sizes = (options.batch_size or 4, options.sequence_length or 128)
     if options.decoder is not None:
-        return catalogue.decoder(options.decoder, *sizes)
+        return catalogue.decoder(options.decoder, *sizes, small=small)
     return catalogue.hugging_face(options.torchbench_model, *sizes, small=small)
 
 
@@ -108,8 +108,6 @@ def check(options: argparse.Namespace) -> Peer:
 
 def _require_effects(options: argparse.Namespace) -> None:
     """Refuse flags that would change nothing."""
-    if options.decoder is not None and options.model_size == "small":
-        raise BadInputError("--model_size small: a decoder has its size by name: --decoder small")
     if options.toy_model and options.sequence_length is not None:
         raise BadInputError("--sequence_length: the inputs of --toy_model are no sequences")
     if options.dynamo_no_optimize_ddp and (options.family != "ddp" or options.dynamo is None):

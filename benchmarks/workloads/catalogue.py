@@ -74,7 +74,11 @@ def next_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def decoder(
-    size: str, batch_size: int = 4, length: int = 128, num_blocks: int | None = None
+    size: str,
+    batch_size: int = 4,
+    length: int = 128,
+    num_blocks: int | None = None,
+    small: bool = False,
 ) -> Workload:
     """The reference decoder at one of ``DECODER_SIZES``.
 
@@ -83,7 +87,13 @@ def decoder(
         batch_size: sequences per rank.
         length: predicted tokens per sequence.
         num_blocks: instead of the size's own number.
+        small: refused, since the size is a name.
+
+    Raises:
+        BadInputError: unknown or refused size.
     """
+    if small:
+        raise BadInputError("--model_size small: a decoder has its size by name: --decoder small")
     if size not in DECODER_SIZES:
         raise BadInputError(f"decoder size: expected one of {list(DECODER_SIZES)}, got {size!r}")
     sizes = DECODER_SIZES[size]

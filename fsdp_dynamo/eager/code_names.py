@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _OWN = ("torch", "fsdp_dynamo")
@@ -55,15 +55,17 @@ def functions_of(classes: Iterable[type]) -> list[FunctionType]:
         names = names_in(function.__code__)
         for space in (function.__globals__, *map(vars, own)):
             waiting += [space[name] for name in names & space.keys()]
-        waiting += [_content(cell) for cell in function.__closure__ or ()]
+        for cell in function.__closure__ or ():
+            waiting += contents_of(cell)
     return [*found]
 
 
-def _content(cell: Any) -> Any:
+def contents_of(cell: CellType) -> list[Any]:
+    """Value of a closure's cell, in a list that is empty where the cell is."""
     try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
-__all__ = ["function_of", "functions_of", "is_the_users", "names_in"]
+__all__ = ["contents_of", "function_of", "functions_of", "is_the_users", "names_in"]

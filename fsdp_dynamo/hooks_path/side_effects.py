@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo.eager.code_names import function_of, is_the_users, names_in
+from fsdp_dynamo.eager.code_names import contents_of, function_of, is_the_users, names_in
 
 _CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -194,10 +194,7 @@ class _Attributes:
     def _namespace(self) -> Any:
         owner = self._owner
         if isinstance(owner, types.CellType):
-            try:
-                return {"cell_contents": owner.cell_contents}
-            except ValueError:  # it is empty
-                return {}
+            return dict(zip(("cell_contents",), contents_of(owner), strict=False))
         if isinstance(owner, dict):
             return owner
         if hasattr(owner, "__dict__"):
