@@ -1,4 +1,4 @@
-"""Recorder of unshards, reshards, collectives and compute, in order of issue.
+"""Recorder of unshards, reshards, collectives and compute, in order of issue and by step.
 
 Off, the recorder is ``None``, and ``begin``, ``instant``, ``complete`` and ``finish`` return at
 once. On, each event is appended when its work is *issued*, so the order of the list is the order of
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.steps import Step, current_step
 
 Kind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "unshard", "reshard", "forward", "backward"
@@ -43,6 +43,19 @@ class Clock(Protocol):
         """Block the host until the current stream is here; then readings may be asked."""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A time that was noted.
+
+    Attributes:
+        host_ns: on the host (``time.perf_counter_ns``).
+        reading: gives that of the device's clock, where there is one.
+    """
+
+    host_ns: int
+    reading: Reading | None
+
+
 @dataclass
 class Event:
     """One unshard, reshard, collective or piece of compute.
@@ -60,7 +73,9 @@ class Event:
             runs ahead of a device, the stream that computes.
         message_bytes: what travels for it, all ranks' parts: ``num_bytes``, or less where shards
             have a format; 0 for what is no collective.
-        readings: what gives fields above once the device is there, by their names; until then the
+        graph: digest of the plan of the graph whose event it is; ``""``: it is of none.
+        step: to which it belongs; ``None`` outside of forwards and backwards (state dicts).
+        readings: what gives times above once the device is there, by their names; until then the
             host's times stand.
     """
 
@@ -73,6 +88,8 @@ class Event:
     waited_ns: int = 0
     exposed_ns: int = 0
     message_bytes: int = 0
+    graph: str = ""
+    step: Step | None = field(default=None, compare=False)
     readings: dict[str, Reading] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -80,12 +97,12 @@ class Event:
         """``(kind, unit, phase)``: what order assertions compare."""
         return (self.kind, self.unit, self.phase)
 
-    def begin_behind(self, other: Event) -> None:
-        """Begin, in retrospect, when another event ended, or began if it is still in flight."""
-        name = "waited_ns" if other.waited_ns else "issued_ns"
-        self.issued_ns = getattr(other, name)
-        if name in other.readings:
-            self.readings["issued_ns"] = other.readings[name]
+    def begin_with(self, moment: Moment) -> None:
+        """Begin, in retrospect, at a moment before."""
+        self.issued_ns = moment.host_ns
+        self.readings.pop("issued_ns", None)
+        if moment.reading is not None:
+            self.readings["issued_ns"] = moment.reading
 
 
 class EventLog(list[Event]):
@@ -97,33 +114,56 @@ class EventLog(list[Event]):
             is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outer: EventLog | None = None) -> None:
         super().__init__()
         self._lock = threading.Lock()
+        self._outer = outer
+        self._inner: list[EventLog] = []  # of recordings that were begun in this one
         self.at_end: Callable[[], None] | None = None
         self.clock: Clock | None = None
 
     def issue(
-        self, unit: str, kind: Kind, phase: Phase, num_bytes: int = 0, source: Source = "hook"
+        self,
+        unit: str,
+        kind: Kind,
+        phase: Phase,
+        num_bytes: int = 0,
+        source: Source = "hook",
+        graph: str = "",
     ) -> Event:
         """Append an event that begins now, and return it; for the arguments see ``Event``."""
-        event = Event(unit, kind, phase, num_bytes, source, time.perf_counter_ns())
-        if kind in COLLECTIVE_KINDS:
-            event.message_bytes = num_bytes
+        message_bytes = num_bytes if kind in COLLECTIVE_KINDS else 0
+        event = Event(
+            *(unit, kind, phase, num_bytes, source, time.perf_counter_ns()),
+            message_bytes=message_bytes,
+            graph=graph,
+            step=current_step(),
+        )
         if self.clock is not None:
             event.readings["issued_ns"] = self.clock.now()
         with self._lock:  # backward hooks of CUDA devices run on autograd's own threads
-            self.append(event)
+            for log in (self, *self._inner):
+                log.append(event)
         return event
 
     def instant(
-        self, unit: str, kind: Kind, phase: Phase, num_bytes: int, source: Source = "hook"
+        self,
+        unit: str,
+        kind: Kind,
+        phase: Phase,
+        num_bytes: int,
+        source: Source = "hook",
+        graph: str = "",
     ) -> None:
         """Append an event without duration; for the arguments see ``Event``."""
-        event = self.issue(unit, kind, phase, num_bytes, source)
+        event = self.issue(unit, kind, phase, num_bytes, source, graph)
         event.waited_ns = event.issued_ns
         if self.clock is not None:
             event.readings["waited_ns"] = event.readings["issued_ns"]
+
+    def now(self) -> Moment:
+        """The time now, for an event that is recorded later."""
+        return Moment(time.perf_counter_ns(), None if self.clock is None else self.clock.now())
 
     def end(self, event: Event) -> None:
         """Let an event end now."""
@@ -131,8 +171,23 @@ class EventLog(list[Event]):
         if self.clock is not None:
             event.readings["waited_ns"] = self.clock.now()
 
+    @contextmanager
+    def within(self) -> Iterator[EventLog]:
+        """A recording within this one, of what is issued while the context is open."""
+        log = EventLog(self)
+        self._inner.append(log)
+        try:
+            yield log
+        finally:
+            if self.at_end is not None:
+                self.at_end()
+            self._inner = [other for other in self._inner if other is not log]  # equal ones stay
+            log.read_clock()
+
     def read_clock(self) -> None:
         """Wait for the device, and give events its times."""
+        if self._outer is not None:
+            self.clock = self._outer.clock
         if self.clock is not None:
             self.clock.stop()
         for event in self:
@@ -210,17 +265,14 @@ def record_events() -> Iterator[EventLog]:
     """Record all events of this process while the context is open.
 
     Yields:
-        The list of events, in order of issue. It can be read after the context has closed.
-
-    Raises:
-        FSDPStateError: if a recording is already under way.
+        The list of events, in order of issue. It can be read after the context has closed. One
+        context may be within another: both get what is issued in the inner one.
     """
     global recorder
     if recorder is not None:
-        raise FSDPStateError(
-            "record_events(): expected no recording under way, got a second one. "
-            "Leave the outer 'with record_events()' first."
-        )
+        with recorder.within() as log:
+            yield log
+        return
     recorder = EventLog()
     try:
         yield recorder

@@ -11,6 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 BY_AUTOGRAD = "what autograd calls runs eagerly"
 """Where a compiled function calls ``backward()``, Dynamo sees the Python that the engine calls."""
+UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
 
 
 def untraced(reason: str) -> Callable[[Function], Function]:
@@ -27,4 +28,4 @@ def untraced(reason: str) -> Callable[[Function], Function]:
     return decorate
 
 
-__all__ = ["BY_AUTOGRAD", "untraced"]
+__all__ = ["BY_AUTOGRAD", "UNDER_LOCK", "untraced"]

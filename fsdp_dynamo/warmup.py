@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from fsdp_dynamo.agreement.busy_ranks import UNDER_LOCK
 from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.core.preserve_state import clear_gradients, preserve_state
 from fsdp_dynamo.core.unit import Unit
@@ -18,7 +17,7 @@ from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.graph_path.progress import told
 from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.state_dict.methods import uncompiled
-from fsdp_dynamo.untraced import untraced
+from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 Step = Callable[[Any, Any], torch.Tensor]
 """Called with the model and a batch; returns the loss, a scalar."""

@@ -147,6 +147,20 @@ def launch_of(node: torch.fx.Node) -> int | None:
     return launch
 
 
+_GRAPH = "fsdp_graph"
+
+
+def set_graph(node: torch.fx.Node, digest: str) -> None:
+    """Say of which planned graph a collective is."""
+    node.meta[_GRAPH] = digest
+
+
+def graph_of(node: torch.fx.Node) -> str:
+    """The digest of the planned graph that a collective is of; ``""``: it was not planned."""
+    digest: str = node.meta.get(_GRAPH, "")
+    return digest
+
+
 _CHOSEN = "fsdp_format_chosen"
 
 
@@ -181,11 +195,13 @@ __all__ = [
     "cuts_views",
     "decode_name",
     "encode_name",
+    "graph_of",
     "has_optional_format",
     "is_body",
     "is_no_value",
     "launch_of",
     "mark_of",
+    "set_graph",
     "set_launch",
     "unit_of",
     "wire_of",

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.callback import callback_handler  # no public API reports compilations
 
 from fsdp_dynamo.agreement.store import PREFIX, default_store
-from fsdp_dynamo.untraced import untraced
-
-UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
+from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 _num_reasons = 0
 

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.errors import unit_name
+from fsdp_dynamo.steps import is_in_backward, num_steps
 from graph_passes.wire_format import WireFormat
 
 MAX_ENTRIES = 1000
@@ -83,33 +83,7 @@ class _GroupLog:
 
 
 _logs: WeakKeyDictionary[dist.ProcessGroup, _GroupLog] = WeakKeyDictionary()
-_step = 0
 _latest: Entry | None = None
-
-
-def begin_step() -> None:
-    """Count an outermost forward that begins."""
-    global _step
-    _step += 1
-
-
-def current_step() -> int:
-    """Number of outermost forwards that have begun."""
-    return _step
-
-
-NO_GRAPH_TASK = -1
-
-
-def current_graph_task() -> int:
-    """Autograd's number of the backward that runs in this thread, or ``NO_GRAPH_TASK``."""
-    task: int = torch._C._current_graph_task_id()
-    return task
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return current_graph_task() != NO_GRAPH_TASK
 
 
 def latest() -> Entry | None:
@@ -138,7 +112,7 @@ def record(
     use = use or ("backward" if is_in_backward() else "forward")
     if wire is not None:
         use = f"{use}, {wire.name}"
-    _latest = Entry(log.count, _step, kind, label, numel, use)
+    _latest = Entry(log.count, num_steps(), kind, label, numel, use)
     log.entries.append(_latest)
     log.count += 1
     return _latest

@@ -18,6 +18,7 @@ from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
+from fsdp_dynamo.steps import Model
 from graph_passes.markers import NO_VALUE
 
 REDUCES = "reduces"
@@ -29,15 +30,17 @@ ACCUMULATES = "accumulates"
 class Accumulation:
     """Accumulation of gradients over steps in the units of one root.
 
-    Compiled code is guarded by the first two.
+    Compiled code is guarded by ``sync`` and ``has_sums``.
 
     Attributes:
+        model: whose units these are.
         sync: whether all units reduce their gradients in the step that runs.
         has_sums: whether a flat parameter holds a sum of unsharded gradients.
         is_last_backward: whether backwards wait for the reductions that they have started.
     """
 
-    def __init__(self, sums: Sequence[UnshardedSum] = ()) -> None:
+    def __init__(self, sums: Sequence[UnshardedSum] = (), model: Model | None = None) -> None:
+        self.model = model or Model("")
         self.sync = True
         self.has_sums = False
         self.is_last_backward = True

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
+from torch._dynamo.callback import callback_handler  # tells when compilation begins and ends
 
 # Private: there is no public way to add to what tlparse reads.
 from torch._logging._internal import trace_structured
 
+from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 from graph_passes.graph_utils import is_backward
 from graph_passes.text.listing import listing
 
@@ -48,14 +50,12 @@ class Artifact:
         frame: of which compilation.
         unit: FQN of the unit whose body ran; ``""`` for the root, and on the graph path.
         text: its payload.
-        made_ns: when (``time.perf_counter_ns``).
     """
 
     name: str
     frame: Frame
     unit: str
     text: str
-    made_ns: int
 
 
 def emit(name: str, text: Callable[[], str]) -> None:
@@ -100,6 +100,10 @@ class _Listener(logging.Handler):
         self._artifacts = artifacts
 
     def emit(self, record: logging.LogRecord) -> None:
+        for (
+            each
+        ) in _open:  # Dynamo was reset: of its first compilation since, this is the first word
+            each.listen()
         metadata = getattr(record, "metadata", None)
         payload = getattr(record, "payload", None)
         if not isinstance(metadata, dict) or not isinstance(payload, str):
@@ -107,8 +111,7 @@ class _Listener(logging.Handler):
         kind = next(iter(metadata), "")
         name = metadata[kind].get("name", "") if kind == "artifact" else kind
         frame = Frame(metadata.get("frame_id", -1), metadata.get("frame_compile_id", -1))
-        now = time.perf_counter_ns()
-        self._artifacts.append(Artifact(name, frame, unit_now.get(), payload, now))
+        self._artifacts.append(Artifact(name, frame, unit_now.get(), payload))
 
 
 _listeners: list[_Listener] = []
@@ -128,6 +131,56 @@ def record_artifacts() -> Iterator[list[Artifact]]:
         log.removeHandler(listener)
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """A time in which code was compiled, in ``time.perf_counter_ns``."""
+
+    begin_ns: int
+    end_ns: int
+
+
+@contextmanager
+def record_compilations() -> Iterator[list[Compilation]]:
+    """Keep the times in which Dynamo, or a backward that was left for later, is compiled."""
+    recording = _CompilationRecording()
+    _open.append(recording)
+    for each in _open:  # a reset of Dynamo has removed those of the contexts around
+        each.listen()
+    try:
+        yield recording.found
+    finally:
+        _open.remove(recording)
+        recording.stop()
+
+
+class _CompilationRecording:
+    def __init__(self) -> None:
+        self.found: list[Compilation] = []
+        self._began_ns = 0
+
+    @untraced(UNDER_LOCK)
+    def _begin(self, _: Any) -> None:
+        self._began_ns = time.perf_counter_ns()
+
+    @untraced(UNDER_LOCK)
+    def _end(self, _: Any) -> None:
+        self.found.append(Compilation(self._began_ns, time.perf_counter_ns()))
+
+    def listen(self) -> None:
+        if self._begin not in callback_handler.start_callbacks:
+            self._began_ns = time.perf_counter_ns()
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+
+    def stop(self) -> None:
+        if self._begin in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._begin)
+            callback_handler.remove_end_callback(self._end)
+
+
+_open: list[_CompilationRecording] = []
+
+
 def is_recording() -> bool:
     """Whether compilations are being recorded, so that none may come from a cache."""
     return bool(_listeners)
@@ -138,11 +191,13 @@ __all__ = [
     "PREFIX",
     "STAGES",
     "Artifact",
+    "Compilation",
     "Frame",
     "emit",
     "emit_graph",
     "emit_stages",
     "is_recording",
     "record_artifacts",
+    "record_compilations",
     "unit_now",
 ]

@@ -238,11 +238,20 @@ def compile_with(backend: Backend, fn: Callable[..., Any]) -> Callable[..., Any]
 
     Dynamo keeps every backend until its reset; one that it meets here first goes with ``compiled``.
     """
-    is_new = id(backend) not in cached_backends
-    compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
-    if is_new:
-        cached_backends.pop(id(backend), None)
+    with _not_kept():
+        compiled: Callable[..., Any] = torch._dynamo.optimize(backend=backend)(fn)  # type: ignore[no-untyped-call]
     return compiled
+
+
+@contextmanager
+def _not_kept() -> Iterator[None]:
+    """Let Dynamo forget the backends again that it meets first in the context."""
+    before = set(cached_backends)
+    try:
+        yield
+    finally:
+        for new in cached_backends.keys() - before:
+            del cached_backends[new]
 
 
 def compiled_parts(model: torch.nn.Module) -> tuple[torch.nn.Module, Backend | None, bool]:
@@ -262,21 +271,21 @@ def compile_again(
     """Compile a callable as another was compiled.
 
     Args:
-        backend: a name, or the object that ``compiled_parts`` gave.
+        backend: the object that ``compiled_parts`` gave, or another one.
         fn: what to compile.
         fullgraph: whether a graph break is an error.
-        options: in place of those that the backend has.
+        options: what the backend is called with.
     """
     dynamic = getattr(backend, "dynamic", None)
     compiled: Callable[..., Any]
-    if options is not None or isinstance(backend, str):
-        inner = getattr(backend, "compiler_fn", backend)
-        given = None if options is None else dict(options)
-        compiled = torch.compile(
-            fn, backend=inner, fullgraph=fullgraph, dynamic=dynamic, options=given
-        )
-    else:
-        compiled = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(fn)  # type: ignore[no-untyped-call]
+    with _not_kept():
+        if options is not None:
+            compiled = torch.compile(
+                fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=dict(options)
+            )
+        else:
+            optimize: Any = torch._dynamo.optimize
+            compiled = optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(fn)
     return compiled
 
 
@@ -350,6 +359,20 @@ def changes_python_state() -> bool:
 
 _codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictionary()
 """By forward function and shapes of parameters, the code of the frame in between, if any."""
+_codes_apart: dict[int, dict[Any, dict[_Shapes, CodeType | None]]] = {}
+"""The same of backends that compile into code of their own, by their ids."""
+
+
+@contextmanager
+def codes_apart(backend: Backend) -> Iterator[None]:
+    """While open, modules that are compiled with a backend share no code with other backends'."""
+    _codes_apart[id(backend)] = {}
+    try:
+        yield
+    finally:
+        for codes in _codes_apart.pop(id(backend)).values():
+            for code in filter(None, codes.values()):
+                reset_code(code)
 
 
 def is_skipped(fn: Callable[..., Any]) -> bool:
@@ -359,7 +382,9 @@ def is_skipped(fn: Callable[..., Any]) -> bool:
     return bool(trace_rules.check(fn))
 
 
-def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., Any]:
+def entry_of(
+    body: Callable[..., Any], shapes: _Shapes | None, backend: Backend | None = None
+) -> Callable[..., Any]:
     """The callable to compile for a module, whose frame Dynamo compiles.
 
     Dynamo never compiles the frames of ``torch.nn`` itself: its modules get a frame in between. So
@@ -370,6 +395,7 @@ def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., 
         body: the module, or its bound ``_call_impl``.
         shapes: of its parameters; modules of one class and equal shapes share their compiled code.
             ``None``: it shares with none.
+        backend: which compiles it, if that may be within ``codes_apart``.
     """
     is_module = isinstance(body, torch.nn.Module)
     module: Any = body if is_module else body.__self__  # type: ignore[attr-defined]
@@ -380,9 +406,10 @@ def entry_of(body: Callable[..., Any], shapes: _Shapes | None) -> Callable[..., 
     if shapes is None:
         own: Callable[..., Any] = with_own_code(call)
         return own
-    codes = _codes.setdefault(type(module).forward, {})
+    apart = _codes_apart.get(id(backend))
+    codes = (_codes if apart is None else apart).setdefault(type(module).forward, {})
     if shapes not in codes:
-        is_first = not codes and not is_skipped(module.forward)
+        is_first = apart is None and not codes and not is_skipped(module.forward)
         # By the name, too, Dynamo looks up which sizes have changed.
         name = f"{type(module).__name__}_{len(codes)}"
         codes[shapes] = None if is_first else call.__code__.replace(co_name=name)

@@ -11,10 +11,10 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.end_of_calls import EndOfCalls, sums
+from fsdp_dynamo.steps import NO_GRAPH_TASK, Step, current_step
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
@@ -35,6 +35,7 @@ class ForwardCall:
         left: modules of the unit that have not run yet.
         is_full_precision: whether its views are in the dtype of the shards.
         began: position in the order in which the forwards of the process began.
+        step: of which it is a part.
     """
 
     unit: Unit
@@ -48,6 +49,7 @@ class ForwardCall:
     is_tracked: bool = False
     left: set[nn.Module] = field(default_factory=set)
     began: int = field(default_factory=itertools.count().__next__)
+    step: Step | None = field(default_factory=current_step)
 
     def show_views(self) -> None:
         """Let the unit's modules see the views of this call."""

@@ -18,9 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_dynamo import events
-from fsdp_dynamo.comm import collective_log
-from fsdp_dynamo.comm.collective_log import NO_GRAPH_TASK, current_graph_task
+from fsdp_dynamo import events, steps
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.module_parameters import let_forwards_register_parametrizations
@@ -36,6 +34,7 @@ from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
 from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
+from fsdp_dynamo.steps import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
@@ -63,6 +62,8 @@ class Root:
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.ends_backward_by_hand = False
         self._depth = 0
+        self._around: steps.Step | None = None  # of another model, which calls this one
+        self._step: steps.Step | None = None  # the newest whose backward has begun
         self._hook: RemovableHandle | None = None  # for parametrizations, while units run
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs
@@ -78,7 +79,8 @@ class Root:
             self.units.append(unit)
         self._needs_planner = unit_with_planner(self.units)
         flats = [flat for unit in self.units for flat in unit.flats]
-        self.accumulation = Accumulation([flat.grad_sum for flat in flats])
+        model = steps.Model(type(self.units[0].modules[0]).__name__)
+        self.accumulation = Accumulation([flat.grad_sum for flat in flats], model)
         self.accumulation.refresh()
         self.secondary = SecondaryShards(self.units, self.accumulation)
 
@@ -127,7 +129,6 @@ class Root:
             return self._join(unit)
         recomputes = self.in_backward
         if self.is_outside:
-            collective_log.begin_step()
             self._begin_forward()
         if not recomputes:
             self._in_a_row.begin(unit)
@@ -203,6 +204,7 @@ class Root:
         if self._needs_planner is not None:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
+        self._around = steps.begin_forward(self.accumulation.model)
         self._hook = let_forwards_register_parametrizations()
         self.execution_order.begin()
         if self.trained is not None:
@@ -225,6 +227,7 @@ class Root:
         if not torch.is_grad_enabled():  # no backward begins with the last unit
             self._settle()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
+        steps.end_forward(self._around)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if self._stays_unsharded:
@@ -256,6 +259,9 @@ class Root:
             self.accumulation.require_whole_backward(call.unit.settings, call.unit.fqn)
         if not self.in_backward:
             self._begin_backward()
+        steps.enter_backward(call.step)
+        if self._step is None or (call.step and call.step.number > self._step.number):
+            self._step = call.step
         if call.backward_id == self._backward_id:
             return
         self._finish_segments(call)
@@ -312,6 +318,7 @@ class Root:
     def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """Reshard a unit whose backward is done, and take its gradients."""
         unit = call.unit
+        steps.enter_backward(call.step)
         events.finish(unit.event)
         if unit.machine.state is UnitState.BACKWARD_PRE:
             unit.pending_calls -= 1
@@ -349,6 +356,7 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
+        steps.enter_backward(self._step)
         self._in_a_row.forget()
         if self.accumulation.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
@@ -369,6 +377,7 @@ class Root:
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
         self._remove_hook()
+        steps.enter_backward(None)
 
     def _remove_hook(self) -> None:
         if self._hook is not None:
@@ -390,6 +399,7 @@ class Root:
     @torch.no_grad()
     def reached_end_of_calls(self, unit: Unit) -> None:
         """Start to reduce the sums of the gradients of a unit's calls, if there are any."""
+        steps.enter_backward(self._step)  # it holds the calls of all forwards
         end = self._end_of_calls(unit)
         with end.on_stream():
             self._reduces.advance()
@@ -414,6 +424,8 @@ class Root:
 
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
+        if self.machine.state is RootState.FORWARD:
+            steps.end_forward(self._around)
         self._waiting = []
         self._open = {}
         for end in filter(None, self._ends.values()):  # none yet in a copy
@@ -436,7 +448,7 @@ class Root:
 
     def recover(self) -> None:
         """Reset if a backward raised: the engine then never called ``_end_backward``."""
-        if self.in_backward and not collective_log.is_in_backward():
+        if self.in_backward and not steps.is_in_backward():
             self.reset()
 
     @contextmanager
@@ -455,9 +467,10 @@ class Root:
     def reduce_sums(self) -> None:
         """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
         if self.accumulation.has_sums:
-            for unit in self.units:
-                for flat in unit.flats:
-                    self._reduces.issue_sum(flat)
+            with steps.continued(self._step):
+                for unit in self.units:
+                    for flat in unit.flats:
+                        self._reduces.issue_sum(flat)
         self._reduces.finish()
         self.secondary.drop()  # summon_full_params() and clipping begin with this
         self.accumulation.refresh()
@@ -465,10 +478,11 @@ class Root:
     @torch.no_grad()
     def finalize_backward(self) -> None:
         """Start what backwards have left to do since they are ended by hand: see ``wait_ended``."""
-        for unit in reversed(self.units):
-            for flat in unit.flats if unit.settings.reduces else ():
-                self._reduces.issue_sum(flat)
-            unit.end_backward()
+        with steps.continued(self._step):
+            for unit in reversed(self.units):
+                for flat in unit.flats if unit.settings.reduces else ():
+                    self._reduces.issue_sum(flat)
+                unit.end_backward()
 
     @torch.no_grad()
     def wait_ended(self) -> None:

@@ -20,9 +20,8 @@ from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.transforms import outside_transforms
 from fsdp_dynamo.eager.code_names import functions_of, names_in
 from fsdp_dynamo.errors import UnsupportedError, unit_name
-from fsdp_dynamo.untraced import untraced
+from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
-_UNDER_LOCK = "Dynamo calls this under a lock, for which it would wait while it traces it"
 _OPERATORS = {"cond", "while_loop", "scan", "associative_scan", "map", "nested_compile_region"}
 _REGION = "__marked_compile_region_fn__"  # on functions that nested_compile_region decorates
 _NO_CHANGE = nullcontext()
@@ -78,7 +77,7 @@ class ViewsWhileTraced:
             callback_handler.remove_end_callback(self._end)
         self._hide()
 
-    @untraced(_UNDER_LOCK)
+    @untraced(UNDER_LOCK)
     def _begin(self, args: CallbackArgs) -> None:
         # While another thread compiles, this one computes, and saves views for the backward. A
         # stand-in that is saved would not see the second gather.
@@ -86,7 +85,7 @@ class ViewsWhileTraced:
             for shown in self._shown:
                 shown.show_stand_ins(_stand_in_for)
 
-    @untraced(_UNDER_LOCK)
+    @untraced(UNDER_LOCK)
     def _end(self, _: CallbackArgs) -> None:
         if get_ident() == self._thread:
             self._hide()

@@ -49,7 +49,7 @@ from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
-    note_traced_alone,
+    note_compiled_alone,
     planner_for,
 )
 from fsdp_dynamo.graph_path.processor_probes import best_probed
@@ -101,7 +101,7 @@ def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
     if parsed.regions:
         report = outline_regions(gm)
         _log.info("%s", report.text())
-        note_traced_alone(report.left)
+        note_compiled_alone(report.left)
     return parsed
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 
-from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo import steps
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import reduce_frozen
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -122,6 +122,7 @@ class _RouteGradients(torch.autograd.Function):
                 if grad is not None:
                     handle(grad, absent)
         ctx.secondaries.end_backward()
+        steps.enter_backward(None)
         return (None,) * (len(grads) + 2)
 
 
@@ -134,6 +135,7 @@ def _run(
         operators.abandon()
         secondaries.abandon()
         raise
+    recording.current().end_of_graph()
     secondaries.end_forward()
     return outputs
 
@@ -142,6 +144,17 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Route the shards among a compiled graph's inputs through ``_RouteGradients``."""
 
     def run(*inputs: Any) -> Any:
+        flat = next(_flats_in(inputs), None)
+        if flat is None:
+            return run_forward(*inputs)
+        around = steps.begin_forward(flat.grad_sum.accumulation.model)
+        recording.current().begin_graph(flat.device)
+        try:
+            return run_forward(*inputs)
+        finally:
+            steps.end_forward(around)
+
+    def run_forward(*inputs: Any) -> Any:
         operators.abandon()  # a backward that failed may have left some
         handlers = _grad_handlers(inputs)
         arguments = [_as_trained(value) for value in inputs]
@@ -155,7 +168,6 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
             arguments[position] = shard
         outputs = _run(compiled, arguments, secondaries)
         _watch_backward(inputs, outputs)
-        recording.current().end_of_graph()
         return outputs
 
     return run
@@ -167,17 +179,26 @@ def _as_trained(value: Any) -> Any:
     return value if flat is None or flat.is_trainable else value.detach()
 
 
+def _flats_in(inputs: Sequence[Any]) -> Iterator[FlatParameter]:
+    """The flat parameters whose shards are inputs of a graph."""
+    found = (getattr(value, _OWNER, _no_flat)() for value in inputs)
+    return (flat for flat in found if flat is not None)
+
+
 def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Check a graph's backward when it begins, and drop from sums what the user has dropped."""
-    found = [getattr(value, _OWNER, _no_flat)() for value in inputs]
-    flats = [flat for flat in found if flat is not None]
+    begin = partial(_begin_backward, list(_flats_in(inputs)), steps.current_step())
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(_begin_backward, flats))
+            output.register_hook(begin)
 
 
 @untraced(BY_AUTOGRAD)
-def _begin_backward(flats: Sequence[FlatParameter], grad: torch.Tensor) -> None:
+def _begin_backward(
+    flats: Sequence[FlatParameter], step: steps.Step | None, grad: torch.Tensor
+) -> None:
+    steps.enter_backward(step)
+    recording.current().begin_graph(grad.device)
     for flat in flats:
         waiting = flat.grad_sum
         if flat.is_trainable:
@@ -209,12 +230,10 @@ def _refuse_comm_hook(flat: FlatParameter) -> None:
 def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
     """By position, the gradient handlers of shards, and of their carriers, that need one."""
     handlers: dict[int, GradHandler] = {}
-    has_units = False
     for position, value in enumerate(inputs):
         flat: FlatParameter | None = getattr(value, _OWNER, _no_flat)()
         carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
         if flat is not None:
-            has_units = True
             had_gradient = value.requires_grad
             reduce_frozen([flat])
             flat.check_originals()
@@ -225,6 +244,4 @@ def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
             handlers[position] = _grad_handler(flat)
         elif carried is not None and value.requires_grad and carried.is_trainable:
             handlers[position] = _carry(carried)
-    if has_units:
-        collective_log.begin_step()
     return handlers

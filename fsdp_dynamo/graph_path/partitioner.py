@@ -34,7 +34,8 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        artifacts.emit_graph(gm.graph, "traced", "joint")
+        if joint_inputs:  # none: the body of a region, which is partitioned before the whole graph
+            artifacts.emit_graph(gm.graph, "traced", "joint")
         kept = self._kept(gm, joint_inputs, **kwargs)
         note_kept(kept)
         return _partition(gm, joint_inputs, kept, **kwargs)

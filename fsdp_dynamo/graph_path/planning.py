@@ -50,13 +50,13 @@ class PlanLog(list[Planned]):
 
     Attributes:
         kept: units that stay unsharded between forward and backward.
-        traced_alone: why units are traced by themselves and not as one of several equal ones.
+        compiled_alone: why units are compiled by themselves and not as one of several equal ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[str] = []
-        self.traced_alone: dict[str, str] = {}
+        self.compiled_alone: dict[str, str] = {}
 
     def plan(self) -> Plan:
         """All decisions as one plan, to be saved and given back in ``options``."""
@@ -64,7 +64,7 @@ class PlanLog(list[Planned]):
         return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
 
 
-_log: PlanLog | None = None
+_logs: list[PlanLog] = []
 
 
 @contextmanager
@@ -73,35 +73,37 @@ def record_plans() -> Iterator[PlanLog]:
 
     Yields:
         The log, which grows as graphs are compiled. It can be read after the context has closed.
+        One context may be within another: both get what is compiled in the inner one.
     """
-    global _log
-    before, _log = _log, PlanLog()
+    log = PlanLog()
+    _logs.append(log)
     try:
-        yield _log
+        yield log
     finally:
-        _log = before
+        _logs[:] = [other for other in _logs if other is not log]  # equal ones stay
 
 
 def is_recording() -> bool:
     """Whether decisions are being kept, so that none may come from a cache."""
-    return _log is not None
+    return bool(_logs)
 
 
 def note_kept(units: Sequence[str]) -> None:
     """Units were decided to stay unsharded."""
-    if _log is not None:
-        _log.kept.extend(unit for unit in units if unit not in _log.kept)
+    for log in _logs:
+        log.kept.extend(unit for unit in units if unit not in log.kept)
 
 
-def note_traced_alone(reasons: Iterable[tuple[str, str]]) -> None:
+def note_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
     """Units were not made regions, for these reasons."""
-    if _log is not None:
-        _log.traced_alone.update(reasons)
+    found = dict(reasons)
+    for log in _logs:
+        log.compiled_alone.update(found)
 
 
 def _observe(planned: Planned) -> None:
-    if _log is not None:
-        _log.append(planned)
+    for log in _logs:
+        log.append(planned)
 
 
 InFlightBytes = Callable[[fx.Node], int]

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm.streams import time_events_on
+from fsdp_dynamo.steps import current_step
 from graph_passes.text.boundary_labels import Label
 
 
@@ -35,6 +36,9 @@ class NoRecording:
     def waited(self, label: Label, output: torch.Tensor) -> None:
         """A wait has ended."""
 
+    def begin_graph(self, device: torch.device) -> None:
+        """A compiled graph is about to run."""
+
     def end_of_graph(self) -> None:
         """A compiled graph has returned: what it computed last has stopped."""
 
@@ -45,6 +49,7 @@ class GraphRecording(NoRecording):
     def __init__(self, log: events.EventLog) -> None:
         self.log = log
         self._compute: list[events.Event] = []
+        self._began = log.now()
         self._alive: list[tuple[StorageWeakRef, Label, int]] = []
         self._uses: dict[int, int] = {}  # references to outputs before they were issued
 
@@ -58,11 +63,14 @@ class GraphRecording(NoRecording):
         self.wait(label)
         num_bytes = max(output.nbytes, sent.nbytes)
         if label.kind == "all_gather":
-            self.log.instant(label.unit, "unshard", label.phase, num_bytes, "graph")
+            self._instant("unshard", label, num_bytes)
             reference = StorageWeakRef(output.untyped_storage())
             self._alive.append((reference, label, num_bytes))
         self._uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
-        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph")
+        return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph", label.graph)
+
+    def _instant(self, kind: events.Kind, label: Label, num_bytes: int) -> None:
+        self.log.instant(label.unit, kind, label.phase, num_bytes, "graph", label.graph)
 
     def launched(self, labels: Sequence[Label]) -> None:
         for label in labels:
@@ -71,17 +79,20 @@ class GraphRecording(NoRecording):
     def wait(self, label: Label) -> None:
         """A collective is reached: what computed until now has stopped."""
         for unit in label.before:
-            latest = max(self.log, key=lambda e: e.waited_ns or e.issued_ns, default=None)
-            event = self.log.issue(unit, label.phase, label.phase, source="graph")
+            event = self._compute_of(unit, label)
             self.log.end(event)
-            if latest is not None:
-                event.begin_behind(latest)
+            event.begin_with(self._began)
+            self._began = self.log.now()
         self.end_of_graph()
         self.expire()
 
     def waited(self, label: Label, output: torch.Tensor) -> None:
         self._settle(output)
         self._follow(label)
+
+    def begin_graph(self, device: torch.device) -> None:
+        time_events_on(device)
+        self._began = self.log.now()
 
     def end_of_graph(self) -> None:
         for event in self._compute:
@@ -102,16 +113,20 @@ class GraphRecording(NoRecording):
     def _follow(self, label: Label) -> None:
         """Begin the compute that comes after a collective, or its wait."""
         for unit in label.after:
-            event = self._same_compute(unit, label.phase)
+            event = self._same_compute(unit, label)
             if event is None:
-                event = self.log.issue(unit, label.phase, label.phase, source="graph")
+                event = self._compute_of(unit, label)
             self._compute.append(event)
 
-    def _same_compute(self, unit: str, phase: events.Phase) -> events.Event | None:
+    def _compute_of(self, unit: str, label: Label) -> events.Event:
+        return self.log.issue(unit, label.phase, label.phase, 0, "graph", label.graph)
+
+    def _same_compute(self, unit: str, label: Label) -> events.Event | None:
         """A unit's compute goes on where a collective of another unit fell into it."""
         for event in reversed(self.log):
-            if event.kind == phase and event.source == "graph":
-                return event if event.unit == unit and event.phase == phase else None
+            if event.kind == label.phase and event.source == "graph":
+                is_same = (event.unit, event.step) == (unit, current_step())
+                return event if is_same else None
         return None
 
     def expire(self) -> None:
@@ -119,7 +134,9 @@ class GraphRecording(NoRecording):
         still = []
         for reference, label, num_bytes in self._alive:
             if reference.expired():
-                self.log.instant(label.unit, "reshard", label.phase, num_bytes, "graph")
+                self.log.instant(
+                    label.unit, "reshard", label.phase, num_bytes, "graph", label.graph
+                )
             else:
                 still.append((reference, label, num_bytes))
         self._alive = still

@@ -108,7 +108,8 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
         refuse_cuda_graphs(module, backend_of(key))
         backend = _segment_backend(key) if nested else backend_of(key)
         shapes = None if nested else module._fsdp_unit.shapes
-        body = compile_with(backend, entry_of(module._fsdp_body(), shapes))
+        entry = entry_of(module._fsdp_body(), shapes, backend_of(key))
+        body = compile_with(backend, entry)
         module._fsdp_compiled_bodies[key] = body
     return body
 

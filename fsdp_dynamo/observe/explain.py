@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch._dynamo.utils import counters  # graph breaks have no public reader
-
-from fsdp_dynamo import events
 from fsdp_dynamo.core.preserve_state import preserve_state
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.dynamo.artifacts import record_artifacts
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.dynamo.artifacts import record_artifacts, record_compilations
 from fsdp_dynamo.events import record_events
 from fsdp_dynamo.graph_path.planning import record_plans
 from fsdp_dynamo.observe import timeline
-from fsdp_dynamo.observe.explanation import StepReport, UnitSummary, measured_events
+from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
 from fsdp_dynamo.observe.explanation_text import format_report
 from fsdp_dynamo.observe.graph_breaks import graph_breaks_in, recompiles_in
+from fsdp_dynamo.observe.recorded_steps import recorded_step, reports_of
 from fsdp_dynamo.observe.training_step import Loss, run_step, target_of
-from graph_passes.report import report_of
 
 
 class Explanation(StepReport):
@@ -66,11 +62,12 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Compile a model again, run two steps without an update, and report where the time goes.
+    """Compile a model again, run steps without an update, and report where the time of one goes.
 
     All ranks must call it, with the same model and options; each gets its own explanation. A
     compiled model is compiled again with its own backend and options; existing compiled code is
-    kept. Gradients, buffers and random-number generators are restored.
+    kept. Gradients, buffers and random-number generators are restored. What is reported is the
+    fifth step, without the time in which something is still compiled in it.
 
     Args:
         model_or_compiled: a wrapped model, which is compiled with ``"fsdp_dynamo_aot_eager"``, or
@@ -87,44 +84,44 @@ def explain(
     Raises:
         FSDPTypeError: not a module, or options in hooks mode.
         FSDPValueError: no unit in the model, or no loss.
-        FSDPStateError: no process group, or a ``record_events()`` is open.
+        FSDPStateError: no process group, or within ``torch.inference_mode()``.
     """
     target = target_of(model_or_compiled, options)
-    if events.recorder is not None:
-        raise FSDPStateError(
-            expected="no recording under way",
-            got="an open record_events()",
-            where="explain()",
-            fix="Leave it first.",
-        )
-    old_breaks, old_graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+    backend = target.backend
+    models = {f.grad_sum.accumulation.model for unit in target.units for f in unit.flats}
     with (
         preserve_state(target.module, target.units, (inputs, kwargs)),
+        backend.apart_from(target.module),
         record_artifacts() as artifacts,
+        record_plans() as plans,
     ):
-        with record_plans() as plans:
-            run_step(target, inputs, kwargs, loss_fn)
-        new_breaks = {r: n - old_breaks.get(r, 0) for r, n in counters["graph_break"].items()}
-        num_graphs = counters["stats"]["unique_graphs"] - old_graphs
-        for parameter in target.module.parameters():
-            parameter.grad = None
-        with record_events() as log:
-            run_step(target, inputs, kwargs, loss_fn)
-    first = target.units[0]
+        for _ in range(_STEPS):  # as many on all ranks
+            for parameter in target.module.parameters():
+                parameter.grad = None
+            backend.ran.clear()
+            with record_compilations() as compilations, record_events() as log:
+                run_step(target, inputs, kwargs, loss_fn)
+    own = [event for event in log if event.step is not None and event.step.model in models]
+    step, first = recorded_step(own, compilations), target.units[0]
     return Explanation(
         mode="graph" if target.is_graph_mode else "hooks",
-        backend=target.backend,
+        backend=backend.compiler_name,
         device=str(first.device or "cpu"),
         world_size=first.config.groups.shard.size(),
         units=tuple(_unit_summary(unit) for unit in target.units),
-        num_graphs=num_graphs,
-        graph_breaks={reason: count for reason, count in new_breaks.items() if count},
-        graphs=tuple(report_of(planned) for planned in plans),
-        measured=measured_events(log),
-        graph_break_sites=graph_breaks_in(artifacts),
+        num_graphs=len(backend.ran),
+        graph_breaks=graph_breaks_in(artifacts),
+        graphs=reports_of(plans, step),
+        measured=step.measured(),
         recompiles=recompiles_in(artifacts),
-        traced_alone=plans.traced_alone,
+        compiled_alone=plans.compiled_alone,
+        model=type(target.module).__name__,
+        cuts=step.cuts(),
     )
+
+
+_STEPS = 5
+"""Numbers that change from step to step are symbols after two or three of them."""
 
 
 def _unit_summary(unit: Unit) -> UnitSummary:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 6
+VERSION = 7
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -39,8 +38,21 @@ class UnitSummary:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A time that the compiler took out of a step.
+
+    Attributes:
+        at_ms: when, on the clock of ``MeasuredEvent``, which stands still meanwhile.
+        ms: for how long.
+    """
+
+    at_ms: float
+    ms: float
+
+
+@dataclass(frozen=True)
 class MeasuredEvent:
-    """One recorded event; times are milliseconds from the first event of the step.
+    """One recorded event; times are milliseconds from the first one, without compilation.
 
     Attributes:
         unit: FQN, ``""`` for the root.
@@ -81,13 +93,14 @@ class StepReport:
         device: device that computed.
         world_size: number of ranks of the first unit's group.
         units: sizes of the units, outermost first.
-        num_graphs: number of graphs that Dynamo captured.
-        graph_breaks: number of graph breaks by reason, as Dynamo counts them.
-        graphs: reports of the plans, in order of compilation: forward, then backward.
-        measured: events of one step, in order of issue.
-        graph_break_sites: places where graphs ended, with the user's line.
+        num_graphs: number of Dynamo's graphs that ran in the step.
+        graph_breaks: places in the user's code where graphs ended.
+        graphs: reports of the plans of the graphs that ran in the step, in order.
+        measured: events of the step, in order of issue.
         recompiles: graphs that were compiled again, with the guard that failed.
-        traced_alone: by FQN of a unit, why it was not traced as one of several equal ones.
+        compiled_alone: by FQN of a unit, why it was not compiled as one of several equal ones.
+        model: class of the model.
+        cuts: where compilation was taken out of the step.
     """
 
     mode: Literal["graph", "hooks"]
@@ -96,12 +109,13 @@ class StepReport:
     world_size: int
     units: tuple[UnitSummary, ...]
     num_graphs: int
-    graph_breaks: Mapping[str, int]
+    graph_breaks: tuple[GraphBreak, ...]
     graphs: tuple[GraphReport, ...]
     measured: tuple[MeasuredEvent, ...]
-    graph_break_sites: tuple[GraphBreak, ...] = ()
     recompiles: tuple[Recompile, ...] = ()
-    traced_alone: Mapping[str, str] = field(default_factory=dict)
+    compiled_alone: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    cuts: tuple[Cut, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as data that JSON can hold."""
@@ -124,24 +138,14 @@ class StepReport:
         data["units"] = tuple(UnitSummary(**unit) for unit in data["units"])
         data["graphs"] = tuple(GraphReport.from_dict(graph) for graph in data["graphs"])
         data["measured"] = tuple(MeasuredEvent(**event) for event in data["measured"])
-        sites = data["graph_break_sites"]
-        data["graph_break_sites"] = tuple(GraphBreak(**one) for one in sites)
+        data["graph_breaks"] = tuple(GraphBreak(**one) for one in data["graph_breaks"])
+        data["cuts"] = tuple(Cut(**one) for one in data["cuts"])
         data["recompiles"] = tuple(Recompile(**one) for one in data["recompiles"])
         return cls(**data)
 
     def save(self, path: str | Path) -> None:
         """Write ``to_json`` to a file."""
         Path(path).write_text(self.to_json() + "\n")
-
-    @property
-    def path(self) -> str:
-        """Former name of ``mode``."""
-        return self.mode
-
-    @property
-    def breaks(self) -> tuple[GraphBreak, ...]:
-        """Former name of ``graph_break_sites``."""
-        return self.graph_break_sites
 
     @property
     def measured_ms(self) -> float:
@@ -180,25 +184,4 @@ def most_exposed(report: StepReport, num: int = 3) -> Sequence[tuple[GraphReport
     return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
 
 
-def measured_events(events: Iterable[Event]) -> tuple[MeasuredEvent, ...]:
-    """Collectives and compute of a recording, with times relative to the first of them."""
-    kept = [e for e in events if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
-    start = min((event.issued_ns for event in kept), default=0)
-    return tuple(_measured_event(event, start) for event in kept)
-
-
-def _measured_event(event: Event, start: int) -> MeasuredEvent:
-    return MeasuredEvent(
-        unit=event.unit,
-        kind=event.kind if event.kind in COLLECTIVE_KINDS else "compute",
-        phase=event.phase,
-        num_bytes=event.num_bytes,
-        issued_ms=(event.issued_ns - start) / 1e6,
-        done_ms=(max(event.waited_ns, event.issued_ns) - start) / 1e6,
-        exposed_ms=event.exposed_ns / 1e6,
-        message_bytes=event.message_bytes,
-        is_planned=event.source == "graph",
-    )
-
-
-__all__ = ["MeasuredEvent", "StepReport", "UnitSummary"]
+__all__ = ["Cut", "MeasuredEvent", "StepReport", "UnitSummary"]

@@ -23,11 +23,11 @@ def format_report(report: StepReport, details: bool = False) -> str:
     parts = [_header(report)]
     if report.graphs:
         parts += [_totals(report), _collectives(report, details)]
-        parts += [_units_of_plan(report), _traced_alone(report)] if details else []
+        parts += [_units_of_plan(report), _compiled_alone(report)] if details else []
         parts += [_advice(report)]
     else:
         parts += [_why_no_plan(report), _units_measured(report)]
-    if report.graph_breaks or report.graph_break_sites:
+    if report.graph_breaks:
         parts.append(_graph_breaks(report))
     if report.recompiles:
         parts.append(_recompiles(report))
@@ -104,13 +104,15 @@ def _header(report: StepReport) -> str:
     unsharded = sum(unit.unsharded_bytes for unit in report.units)
     sharded = sum(unit.sharded_bytes for unit in report.units)
     padding = sum(unit.padding_bytes for unit in report.units)
-    breaks = sum(report.graph_breaks.values())
+    cut_ms = sum(cut.ms for cut in report.cuts)
     return (
         f"{report.mode} mode, {report.backend}, {report.device}, "
         f"{_count(report.world_size, 'rank')}: {_count(len(report.units), 'unit')}, "
-        f"{_count(report.num_graphs, 'graph')}, {_count(breaks, 'graph break')}\n"
+        f"{_count(report.num_graphs, 'graph')}, "
+        f"{_count(len(report.graph_breaks), 'graph break')}\n"
         f"flat parameters: {format_bytes(unsharded)} unsharded, {format_bytes(sharded)} per rank"
         + (f", {format_bytes(padding)} of padding" if padding else "")
+        + (f"\ncompiled in the step: {cut_ms:.0f} ms, which are left out" if cut_ms else "")
     )
 
 
@@ -276,28 +278,24 @@ def _units_measured(report: StepReport) -> str:
     return f"{total}; {note}\n{format_table(rows, left=(0, 1))}"
 
 
-def _traced_alone(report: StepReport) -> str:
+def _compiled_alone(report: StepReport) -> str:
     """Units by the reason why they take time of their own in the first step."""
     by_reason: dict[str, list[str]] = {}
-    for unit, reason in report.traced_alone.items():
+    for unit, reason in report.compiled_alone.items():
         by_reason.setdefault(reason, []).append(display_name(unit))
-    lines = ["traced by themselves, not as one of several equal units:"]
+    lines = ["compiled by themselves, not as one of several equal units:"]
     lines += [f"  {', '.join(units)}: {reason}" for reason, units in by_reason.items()]
     return "\n".join(lines) if by_reason else ""
 
 
 def _graph_breaks(report: StepReport) -> str:
-    """Graph breaks with the user's line, or Dynamo's counts by reason if it gave no line."""
+    """Graph breaks with the user's line."""
     lines = ["graph breaks:"]
-    for one in report.graph_break_sites:
+    for one in report.graph_breaks:
         place = f"{one.file}:{one.line}" if one.file else "unknown line"
         of = f" in {one.unit}" if one.unit else ""
-        lines.append(f"{one.count:4d} x {place}{of}: {one.code or '-'}")
-        lines.append(f"       {one.reason}")
-    if not report.graph_break_sites:
-        for reason, count in report.graph_breaks.items():
-            first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
-            lines.append(f"{count:4d} x {first}")
+        lines.append(f"  {place}{of}: {one.code or '-'}")
+        lines.append(f"    {one.reason}")
     return "\n".join(lines)
 
 

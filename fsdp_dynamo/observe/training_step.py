@@ -19,11 +19,11 @@ from fsdp_dynamo.dynamo.private_api import (
     mode_of,
 )
 from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError
+from fsdp_dynamo.graph_path.backends import fsdp_dynamo_aot_eager
+from fsdp_dynamo.observe.own_backend import OwnBackend
 from fsdp_dynamo.pytree import tensors_of
 
 Loss = Callable[[Any], torch.Tensor] | None
-
-DEFAULT_BACKEND = "fsdp_dynamo_aot_eager"
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Target:
 
     Attributes:
         module: the uncompiled model.
-        run: the model; its first call compiles it again.
-        backend: name of its backend.
+        run: the model; its first call, in ``backend.apart_from``, compiles it again.
+        backend: which compiles it for the explanation.
         is_graph_mode: whether its graph contains the collectives.
         units: its units, outermost first.
     """
 
     module: nn.Module
     run: Callable[..., Any]
-    backend: str
+    backend: OwnBackend
     is_graph_mode: bool
     units: tuple[Unit, ...]
 
@@ -50,7 +50,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
 
     Raises:
         FSDPTypeError: not a module, or options in hooks mode.
-        FSDPStateError: no process group.
+        FSDPStateError: no process group, or within ``torch.inference_mode()``.
         FSDPValueError: no unit, or a module that was compiled before it was wrapped.
     """
     if not isinstance(model, nn.Module):
@@ -66,6 +66,13 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
             got="none",
             where="explain()",
             fix="Call torch.distributed.init_process_group() first.",
+        )
+    if torch.is_inference_mode_enabled():
+        raise FSDPStateError(
+            expected="a place where gradients can be computed",
+            got="torch.inference_mode()",
+            where="explain()",
+            fix="Call it outside of the context: it runs backwards.",
         )
     module, backend, fullgraph = compiled_parts(model)
     units = tuple(units_in(module))
@@ -93,16 +100,10 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
         )
     entry = entry_of(module, None)
     if backend is None:
-        run = compile_again(DEFAULT_BACKEND, entry, True, options)
-    else:
-        run = compile_again(backend, entry, fullgraph, options)
-    return Target(module, run, _name_of(backend), is_graph, units)
-
-
-def _name_of(backend: Any) -> str:
-    if backend is None:
-        return DEFAULT_BACKEND
-    return str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
+        backend, fullgraph, options = fsdp_dynamo_aot_eager, True, options or {}
+    own = OwnBackend(backend if options is None else getattr(backend, "compiler_fn", backend))
+    run = compile_again(own, entry, fullgraph, options)
+    return Target(module, run, own, is_graph, units)
 
 
 def run_step(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo import module_tree
+from fsdp_dynamo import module_tree, steps
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.accumulation import REDUCES
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
@@ -51,6 +51,9 @@ from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.deep_copy import deep_copy, finished_copies
 from fsdp_dynamo.wrap.user_methods import UserMethods
+
+for _each in (steps.begin_forward, steps.end_forward):
+    never_compiled_itself(_each)  # the frames that _fsdp_enter calls
 
 
 class UnitModule(UserMethods):
@@ -190,10 +193,15 @@ class UnitModule(UserMethods):
         run = getattr(type(self), self._fsdp_entry)
         if torch.compiler.is_dynamo_compiling():
             return run(self, *args, **kwargs)
-        codes, state = self._fsdp_codes, self._fsdp_own_root.accumulation.state_in_graphs()
+        root = self._fsdp_own_root
+        codes, state = self._fsdp_codes, root.accumulation.state_in_graphs()
         if state not in codes and is_graph_mode_active():
             codes[state] = with_own_code(run)
-        return codes.get(state, codes[REDUCES])(self, *args, **kwargs)
+        around = steps.begin_forward(root.accumulation.model)
+        try:
+            return codes.get(state, codes[REDUCES])(self, *args, **kwargs)
+        finally:
+            steps.end_forward(around)
 
     def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's module with its parameters unsharded."""

@@ -78,6 +78,11 @@ class GraphPlan:
     num_steps: int
     transfers: tuple[PlannedTransfer, ...]
 
+    @property
+    def short_digest(self) -> str:
+        """What tells graphs apart in labels of collectives."""
+        return self.digest[:12]
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -26,7 +26,13 @@ from torch import fx
 
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import collectives
-from graph_passes.markers import choose_format, has_optional_format, mark_of, set_launch
+from graph_passes.markers import (
+    choose_format,
+    has_optional_format,
+    mark_of,
+    set_graph,
+    set_launch,
+)
 from graph_passes.scheduling.following import follow, launches_of, without_plan
 from graph_passes.scheduling.format_choice import FASTER, FormatChoice, choose_formats
 from graph_passes.scheduling.limits import BudgetError, too_small
@@ -151,7 +157,7 @@ class Planner(GraphPass):
         if next(collectives(graph), None) is None:
             return
         placed = self._agreed(graph) if self.plan is None else self._given(graph, self.plan)
-        self._mark_launches(placed.parts, placed.launches)
+        self._mark(placed)
         self.last = placed.plan
         if self.observe is not None:
             exposed = tuple(
@@ -263,12 +269,13 @@ class Planner(GraphPass):
             options = replace(options, limits=limits)
 
     @staticmethod
-    def _mark_launches(parts: Dissection, launches: dict[int, int]) -> None:
-        sizes: dict[int, int] = {}
-        for launch in launches.values():
-            sizes[launch] = sizes.get(launch, 0) + 1
-        for index, launch in launches.items():
-            set_launch(parts.chains[index].collective, launch if sizes[launch] > 1 else None)
+    def _mark(placed: _Placed) -> None:
+        """Let collectives say what they are launched with, and of which graph they are."""
+        sizes = Counter(placed.launches.values())
+        for index, launch in placed.launches.items():
+            node = placed.parts.chains[index].collective
+            set_launch(node, launch if sizes[launch] > 1 else None)
+            set_graph(node, placed.plan.short_digest)
 
 
 def _put_back(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

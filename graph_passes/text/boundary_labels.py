@@ -21,6 +21,7 @@ from graph_passes.markers import (
     CollectiveKind,
     decode_name,
     encode_name,
+    graph_of,
     mark_of,
     unit_of,
     wire_of,
@@ -43,6 +44,7 @@ class Label:
         ordinal: which flat parameter of the unit.
         absent: ranges of elements of a gradient that is reduced of which this rank has none.
         wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
+        graph: ``GraphPlan.short_digest`` of the graph it is in; ``""`` without a plan.
     """
 
     unit: str
@@ -53,6 +55,7 @@ class Label:
     ordinal: int = 0
     absent: tuple[tuple[int, int], ...] = ()
     wire: str = ""
+    graph: str = ""
 
     def encode(self) -> str:
         """The label as a string."""
@@ -62,12 +65,12 @@ class Label:
         ]
         absent = "".join(f"{begin}-{end}," for begin, end in self.absent)
         fields = [self.kind, self.phase, encode_name(self.unit), *lists]
-        return "|".join([*fields, str(self.ordinal), absent, self.wire])
+        return "|".join([*fields, str(self.ordinal), absent, self.wire, self.graph])
 
     @staticmethod
     def decode(text: str) -> Label:
         """Back from ``encode``."""
-        kind, phase, unit, before, after, ordinal, absent, wire = text.split("|")
+        kind, phase, unit, before, after, ordinal, absent, wire, graph = text.split("|")
         names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
         spans = [span.split("-") for span in absent.split(",")[:-1]]
         return Label(
@@ -79,6 +82,7 @@ class Label:
             int(ordinal),
             tuple((int(begin), int(end)) for begin, end in spans),
             wire,
+            graph,
         )
 
 
@@ -106,6 +110,7 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
         if mark is None:
             continue
         first = _units(before) if position == 0 else ()
+        collective = node if is_collective(node) else node.all_input_nodes[0]
         labels[node] = Label(
             mark.unit,
             mark.kind,
@@ -113,7 +118,8 @@ def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
             first,
             _units(after),
             ordinal=mark.ordinal,
-            wire=text_of(wire_of(node if is_collective(node) else node.all_input_nodes[0])),
+            wire=text_of(wire_of(collective)),
+            graph=graph_of(collective),
         )
     return labels
 

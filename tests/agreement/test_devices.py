@@ -23,8 +23,8 @@ from running_ahead import Device, running_ahead
 from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
 from fsdp_dynamo.agreement import failure_propagation, flight_recorder
 from fsdp_dynamo.comm import watchdog
-from fsdp_dynamo.comm.collective_log import current_step
 from fsdp_dynamo.comm.device_waits import DeviceWaits
+from fsdp_dynamo.steps import num_steps
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PERIOD_S = 0.1
@@ -73,7 +73,7 @@ def _skip(rank: int, world_size: int, mode: str) -> tuple[tuple[str, str], int]:
     with _on_device(mode) as (device, model, run):
         model.module.skipped = frozenset({1}) if rank == 1 else frozenset()
         _step_unseen(device, run, rank)
-        step = current_step()
+        step = num_steps()
         _wait_until(_has_failed)
         model.module.skipped = frozenset()
         return _error_of_a_step(run, rank, 2), step
@@ -121,7 +121,7 @@ def _die(rank: int, world_size: int) -> tuple[str, str, int]:
     """The error of the others, and the step after which one rank fails."""
     store: Any = dist.distributed_c10d._get_default_store()
     with _on_device("eager") as (device, _, run):
-        before = current_step()
+        before = num_steps()
         if rank == 1:
             store.wait(["stepped"], timedelta(seconds=LIMIT_S))  # or the step itself would raise
             error = ValueError("no more data")

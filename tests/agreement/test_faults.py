@@ -25,8 +25,8 @@ from pool import RankPool
 
 from benchmarks import link
 from fsdp_dynamo import FSDP, RankFailedError
-from fsdp_dynamo.comm.collective_log import current_step
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
+from fsdp_dynamo.steps import num_steps
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 LIMIT_S = 10.0
@@ -104,7 +104,7 @@ def _train_until_failure(rank: int, mode: str, fault: str) -> tuple[str, str, fl
             store.wait(["learned"], timedelta(seconds=2 * LIMIT_S))
         else:
             store.set("learned", "")
-        return type(error).__name__, str(error), seconds, current_step()
+        return type(error).__name__, str(error), seconds, num_steps()
     return "", "", 0.0, 0
 
 
@@ -187,7 +187,7 @@ def _lose_rank(
     try:
         loss_of(model, batch(rank, 2)).backward()
     except Exception as error:
-        found = type(error).__name__, str(error), time.monotonic() - began, current_step()
+        found = type(error).__name__, str(error), time.monotonic() - began, num_steps()
         (told / str(rank)).touch()
         return found
     return "", "", 0.0, 0

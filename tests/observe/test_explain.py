@@ -19,6 +19,7 @@ from pool import RankPool
 from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.explanation import MeasuredEvent, UnitSummary
+from fsdp_dynamo.observe.graph_breaks import GraphBreak
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from graph_passes.report import GraphReport, report_of
 
@@ -83,7 +84,7 @@ def _explanation() -> Explanation:
             UnitSummary("u0", "FULL_SHARD", 1, 8, 4, 0),
         ),
         num_graphs=1,
-        graph_breaks={"a call that cannot be traced\nmore": 2},
+        graph_breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "u0"),),
         graphs=(_forward(), backward),
         measured=(
             MeasuredEvent("u0", "all_gather", "forward", 200, 0.0, 2.0, 2.0),
@@ -107,7 +108,7 @@ def test_text() -> None:
     assert_expected_inline(
         str(_explanation()),
         """\
-graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 2 graph breaks
+graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 1 graph break
 flat parameters: 4.0 kB unsharded, 2.0 kB per rank, 80 B of padding
 
 times in ms; exposed: nothing is computed; measured: one step
@@ -136,7 +137,8 @@ most exposed, and what to change first:
    try: split u1 into smaller units
 
 graph breaks:
-   2 x a call that cannot be traced""",
+  train.py:7 in u0: print(x)
+    no print""",
     )
 
 
@@ -162,7 +164,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert back == explanation
     assert str(back) == str(explanation)
     for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 6"):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 7"):
             Explanation.from_json(text)
 
 
@@ -288,8 +290,8 @@ def test_graph_path(ranks: RankPool, mode: str) -> None:
         assert Explanation.from_json(found.to_json()) == found
         assert "most exposed" in str(found)
         batch_norm = "it writes to an input"
-        assert [found.traced_alone[f"blocks.{i}"] for i in range(2)] == [batch_norm] * 2
-        alone = replace(found, traced_alone={"blocks.1": "a shape is dynamic", "": "of none"})
+        assert [found.compiled_alone[f"blocks.{i}"] for i in range(2)] == [batch_norm] * 2
+        alone = replace(found, compiled_alone={"blocks.1": "a shape is dynamic", "": "of none"})
         assert "  blocks.1: a shape is dynamic\n  (root): of none" in alone.text(details=True)
     plans = [[(t.unit, t.moved_steps, t.reason) for _, t, _ in r[0].pairs()] for r in results]
     assert plans[0] == plans[1]
@@ -324,8 +326,10 @@ def _options_and_errors(rank: int, world_size: int) -> tuple[int, str, list[str]
         with pytest.raises((FSDPValueError, FSDPTypeError)) as error:
             explain(model, tokens, **kwargs)
         texts.append(str(error.value))
-    with record_events(), pytest.raises(FSDPStateError, match="no recording under way"):
+    with torch.inference_mode(), pytest.raises(FSDPStateError, match="inference_mode"):
         explain(wrapped, tokens)
+    with record_events() as log:
+        assert len(explain(wrapped, tokens).measured) < len(log)
     wrapped.compile(backend="fsdp_dynamo_aot_eager")
     with pytest.raises(FSDPValueError, match="compiled before it was wrapped"):
         explain(wrapped, tokens)

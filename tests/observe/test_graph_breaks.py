@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,10 @@ from torch import nn
 
 from fsdp_dynamo import FSDP, Explanation, explain
 from fsdp_dynamo.dynamo.artifacts import Artifact, Frame, record_artifacts
+from fsdp_dynamo.observe import training_step
+from fsdp_dynamo.observe.explanation import Cut
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile, graph_breaks_in, recompiles_in
+from fsdp_dynamo.wrap import unit_module
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -45,9 +52,8 @@ def _explained(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Exp
 @pytest.mark.parametrize(("backend", "unit"), [("aot_eager", "1"), ("fsdp_dynamo_aot_eager", "")])
 def test_a_break_is_shown_with_its_line(ranks: RankPool, backend: str, unit: str) -> None:
     for found, text in ranks.run(_explained, 2, {"backend": backend}):
-        mine = [one for one in found.graph_break_sites if one.file == __file__]
-        assert [(one.line, one.unit) for one in mine] == [(_this_line(), unit)]
-        assert mine[0].code.startswith("torch._dynamo.graph_break()")
+        assert [(one.line, one.unit) for one in found.graph_breaks] == [(_this_line(), unit)]
+        assert found.graph_breaks[0].code.startswith("torch._dynamo.graph_break()")
         assert f"{__file__}:{_this_line()}" in text
         assert Explanation.from_json(found.to_json()) == found
 
@@ -67,7 +73,7 @@ def test_a_recompile_is_shown_with_its_guard() -> None:
 
 
 def _artifact(name: str, text: str) -> Artifact:
-    return Artifact(name, Frame(0, 0), "layers.0", text, 0)
+    return Artifact(name, Frame(0, 0), "layers.0", text)
 
 
 def test_texts_of_any_kind_are_read() -> None:
@@ -77,35 +83,196 @@ def test_texts_of_any_kind_are_read() -> None:
     ]
     found = graph_breaks_in(_artifact("dynamo_graph_break_reason", t) for t in [*texts, texts[0]])
     assert found == (
-        GraphBreak("", 0, "", "nothing that is known", "layers.0", 2),
-        GraphBreak("", 0, "", "the real one", "layers.0", 1),
+        GraphBreak("", 0, "", "nothing that is known", "layers.0"),
+        GraphBreak("", 0, "", "the real one", "layers.0"),
     )
-    guards = recompiles_in(
-        _artifact("recompile_reasons", text)
-        for text in ("0/0: a == 1", '["0/1: a == 1", "0/0: b"]')
+
+
+def _broken(*frames: tuple[str, str], reason: str = "no print") -> Artifact:
+    """A break in the last of these frames, each a file and its code."""
+    stack = "".join(f'  File "{file}", line 3, in f\n    {code}\n' for file, code in frames)
+    text = (
+        f"Graph break in user code at {frames[-1][0]}:3\nGraph Break Reason: found\n\n{reason}\n\n"
     )
-    assert guards == (Recompile("layers.0", "a == 1", 2),)
+    text += f"User code traceback:\n{stack}\nTraceback (most recent call last):\n"
+    return _artifact(
+        "dynamo_graph_break_reason", text + '  File "t.py", line 9, in g\n    other()\n'
+    )
+
+
+CALL = (training_step.__file__, "target.run(*inputs)")
+HOOKED = (unit_module.__file__, "return self._fsdp_run_hooked(args, kwargs, key)")
+OURS = (unit_module.__file__, "return traced_forward(")
+VISION = torch.nn.__file__.replace("torch/nn", "torchvision/models"), "x"
+LOOP, PRINT = ("train.py", "for b in blocks: x = b(x)"), ("model.py", "print(x)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "found"),
+    [
+        ([LOOP, CALL, OURS, LOOP, OURS, PRINT], PRINT),
+        ([LOOP, CALL, PRINT, (torch.nn.__file__, "torch's own")], PRINT),
+        ([LOOP, CALL, PRINT, (json.encoder.__file__, "the library's")], PRINT),
+        ([LOOP, CALL, OURS, LOOP, HOOKED], LOOP),
+        ([LOOP, CALL, HOOKED], None),
+        ([LOOP, CALL, OURS, LOOP, OURS, (json.encoder.__file__, "of ours")], None),
+        ([PRINT], PRINT),
+        ([LOOP, CALL, VISION], VISION),
+    ],
+)
+def test_a_break_is_where_the_user_can_change_it(
+    frames: list[tuple[str, str]], found: tuple[str, str] | None
+) -> None:
+    places = [(one.file, one.code) for one in graph_breaks_in([_broken(*frames)])]
+    assert places == ([] if found is None else [found])
 
 
 def test_one_place_that_is_told_twice_counts_once() -> None:
-    at = "Graph break in user code at t.py:3\nGraph Break Reason: "
-    texts = [at + "first\n", at + "Failed to handle graph break gracefully by executing it\n"]
-    found = graph_breaks_in(_artifact("dynamo_graph_break_reason", text) for text in texts)
-    assert [(one.line, one.reason, one.count) for one in found] == [(3, "first", 1)]
+    again = "Failed to handle graph break gracefully. Skipping the function"
+    both = graph_breaks_in([_broken(CALL, PRINT), _broken(CALL, LOOP, PRINT, reason=again)])
+    assert [(one.file, one.reason) for one in both] == [("model.py", "no print")]
     other = "why\nThe graph break occurred in the following user code:\n"
     other += '  File "t.py", line 8, in f\n    print(x)\n'
     (one,) = graph_breaks_in([_artifact("dynamo_graph_break_reason", other)])
     assert (one.file, one.line, one.code) == ("t.py", 8, "print(x)")
 
 
+def test_what_another_backend_compiled_is_no_recompile() -> None:
+    """Reasons name the graphs that were tried; only those seen here are of this backend."""
+    stack = '\nUser stack trace:\n  File "{}", line 1, in f\n    s.c += 1'
+    failed = "0/2: s.c == 1   # s.c += 1  # truncated/m.py:1 in f" + stack.format("m.py")
+    of_ours = '0/2: name == "a"   # code  # truncated/m.py:1 in f' + stack.format(OURS[0])
+    reasons = [["0/0: BACKEND_MATCH failure"], [failed, "0/0: b == 1"], ["0/0: c == 1"], [of_ours]]
+    made = [Artifact("dynamo_output_graph", Frame(0, 2), "u", "graph")]
+    made += [
+        Artifact("recompile_reasons", Frame(0, 3 + i), "u", json.dumps(texts))
+        for i, texts in enumerate(reasons)
+    ]
+    assert recompiles_in(made) == (Recompile("u", "s.c == 1  # s.c += 1", 1),)
+    assert recompiles_in(made[1:]) == ()
+
+
 def test_the_text_names_both() -> None:
-    nothing = Explanation("hooks", "b", "cpu", 2, (), 0, {}, (), ())
+    nothing = Explanation("hooks", "b", "cpu", 2, (), 0, (), (), ())
     found = replace(
         nothing,
-        graph_break_sites=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0", 3),),
+        graph_breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0"),),
         recompiles=(Recompile("layers.1", "x.size()[0] == 3", 2),),
+        cuts=(Cut(1.0, 40.0), Cut(2.0, 2.0)),
     )
     lines = str(found).splitlines()
-    assert "   3 x train.py:7 in layers.0: print(x)" in lines
-    assert "       no print" in lines
+    assert lines[0].endswith("0 graphs, 1 graph break")
+    assert "compiled in the step: 42 ms, which are left out" in lines
+    assert "  train.py:7 in layers.0: print(x)" in lines
+    assert "    no print" in lines
     assert "   2 x layers.1: x.size()[0] == 3" in lines
+
+
+class _Counts(nn.Module):
+    """Recompiled in the first steps: its number becomes a symbol when it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+def _explained_twice(
+    rank: int, world_size: int, options: dict[str, Any] | None
+) -> list[Explanation]:
+    """Before and after training, with code of the model's own and another backend's beside it."""
+    torch.manual_seed(0)
+    model = FSDP(_Counts())
+    compiled = model if options is None else torch.compile(model, **options)
+    found = [explain(compiled, torch.ones(2, 4))]
+    for _ in range(3):
+        compiled(torch.ones(2, 4)).sum().backward()
+        torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward()
+    return [*found, explain(compiled, torch.ones(2, 4))]
+
+
+MODES = {
+    "hooks": {"backend": "aot_eager"},
+    "graph": {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True},
+    "uncompiled": None,
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_step_that_compiles_is_not_measured(ranks: RankPool, mode: str) -> None:
+    for before, after in ranks.run(_explained_twice, 2, MODES[mode]):
+        for found in (before, after):
+            assert (found.num_graphs, found.graph_breaks, found.cuts) == (1, (), ())
+            assert sum(event.is_collective for event in found.measured) >= 2
+            assert len(found.graphs) == (0 if mode == "hooks" else 2)
+        assert [one.guard.partition(" == ")[0][-6:] for one in before.recompiles] in (
+            [],
+            [".calls"],
+        )
+
+
+def _never_compiled(rank: int, world_size: int) -> Explanation:
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), _Breaks()))
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        torch.compiler.reset()  # each backward, and the next forward, compile again
+        return output.sum()
+
+    return explain(compiled, torch.ones(2, 4), loss_fn=loss)
+
+
+def test_where_every_step_compiles_it_is_said(ranks: RankPool) -> None:
+    for found in ranks.run(_never_compiled, 2):
+        left_out = sum(cut.ms for cut in found.cuts)
+        assert left_out > 0
+        assert f"compiled in the step: {left_out:.0f} ms, which are left out" in str(found)
+
+
+def _trained(backend: str, limit: int, explains: bool) -> list[Explanation] | None:
+    """Train with three sizes, perhaps explain in between; ``None``: Dynamo's limit is too low."""
+    torch.compiler.reset()
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    compiled(torch.ones(2, 4)).sum().backward()
+    found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, 2)] if explains else []
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=limit):
+        try:
+            for rows in (3, 4):
+                compiled(torch.ones(rows, 4)).sum().backward()
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            return None
+    return found
+
+
+def _beside_training(rank: int, world_size: int, backend: str) -> tuple[list[int], bool, bool]:
+    """Recompiles for sizes, whether the graphs are as many, and whether a backend stays."""
+    limit = next(n for n in range(1, 12) if _trained(backend, n, explains=False) is not None)
+    made = []
+
+    def note(*arguments: Any) -> Any:
+        own = real(*arguments)
+        made.append(weakref.ref(own))
+        return own
+
+    real = training_step.OwnBackend
+    with mock.patch.object(training_step, "OwnBackend", note):
+        found = _trained(backend, limit, explains=True)
+    assert found is not None, "explanations have used up the limit"
+    gc.collect()
+    sizes = [sum("size" in one.guard for one in each.recompiles) for each in found]
+    same_graphs = len({one.num_graphs for one in found}) == 1
+    return sizes, same_graphs, any(backend() is not None for backend in made)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fsdp_dynamo_aot_eager"])
+def test_an_explanation_leaves_nothing(ranks: RankPool, backend: str) -> None:
+    for sizes, same_graphs, stays in ranks.run(_beside_training, 2, backend):
+        assert sizes == [0, 0, 0], "of an explanation before"
+        assert same_graphs
+        assert not stays

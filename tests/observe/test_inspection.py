@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,10 +29,8 @@ from fsdp_dynamo import (
     record_events,
 )
 from fsdp_dynamo.dynamo.artifacts import STAGES, Artifact, Frame
-from fsdp_dynamo.events import Event, Kind
 from fsdp_dynamo.observe.inspection.__main__ import main
 from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
-from fsdp_dynamo.observe.inspection.recorded_step import Cut, last_step
 from fsdp_dynamo.observe.inspection.stages import describe_stages
 from fsdp_dynamo.observe.load_function import load_function
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -88,7 +87,7 @@ def test_every_kind_of_node_is_python() -> None:
 
 def test_segments_are_numbered_as_they_run_forward() -> None:
     def artifact(name: str, text: str, frame: int = 0) -> Artifact:
-        return Artifact(name, Frame(frame, 0), "", text, 0)
+        return Artifact(name, Frame(frame, 0), "", text)
 
     found = listings_of(
         [
@@ -124,7 +123,7 @@ def test_no_two_files_have_one_name() -> None:
         "    g = h()  # all_gather wait d.a_b",
         "    y = g()  # D.a_b",
     ]
-    made = [Artifact("fsdp_dynamo.forward.partition", Frame(0, 0), "", "\n".join(lines), 0)]
+    made = [Artifact("fsdp_dynamo.forward.partition", Frame(0, 0), "", "\n".join(lines))]
     parts = [x for x in listings_of(made) if x.unit is not None]
     assert [x.unit for x in parts] == ["d.a b", "d.a_b", "D.a_b"]
     name = ".forward.partition"
@@ -175,7 +174,7 @@ def test_a_pass_is_explained_by_its_docstring() -> None:
 def test_stages_are_explained() -> None:
     stages = Pipeline([_documented, _bare, _documented]).stages()
     found = describe_stages(
-        [Artifact(STAGES, Frame(0, 0), "", json.dumps(stages), 0)],
+        [Artifact(STAGES, Frame(0, 0), "", json.dumps(stages))],
         ["partition", *stages, "after_unheard_of", "no_stage_of_ours"],
     )
     assert "no pass has run" in found["partition"]
@@ -190,49 +189,6 @@ def test_stages_are_explained() -> None:
 def test_our_passes_have_docstrings(node_by_node: bool) -> None:
     stages = Pipeline(default_passes(Planner(), node_by_node)).stages()
     assert all(text.endswith((".", ",")) and len(text) > 30 for text in stages.values()), stages
-
-
-# -- the step that is drawn -----------------------------------------------------------------------
-
-
-def _event(kind: Kind, phase: Literal["forward", "backward"], begin: int, end: int) -> Event:
-    return Event("", kind, phase, 0, "hook", begin * 10**6, end * 10**6)
-
-
-def _two_steps() -> list[Event]:
-    """Of 40 ms each; in the second 960 ms more between its forward and its backward."""
-    return [
-        _event("forward", "forward", 0, 20),
-        _event("backward", "backward", 20, 40),
-        _event("all_gather", "forward", 100, 110),
-        _event("unshard", "forward", 110, 110),
-        _event("forward", "forward", 110, 120),
-        _event("backward", "backward", 1080, 1100),
-    ]
-
-
-def test_the_last_step_is_drawn() -> None:
-    step = last_step(_two_steps(), [10 * 10**6])
-    assert [event.kind for event in step.events] == ["all_gather", "forward", "backward"]
-    assert (step.num_steps, step.compiled, step.cuts) == (2, False, ())
-    assert step.note == "The last of 2 recorded steps."
-    assert last_step(_two_steps(), [2000 * 10**6]).compiled is False, "after it"
-    nothing = last_step([], [1])
-    assert (nothing.num_steps, nothing.note, nothing.cuts) == (0, "", ())
-
-
-def test_compilation_in_the_last_step_is_cut_out() -> None:
-    step = last_step(_two_steps(), [10 * 10**6, 500 * 10**6, 900 * 10**6, 1090 * 10**6])
-    assert step.cuts == (Cut(20.0, 980.0), Cut(980.0, 1000.0))
-    assert (
-        "The last of 2 recorded steps, with compilation (1.0 s, cut out where hatched)."
-        in step.note
-    )
-    short = last_step(_two_steps(), [105 * 10**6])
-    assert (short.compiled, short.cuts) == (True, ()), "10 ms of a second"
-    assert "with compilation. Run one more step" in short.note
-    first = last_step(_two_steps()[:2], [5 * 10**6])
-    assert first.note.startswith("The only recorded step, with compilation")
 
 
 # -- real steps ---------------------------------------------------------------------------------
@@ -294,6 +250,11 @@ def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
         for owner in ("_whole", "_root", "blocks.0", "blocks.1"):
             assert f"{owner}.backward.{stage}.py" in names
     texts = dict(found)
+    for name, text in found:
+        ast.parse(text, name)
+    joint = [Line.parse(line) for line in texts["_whole.joint.traced.py"].splitlines()]
+    assert set(units_in(joint)) == {"", "blocks.0", "blocks.1"}
+    assert not any("graph1" in name for name in names), "a body of a region is no graph"
     assert "__compiled_fn" in texts["_whole.dynamo.decompiled.py"]
     page = (tmp_path / "index.html").read_text()
     assert "Pass planner: Place all collectives" in page

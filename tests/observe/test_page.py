@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_dynamo.observe.explanation import MeasuredEvent, StepReport, UnitSummary
+from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport, UnitSummary
 from fsdp_dynamo.observe.inspection.listings import Listing
-from fsdp_dynamo.observe.inspection.page import TimelineData, render_page
-from fsdp_dynamo.observe.inspection.recorded_step import Cut
+from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -62,7 +61,7 @@ REPORT = StepReport(
     world_size=2,
     units=tuple(UnitSummary(unit, "", 0, 0, 0, 0) for unit in ("", "layers.1", "layers.2")),
     num_graphs=0,
-    graph_breaks={},
+    graph_breaks=(),
     graphs=(),
     measured=MEASURED,
 )
@@ -89,7 +88,7 @@ def _opened(browser: Any, folder: Path, text: str) -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """A page with whole steps and units."""
-    text = render_page(LISTINGS, TimelineData(REPORT, "A note."), "two units", DESCRIPTIONS)
+    text = render_page(LISTINGS, [ShownStep(REPORT, note="A note.")], "two units", DESCRIPTIONS)
     with _opened(browser, tmp_path, text) as tab:
         yield tab
 
@@ -133,7 +132,7 @@ def _of_units() -> list[Listing]:
 
 def test_it_opens_at_what_the_planner_did_to_a_unit(browser: Any, tmp_path: Path) -> None:
     listings = _of_units()
-    with _opened(browser, tmp_path, render_page(listings, TimelineData(REPORT), "", {})) as tab:
+    with _opened(browser, tmp_path, render_page(listings, [ShownStep(REPORT)], "", {})) as tab:
         assert tab.inner_text("#owners li[aria-current=true]") == "layers.0"
         assert tab.inner_text("#phases button[aria-pressed=true]") == "backward"
         assert tab.inner_text("#summary").startswith("after_first to after_planner: 0 lines moved")
@@ -146,7 +145,7 @@ def test_it_opens_at_a_unit_where_no_pass_ran(browser: Any, tmp_path: Path) -> N
     listings = [
         _listing(unit, "backward", x, x) for unit in units for x in ("partition", "inductor")
     ]
-    with _opened(browser, tmp_path, render_page(listings, TimelineData(REPORT), "", {})) as tab:
+    with _opened(browser, tmp_path, render_page(listings, [ShownStep(REPORT)], "", {})) as tab:
         assert tab.inner_text("#owners li[aria-current=true]") == "layers.0"
         assert "partition to inductor" in tab.inner_text("#summary")
 
@@ -245,12 +244,8 @@ def test_no_unit_looks_like_the_red_edge(page: Any) -> None:
 
 
 def test_compilation_is_cut_out(browser: Any, tmp_path: Path) -> None:
-    late = tuple(
-        replace(one, issued_ms=one.issued_ms + 5000, done_ms=one.done_ms + 5000)
-        for one in MEASURED[1:]
-    )
-    found = replace(REPORT, measured=(MEASURED[0], *late))
-    recorded = TimelineData(found, "With compilation.", (Cut(3.0, 5003.0),))
+    found = replace(REPORT, cuts=(Cut(3.0, 5000.0),))
+    recorded = [ShownStep(found, note="With compilation.")]
     with _opened(browser, tmp_path, render_page(LISTINGS, recorded, "", {})) as tab:
         assert tab.inner_text("#caption").startswith("10.00 ms without compilation; ")
         assert "With compilation." in tab.inner_text("#caption")
@@ -293,7 +288,7 @@ def test_nothing_runs_over_what_is_beside_it(browser: Any, tmp_path: Path, width
     listings.append(_listing(unit, "backward", f"after_{LONG}", f"    {LONG} = 1", *lines))
     descriptions = {f"after_{LONG}": LONG, "inductor": LONG}
     with _opened(
-        browser, tmp_path, render_page(listings, TimelineData(REPORT), LONG, descriptions)
+        browser, tmp_path, render_page(listings, [ShownStep(REPORT)], LONG, descriptions)
     ) as tab:
         tab.set_viewport_size({"width": width, "height": 900})
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -324,7 +319,7 @@ def test_no_name_and_no_code_breaks_it(browser: Any, tmp_path: Path, text: str) 
     listings = [_listing(unit, "backward", stage, f"    x = '{text}{stage}'") for stage in stages]
     events = tuple(replace(event, unit=unit) for event in MEASURED)
     report = replace(REPORT, units=(UnitSummary(unit, "", 0, 0, 0, 0),), measured=events)
-    whole = render_page(listings, TimelineData(report, text), text, {stages[1]: text})
+    whole = render_page(listings, [ShownStep(report, text, text)], text, {stages[1]: text})
     with _opened(browser, tmp_path, whole) as tab:
         assert tab.inner_text("#subtitle") == text
         assert tab.locator("#owners li").all_inner_texts() == [unit]

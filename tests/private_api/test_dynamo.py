@@ -793,6 +793,31 @@ def test_a_callback_is_told_which_compilation_it_is() -> None:
 
 
 @pytest.mark.private(
+    "torch._guards.CompileContext.current_compile_id",
+    need="explain() compiles a model with a backend of its own, apart from the model's code, and "
+    "counts which graphs ran",
+    instead="the number of calls of the backend",
+)
+def test_a_backend_of_ones_own_compiles_apart() -> None:
+    made: list[str] = []
+
+    class Own:
+        def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            made.append(str(torch._guards.CompileContext.current_compile_id()))
+            return gm.forward
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    torch.compile(double, backend="eager")(torch.ones(2))
+    compiled = torch._dynamo.optimize(backend=Own())(double)
+    for _ in range(2):
+        compiled(torch.ones(2))
+    assert len(made) == 1
+    assert re.fullmatch(r"\d+/1", made[0])
+
+
+@pytest.mark.private(
     "torch._dynamo.config.error_on_recompile",
     need="an error, with the guards that failed, for one recompilation too many",
     instead="torch.compiler.set_stance with fail_on_recompile, which refuses new functions too",

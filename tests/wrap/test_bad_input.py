@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp_dynamo
 from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, fully_shard
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.wrap import build, initial_values
@@ -426,13 +425,3 @@ def test_calls_in_a_wrong_state(ranks: RankPool) -> None:
         assert "got FORWARD -> BACKWARD" in backward
         assert "Do not call backward() inside the forward" in backward
         assert "expected state_dict() between two steps, got a call in state FORWARD" in state_dict
-
-
-def test_two_recordings() -> None:
-    def nested() -> None:
-        with fsdp_dynamo.record_events(), fsdp_dynamo.record_events():
-            pass
-
-    assert "expected no recording under way" in _message(nested)
-    with fsdp_dynamo.record_events() as log:
-        assert list(log) == []

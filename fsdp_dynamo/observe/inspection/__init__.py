@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +12,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo import events
-from fsdp_dynamo.dynamo.artifacts import Artifact, record_artifacts
+from fsdp_dynamo.dynamo.artifacts import (
+    Artifact,
+    Compilation,
+    record_artifacts,
+    record_compilations,
+)
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.events import EventLog, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
-from fsdp_dynamo.observe.explanation import StepReport, UnitSummary, measured_events
+from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
 from fsdp_dynamo.observe.inspection.decompiled import (
     emit_decompiled,
     find_depyf,
     warn_without_depyf,
 )
 from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
-from fsdp_dynamo.observe.inspection.page import TimelineData, render_page
-from fsdp_dynamo.observe.inspection.recorded_step import last_step
+from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
 from fsdp_dynamo.observe.inspection.stages import describe_stages
-from graph_passes.report import report_of
+from fsdp_dynamo.observe.recorded_steps import RecordedStep, reports_of, steps_in
+from fsdp_dynamo.steps import Model
 
 
 @dataclass
@@ -79,8 +84,9 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         stack.enter_context(torch._inductor.config.patch(_NO_CACHES))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         plans = stack.enter_context(record_plans())
-        log = stack.enter_context(record_events()) if events.recorder is None else events.recorder
+        log = stack.enter_context(record_events())
         artifacts = stack.enter_context(record_artifacts())
+        compilations = stack.enter_context(record_compilations())
         stack.enter_context(emit_decompiled(depyf))
         try:
             yield inspection
@@ -88,8 +94,8 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         finally:  # after a failed compilation the graphs before it matter most
             inspection.listings = listings_of(artifacts)
             if inspection.listings and inspection.folder is not None:
-                timeline = _timeline_data(plans, log, artifacts)
-                _write(inspection.folder, inspection.listings, artifacts, timeline)
+                steps = _last_steps(plans, log, compilations)
+                _write(inspection.folder, inspection.listings, artifacts, steps)
     if completed and not inspection.listings:
         raise nothing_compiled("Call what torch.compile returned inside, not the model itself.")
 
@@ -139,41 +145,82 @@ def nothing_compiled(fix: str) -> NothingCompiledError:
     )
 
 
-def _timeline_data(plans: PlanLog, log: EventLog, artifacts: Sequence[Artifact]) -> TimelineData:
-    """The plans, and the last recorded step, of a recording that is still open."""
+def _last_steps(
+    plans: PlanLog, log: EventLog, compilations: Sequence[Compilation]
+) -> list[ShownStep]:
+    """The last step of each model in a recording that is still open."""
     log.read_clock()
-    step = last_step(log, (artifact.made_ns for artifact in artifacts))
-    units = dict.fromkeys(event.unit for event in log)
-    report = StepReport(
-        mode="graph" if plans else "hooks",
+    recorded = steps_in(log, compilations)
+    names = _names_of(recorded)
+    return [
+        ShownStep(
+            _report_of(of_model[-1], plans, model.name),
+            names[model] if len(names) > 1 else "",
+            _note_on(of_model),
+        )
+        for model, of_model in recorded.items()
+    ]
+
+
+def _names_of(models: Iterable[Model]) -> dict[Model, str]:
+    """Classes of models; the second one of a class and those after it are numbered."""
+    taken: Counter[str] = Counter()
+    names = {}
+    for model in models:
+        taken[model.name] += 1
+        number = taken[model.name]
+        names[model] = f"{model.name} {number}" if number > 1 else model.name
+    return names
+
+
+def _report_of(step: RecordedStep, plans: PlanLog, model: str) -> StepReport:
+    graphs = reports_of(plans, step)
+    return StepReport(
+        mode="graph" if step.is_graph_mode else "hooks",
         backend="",
         device="",
         world_size=_world_size(),
-        units=tuple(UnitSummary(unit, "", 0, 0, 0, 0) for unit in units),
-        num_graphs=len(plans),
-        graph_breaks={},
-        graphs=tuple(report_of(planned) for planned in plans),
-        measured=measured_events(step.events),
+        units=tuple(UnitSummary(unit, "", 0, 0, 0, 0) for unit in step.units),
+        num_graphs=len(graphs),
+        graph_breaks=(),
+        graphs=graphs,
+        measured=step.measured(),
+        model=model,
+        cuts=step.cuts(),
     )
-    return TimelineData(report, step.note, step.cuts)
+
+
+def _note_on(recorded: Sequence[RecordedStep]) -> str:
+    """A remark on the last one of a model's recorded steps."""
+    several = len(recorded) > 1
+    which = f"The last of {len(recorded)} recorded steps" if several else "The only recorded step"
+    compiled_ms = sum(cut.ms for cut in recorded[-1].cuts())
+    if not compiled_ms:
+        return f"{which}."
+    return (
+        f"{which}, with compilation ({compiled_ms / 1e3:.1f} s, cut out where hatched). "
+        "Run one more step in the context to avoid it."
+    )
 
 
 def _write(
     folder: Path,
     listings: Sequence[Listing],
     artifacts: Sequence[Artifact],
-    timeline: TimelineData,
+    steps: Sequence[ShownStep],
 ) -> None:
     for listing in listings:
         (folder / listing.file_name).write_text(listing.text, encoding="utf-8")
-    report = timeline.report
+    modes = dict.fromkeys(step.report.mode for step in steps)
+    num_units = sum(len(step.report.units) for step in steps)
     num_graphs = len({(x.unit, x.graph) for x in listings})
+    models = f"{len(steps)} models, " if len(steps) > 1 else ""
     subtitle = (
-        f"{report.mode} mode, rank {_own_rank()} of {report.world_size}, "
-        f"{len(report.units)} units, {num_graphs} graphs and parts, torch {torch.__version__}"
+        f"{' and '.join(modes)} mode, rank {_own_rank()} of {_world_size()}, {models}"
+        f"{num_units} units, {num_graphs} graphs and parts, torch {torch.__version__}"
     )
     descriptions = describe_stages(artifacts, [x.stage for x in listings])
-    page = render_page(listings, timeline, subtitle, descriptions)
+    page = render_page(listings, steps, subtitle, descriptions)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from textwrap import dedent
 
 from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, Artifact, Frame
 from graph_passes.text.listing import Line, of_unit, units_in
@@ -129,5 +130,5 @@ def _listings_by_unit(whole: Listing) -> Iterator[Listing]:
         return
     lines = [Line.parse(line) for line in whole.text.splitlines()]
     for unit in units_in(lines):
-        text = "\n".join(map(str, of_unit(lines, unit))) + "\n"
+        text = dedent("\n".join(map(str, of_unit(lines, unit))) + "\n")
         yield replace(whole, unit=unit, text=text)

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_dynamo.observe.explanation import StepReport
 from fsdp_dynamo.observe.inspection.listings import PHASES, Listing
-from fsdp_dynamo.observe.inspection.recorded_step import Cut
 from fsdp_dynamo.observe.inspection.stages import PHASE_DESCRIPTIONS, initial_stage, is_changed
 from fsdp_dynamo.observe.timeline import lanes_of, measured_bars, simulated_bars
 from graph_passes.text.listing import ROOT
@@ -19,23 +18,23 @@ WHOLE = "whole step"
 
 
 @dataclass(frozen=True)
-class TimelineData:
-    """Contents of the timelines.
+class ShownStep:
+    """A step that the page shows.
 
     Attributes:
-        report: the plans and the measured step.
-        note: remark on the measurement.
-        cuts: time spans that are cut out of the measured step.
+        report: what ran, and what was planned for it.
+        name: of the model, if there are several.
+        note: remark on the step.
     """
 
     report: StepReport
+    name: str = ""
     note: str = ""
-    cuts: tuple[Cut, ...] = ()
 
 
 def render_page(
     listings: Sequence[Listing],
-    timeline: TimelineData,
+    steps: Sequence[ShownStep],
     subtitle: str,
     descriptions: Mapping[str, str],
 ) -> str:
@@ -43,22 +42,22 @@ def render_page(
 
     Args:
         listings: the compiled graphs.
-        timeline: the plans and the measured step.
+        steps: the last one of each model.
         subtitle: the line next to the heading.
         descriptions: one line per stage.
     """
     owners = _by_owner(listings)
-    report = timeline.report
+    units = [*dict.fromkeys(unit.unit for step in steps for unit in step.report.units)]
     data = {
         "subtitle": subtitle,
         "owners": [_owner(*key, phases) for key, phases in owners.items()],
         "start": _initial_place(owners),
         "phases": PHASE_DESCRIPTIONS,
         "stages": dict(descriptions),
-        "without_code": _without_code(listings, report),
+        "without_code": _without_code(listings, units),
         "root": ROOT,
-        "units": [unit.unit for unit in report.units],
-        "timeline": _timelines(timeline),
+        "units": units,
+        "timeline": [side for step in steps for side in _timelines(step)],
     }
     # In a <script>, '<!--' and '<script' change what ends it, as '</script' does.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -125,21 +124,21 @@ def _phase(name: str, listings: Sequence[Listing]) -> dict[str, Any]:
     return {"name": name, "stages": stages, "initial": initial_stage(listings)}
 
 
-def _without_code(listings: Sequence[Listing], report: StepReport) -> list[str]:
+def _without_code(listings: Sequence[Listing], units: Sequence[str]) -> list[str]:
     """Units that ran code compiled for an equal unit."""
     compiled = {listing.unit for listing in listings}
-    return [unit.unit for unit in report.units if unit.unit not in compiled]
+    return [unit for unit in units if unit not in compiled]
 
 
-def _timelines(timeline: TimelineData) -> list[dict[str, Any]]:
-    report = timeline.report
+def _timelines(step: ShownStep) -> list[dict[str, Any]]:
+    report = step.report
     sides = (
-        ("measured", measured_bars(report), timeline.note, timeline.cuts),
+        ("measured", measured_bars(report), step.note, report.cuts),
         ("simulated", simulated_bars(report), "Simulated by the planner.", ()),
     )
     return [
         {
-            "title": title,
+            "title": f"{step.name} {title}".strip(),
             "note": text,
             "lanes": lanes_of(bars),
             "bars": [asdict(bar) for bar in bars],

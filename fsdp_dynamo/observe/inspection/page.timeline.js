@@ -37,26 +37,16 @@ function caption(side, ms) {
 
 const isExposed = (bar, total) => bar.exposed_ms > total / 200;
 
-// Milliseconds to pixels. All cuts have the same width, whatever their duration.
-function clockOf(cuts, end, width) {
+// Milliseconds to pixels. The clock stands still in a cut, which has a width all the same.
+function clockOf(cuts, total, width) {
   const gap = cuts.length ? Math.min(CUT, 0.4 * width / cuts.length) : 0;
-  const total = end - cuts.reduce((sum, cut) => sum + cut.end_ms - cut.begin_ms, 0);
-  const scale = (width - gap * cuts.length) / Math.max(total, 1e-6);
-  const place = (ms) => {
-    let x = LABEL + ms * scale;
-    for (const cut of cuts) {
-      const length = cut.end_ms - cut.begin_ms;
-      const inside = Math.max(0, Math.min(ms - cut.begin_ms, length));
-      x += (inside / length) * gap - inside * scale;
-    }
-    return x;
-  };
+  const scale = (width - gap * cuts.length) / total;
+  // `after`: behind a cut at this time, not before it.
+  const place = (ms, after = false) => LABEL + ms * scale
+    + gap * cuts.filter((cut) => cut.at_ms < ms || (after && cut.at_ms === ms)).length;
   const isNearCut = (x) => cuts.some(
-    (cut) => x > place(cut.begin_ms) - gap / 2 && x < place(cut.end_ms) + gap / 2);
-  // A time on the clock without cuts, as a time of the step.
-  const moment = (left) => cuts.reduce(
-    (ms, cut) => (ms > cut.begin_ms ? ms + cut.end_ms - cut.begin_ms : ms), left);
-  return { total, place, moment, isNearCut };
+    (cut) => x > place(cut.at_ms) - gap / 2 && x < place(cut.at_ms, true) + gap / 2);
+  return { total, place, isNearCut };
 }
 
 function axis(clock, height) {
@@ -66,7 +56,7 @@ function axis(clock, height) {
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
   const made = [];
   for (let k = 0; k * step <= clock.total; k++) {
-    const x = clock.place(clock.moment(k * step));
+    const x = clock.place(k * step);
     made.push(shape("line", { x1: x, x2: x, y1: AXIS - 3, y2: height, class: "tick" }));
     if (clock.isNearCut(x)) continue; // the cut has its own label there
     made.push(shape("text", { x, y: 11, class: "tick" }, `${(k * step).toFixed(digits)}${k ? "" : " ms"}`));
@@ -97,9 +87,9 @@ function shortened(unit, width) {
 }
 
 function drawCut(cut, clock, height) {
-  const x = clock.place(cut.begin_ms);
-  const width = clock.place(cut.end_ms) - x;
-  const seconds = `${((cut.end_ms - cut.begin_ms) / 1e3).toFixed(1)} s`;
+  const x = clock.place(cut.at_ms);
+  const width = clock.place(cut.at_ms, true) - x;
+  const seconds = `${(cut.ms / 1e3).toFixed(1)} s`;
   const box = shape("rect", { x, y: AXIS, width, height: height - AXIS, class: "cut" });
   box.append(shape("title", {}, `${seconds} of compilation, cut out`));
   const made = [box];
