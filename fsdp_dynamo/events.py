@@ -261,6 +261,17 @@ def complete(event: Event | None, blocked_since_ns: int, exposed: Reading | None
 
 
 @contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leave out of the open recordings what happens while the context is open."""
+    global recorder
+    before, recorder = recorder, None
+    try:
+        yield
+    finally:
+        recorder = before
+
+
+@contextmanager
 def record_events() -> Iterator[EventLog]:
     """Record all events of this process while the context is open.
 

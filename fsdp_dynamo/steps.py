@@ -24,7 +24,7 @@ def is_in_backward() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What tells the models of a process apart.
+    """Identity of a sharded model, by which steps are told apart.
 
     Attributes:
         name: class of the outermost module.
@@ -85,14 +85,14 @@ def end_forward(around: Step | None) -> None:
 
 
 def enter_backward(step: Step | None) -> None:
-    """What the backward that runs does from now on is of this step."""
+    """Attribute events of the running backward to a step, from now on."""
     global _in_backward
     _in_backward = step
 
 
 @contextmanager
 def continued(step: Step | None) -> Iterator[None]:
-    """What happens in the context is of a step that seemed to have ended."""
+    """Attribute events in the context to a step whose backward has ended."""
     global _in_forward
     around, _in_forward = _in_forward, step
     try:

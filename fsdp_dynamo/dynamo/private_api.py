@@ -382,6 +382,23 @@ def is_skipped(fn: Callable[..., Any]) -> bool:
     return bool(trace_rules.check(fn))
 
 
+@contextmanager
+def forgotten_code() -> Iterator[None]:
+    """Drop all compiled code of the functions that Dynamo compiles in the context."""
+    compiled: list[CodeType] = []
+
+    def note(code: CodeType, new_code: CodeType) -> None:
+        compiled.append(code)
+
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for code in compiled:
+            reset_code(code)
+
+
 def entry_of(
     body: Callable[..., Any], shapes: _Shapes | None, backend: Backend | None = None
 ) -> Callable[..., Any]:

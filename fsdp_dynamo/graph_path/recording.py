@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm.streams import time_events_on
-from fsdp_dynamo.steps import current_step
+from fsdp_dynamo.steps import Step, current_step
 from graph_passes.text.boundary_labels import Label
 
 
@@ -50,7 +50,7 @@ class GraphRecording(NoRecording):
         self.log = log
         self._compute: list[events.Event] = []
         self._began = log.now()
-        self._alive: list[tuple[StorageWeakRef, Label, int]] = []
+        self._alive: list[tuple[StorageWeakRef, Label, int, Step | None]] = []
         self._uses: dict[int, int] = {}  # references to outputs before they were issued
 
     def launch(
@@ -65,7 +65,7 @@ class GraphRecording(NoRecording):
         if label.kind == "all_gather":
             self._instant("unshard", label, num_bytes)
             reference = StorageWeakRef(output.untyped_storage())
-            self._alive.append((reference, label, num_bytes))
+            self._alive.append((reference, label, num_bytes, current_step()))
         self._uses[output.data_ptr()] = output._use_count()  # type: ignore[attr-defined]
         return self.log.issue(label.unit, label.kind, label.phase, num_bytes, "graph", label.graph)
 
@@ -132,13 +132,13 @@ class GraphRecording(NoRecording):
     def expire(self) -> None:
         """Note unsharded flat parameters whose storage has been freed."""
         still = []
-        for reference, label, num_bytes in self._alive:
+        for one in self._alive:
+            reference, label, num_bytes, step = one
             if reference.expired():
-                self.log.instant(
-                    label.unit, "reshard", label.phase, num_bytes, "graph", label.graph
-                )
+                self._instant("reshard", label, num_bytes)
+                self.log[-1].step = step  # which may have ended
             else:
-                still.append((reference, label, num_bytes))
+                still.append(one)
         self._alive = still
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from fsdp_dynamo.core.preserve_state import preserve_state
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.artifacts import record_artifacts, record_compilations
-from fsdp_dynamo.events import record_events
+from fsdp_dynamo.events import record_events, unrecorded
 from fsdp_dynamo.graph_path.planning import record_plans
 from fsdp_dynamo.observe import timeline
 from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
@@ -66,8 +67,10 @@ def explain(
 
     All ranks must call it, with the same model and options; each gets its own explanation. A
     compiled model is compiled again with its own backend and options; existing compiled code is
-    kept. Gradients, buffers and random-number generators are restored. What is reported is the
-    fifth step, without the time in which something is still compiled in it.
+    kept, but for functions in which a graph breaks: the next step compiles them again. Gradients,
+    buffers and random-number generators are restored; Python objects that a forward changes are
+    not. What is reported is the fifth step, without the time in which something is still compiled
+    in it; recordings that are open leave out all five.
 
     Args:
         model_or_compiled: a wrapped model, which is compiled with ``"fsdp_dynamo_aot_eager"``, or
@@ -91,14 +94,17 @@ def explain(
     models = {f.grad_sum.accumulation.model for unit in target.units for f in unit.flats}
     with (
         preserve_state(target.module, target.units, (inputs, kwargs)),
+        unrecorded(),
         backend.apart_from(target.module),
         record_artifacts() as artifacts,
         record_plans() as plans,
     ):
-        for _ in range(_STEPS):  # as many on all ranks
+        for remaining in reversed(range(_STEPS)):  # as many on all ranks
             for parameter in target.module.parameters():
                 parameter.grad = None
             backend.ran.clear()
+            if not remaining:
+                gc.collect()
             with record_compilations() as compilations, record_events() as log:
                 run_step(target, inputs, kwargs, loss_fn)
     own = [event for event in log if event.step is not None and event.step.model in models]

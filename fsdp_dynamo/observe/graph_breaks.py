@@ -21,7 +21,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in .*\n\s*(.+)', re.MULTILINE)
 _TRACEBACK = re.compile(r"^(?:User code traceback|.*in the following user code):\n", re.MULTILINE)
 _REASON = re.compile(r"^Graph Break Reason: (.+(?:\n\n?.+)?)", re.MULTILINE)
 _HOOKED = "_fsdp_run_hooked("  # the call that no graph holds
-_OF_UNIT = "a unit that is called here runs between graphs"
+_OF_UNIT = "a unit that is called here is no part of the graph, as it changes Python objects, say"
 _LIBRARIES = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
 _OURS = tuple(
     str(Path(__file__).parents[2] / name) + os.sep for name in ("fsdp_dynamo", "graph_passes")
@@ -78,7 +78,7 @@ def graph_breaks_in(artifacts: Iterable[Artifact]) -> tuple[GraphBreak, ...]:
 
 
 def _break(artifact: Artifact) -> GraphBreak | None:
-    """What an artifact tells; ``None`` for a break in this package."""
+    """The graph break that an artifact describes; ``None`` if it is in this package."""
     text = artifact.text
     reason = _REASON.search(text)
     lines = reason[1].strip().splitlines() if reason else [text.strip().partition("\n")[0]]

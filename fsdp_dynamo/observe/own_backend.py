@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch._guards import CompileContext  # which graph is being compiled
 
-from fsdp_dynamo.dynamo.private_api import codes_apart, declare_mode, key_of, mode_of
+from fsdp_dynamo.dynamo.private_api import (
+    codes_apart,
+    declare_mode,
+    forgotten_code,
+    key_of,
+    mode_of,
+)
 from fsdp_dynamo.module_tree import unit_modules
 
 
@@ -44,14 +50,18 @@ class OwnBackend:
 
     @contextmanager
     def apart_from(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let the units of a model compile into code that goes when the context is left."""
+        """Let a model be compiled into code that goes when the context is left.
+
+        A function below in which a graph ends is compiled for itself, where the code of all
+        backends is: Dynamo drops it, the model's own, too, and counts no recompile of the model.
+        """
         units = [unit for _, unit in unit_modules(module)]
         roots = [unit for unit in units if unit._fsdp_is_outermost()]
         codes = [root._fsdp_codes for root in roots]
         for root in roots:
             root._fsdp_give_own_code()
         try:
-            with codes_apart(self):
+            with codes_apart(self), forgotten_code():
                 yield
         finally:
             for root, before in zip(roots, codes, strict=True):

@@ -22,7 +22,7 @@ _MIN_DISTANCE = 0.02
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What ran in a step.
+    """Events and compilations of a step.
 
     Attributes:
         events: its collectives and compute, in order of issue.
@@ -36,6 +36,11 @@ class RecordedStep:
     def is_graph_mode(self) -> bool:
         """Whether a compiled graph issued one of its collectives."""
         return any(event.source == "graph" for event in self.events)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward has begun."""
+        return any(event.phase == "backward" for event in self.events)
 
     @property
     def units(self) -> list[str]:

@@ -15,7 +15,11 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Bar:
-    """One interval on a lane; times are milliseconds from the start of the step."""
+    """One interval on a lane; times are milliseconds from the start of the step.
+
+    ``num_bytes`` of a collective are what this rank sends if it is simulated, and the messages of
+    all ranks if it is measured, as ``bytes_are`` says.
+    """
 
     lane: str
     unit: str
@@ -24,6 +28,7 @@ class Bar:
     end_ms: float
     exposed_ms: float = 0.0
     num_bytes: int = 0
+    bytes_are: str = ""
 
 
 def simulated_bars(report: StepReport) -> list[Bar]:
@@ -38,7 +43,8 @@ def simulated_bars(report: StepReport) -> list[Bar]:
             name = f"{one.kind} {one.unit}"
             begin, end = start + one.begin_ms, start + one.end_ms
             lane = f"link {one.link}"
-            bars.append(Bar(lane, one.unit, name, begin, end, one.exposed_ms, one.wire_bytes))
+            sent = (one.exposed_ms, one.wire_bytes, "sent by this rank")
+            bars.append(Bar(lane, one.unit, name, begin, end, *sent))
         start += graph.simulated_ms
     return bars
 
@@ -61,7 +67,8 @@ def measured_bars(report: StepReport) -> list[Bar]:
                 event.issued_ms,
                 event.done_ms,
                 event.exposed_ms,
-                event.num_bytes,
+                event.message_bytes,
+                "in messages of all ranks",
             )
         )
     return bars
@@ -104,7 +111,8 @@ def _complete(pid: int, lanes: list[str], bars: list[Bar]) -> Iterator[dict[str,
             "tid": lanes.index(bar.lane),
             "ts": bar.begin_ms * 1e3,
             "dur": max(0.0, bar.end_ms - bar.begin_ms) * 1e3,
-            "args": {"unit": bar.unit, "exposed_ms": bar.exposed_ms, "bytes": bar.num_bytes},
+            "args": {"unit": bar.unit, "exposed_ms": bar.exposed_ms, "bytes": bar.num_bytes}
+            | ({"bytes are": bar.bytes_are} if bar.num_bytes else {}),
         }
 
 

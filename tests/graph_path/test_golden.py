@@ -142,16 +142,16 @@ def backward(
     assert_expected_inline(
         texts["2.backward.after_planner.py"],
         """\
-    all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
-    t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
-    new_flat_default: "f32[32]" = fsdp_dynamo_grad.new_flat.default(t_2, 32, [], torch.float32)  # 2
-    mm_into_default: "f32[32]" = fsdp_dynamo_grad.mm_into.default(new_flat_default, 0, [8, 1], t_2, relu, False)  # 2
-    wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)  # all_gather wait 2
-    as_strided_default: "f32[4, 8]" = aten.as_strided.default(wait_tensor_1, [4, 8], [8, 1], 0)  # 2
-    mm_3: "f32[2, 8]" = aten.mm.default(tangents_1, as_strided_default)  # 2
-    # ... 4 lines of (root), 0
-    reduce_scatter_tensor: "f32[16]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0')  # reduce_scatter 2
-    reduce_scatter_tensor_1: "f32[32]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0')  # reduce_scatter 0
-    wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
+all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
+t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
+new_flat_default: "f32[32]" = fsdp_dynamo_grad.new_flat.default(t_2, 32, [], torch.float32)  # 2
+mm_into_default: "f32[32]" = fsdp_dynamo_grad.mm_into.default(new_flat_default, 0, [8, 1], t_2, relu, False)  # 2
+wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)  # all_gather wait 2
+as_strided_default: "f32[4, 8]" = aten.as_strided.default(wait_tensor_1, [4, 8], [8, 1], 0)  # 2
+mm_3: "f32[2, 8]" = aten.mm.default(tangents_1, as_strided_default)  # 2
+# ... 4 lines of (root), 0
+reduce_scatter_tensor: "f32[16]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0')  # reduce_scatter 2
+reduce_scatter_tensor_1: "f32[32]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0')  # reduce_scatter 0
+wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
 """,
     )

@@ -329,7 +329,8 @@ def _options_and_errors(rank: int, world_size: int) -> tuple[int, str, list[str]
     with torch.inference_mode(), pytest.raises(FSDPStateError, match="inference_mode"):
         explain(wrapped, tokens)
     with record_events() as log:
-        assert len(explain(wrapped, tokens).measured) < len(log)
+        assert explain(wrapped, tokens).measured
+    assert log == []
     wrapped.compile(backend="fsdp_dynamo_aot_eager")
     with pytest.raises(FSDPValueError, match="compiled before it was wrapped"):
         explain(wrapped, tokens)

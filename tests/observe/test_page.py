@@ -50,7 +50,7 @@ LISTINGS = [
     _listing("", "forward", "partition", "    e = embedding(t)  # (root)"),
 ]
 MEASURED = (
-    MeasuredEvent("layers.1", "all_gather", "backward", 4096, 0.0, 3.0, 1.5),
+    MeasuredEvent("layers.1", "all_gather", "backward", 4096, 0.0, 3.0, 1.5, 4096),
     MeasuredEvent("layers.1", "compute", "backward", 0, 3.0, 9.0, 0.0),
     MeasuredEvent("layers.2", "compute", "backward", 0, 9.0, 10.0, 0.0),
 )
@@ -201,7 +201,10 @@ def test_the_timeline_leads_to_units(page: Any) -> None:
     assert "A note." in page.inner_text("#caption")
     assert page.locator("#lanes text.lane").all_text_contents() == ["compute", "collectives"]
     titles = page.locator("#lanes rect title").all_text_contents()
-    assert titles[0] == "all_gather layers.1, 3.000 ms, 1.500 ms exposed, 4,096 bytes"
+    assert (
+        titles[0]
+        == "all_gather layers.1, 3.000 ms, 1.500 ms exposed, 4,096 bytes in messages of all ranks"
+    )
     page.locator("#lanes rect").first.click()
     assert page.get_attribute("#owners li:has-text('layers.1')", "aria-current") == "true"
     assert page.locator("#lanes rect.chosen").count() == 2

@@ -32,7 +32,7 @@ from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind
 from fsdp_dynamo.graph_path import recording
 from fsdp_dynamo.observe.explanation import Cut, StepReport
 from fsdp_dynamo.observe.recorded_steps import recorded_step, reports_of, steps_in
-from fsdp_dynamo.observe.timeline import simulated_bars
+from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from fsdp_dynamo.steps import Model, Step
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -230,6 +230,8 @@ def _seen(rank: int, world_size: int, mode: str, folder: str) -> dict[str, Any]:
     found["simulated"] = [bar.name for bar in simulated_bars(report)]
     explained = explain(small, torch.ones(4, 8), loss_fn=lambda y: y.square().mean())
     found["explained"] = Counter((e.kind, e.unit, e.phase) for e in explained.measured)
+    drawn = [e for e in trace_events(explained) if e["ph"] == "X" and e["pid"] == 2]
+    found["trace"] = Counter(e["name"] for e in drawn)
     if mode != "eager":
         found["planned"] = [bar.name for bar in simulated_bars(explained)]
     with profile() as profiler:
@@ -256,6 +258,7 @@ def test_all_tools_tell_of_the_same_step(ranks: RankPool, tmp_path: Path, mode: 
         assert Counter(bar["name"] for bar in measured) == names
         if mode != "eager":
             assert found["explained"] == found["events"]
+            assert found["trace"] == Counter(bar["name"].strip() for bar in measured)
         for (kind, unit, _), count in found["events"].items():
             if kind in COLLECTIVE_KINDS:
                 of_unit = [c for (k, u, _), c in found["events"].items() if (k, u) == (kind, unit)]
@@ -268,8 +271,8 @@ def test_all_tools_tell_of_the_same_step(ranks: RankPool, tmp_path: Path, mode: 
                 name.startswith("all_gather") * n for name, n in names.items()
             )
         notes = [side["note"] for side in found["page"]["timeline"] if "measured" in side["title"]]
-        assert notes[0] == "The last of 10 recorded steps."
-        assert notes[1].startswith("The last of 3 recorded steps")
+        assert notes[0] == "The last of 6 recorded steps with a backward."
+        assert notes[1].startswith("The last of 2 recorded steps with a backward")
 
 
 def _counted_wrong(rank: int, world_size: int, mode: str, folder: str) -> bool:

@@ -154,12 +154,17 @@ def _last_steps(
     names = _names_of(recorded)
     return [
         ShownStep(
-            _report_of(of_model[-1], plans, model.name),
+            _report_of(_shown_of(of_model)[-1], plans, model.name),
             names[model] if len(names) > 1 else "",
             _note_on(of_model),
         )
         for model, of_model in recorded.items()
     ]
+
+
+def _shown_of(recorded: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
+    """The steps of which the page shows the last: those with a backward, if there are any."""
+    return [step for step in recorded if step.has_backward] or recorded
 
 
 def _names_of(models: Iterable[Model]) -> dict[Model, str]:
@@ -191,10 +196,15 @@ def _report_of(step: RecordedStep, plans: PlanLog, model: str) -> StepReport:
 
 
 def _note_on(recorded: Sequence[RecordedStep]) -> str:
-    """A remark on the last one of a model's recorded steps."""
-    several = len(recorded) > 1
-    which = f"The last of {len(recorded)} recorded steps" if several else "The only recorded step"
-    compiled_ms = sum(cut.ms for cut in recorded[-1].cuts())
+    """A remark on the step of a model that is shown."""
+    shown = _shown_of(recorded)
+    several = len(shown) > 1
+    which = f"The last of {len(shown)} recorded steps" if several else "The only recorded step"
+    if not shown[-1].has_backward:
+        which += ", all without a backward" if several else ", without a backward"
+    elif len(shown) < len(recorded):
+        which += " with a backward"
+    compiled_ms = sum(cut.ms for cut in shown[-1].cuts())
     if not compiled_ms:
         return f"{which}."
     return (

@@ -106,7 +106,7 @@ function drawCut(cut, clock, height) {
 function describe(bar) {
   const parts = [bar.name.trim() + (bar.unit ? "" : ` ${data.root}`), `${(bar.end_ms - bar.begin_ms).toFixed(3)} ms`];
   if (bar.exposed_ms > 0) parts.push(`${bar.exposed_ms.toFixed(3)} ms exposed`);
-  if (bar.num_bytes) parts.push(`${bar.num_bytes.toLocaleString("en")} bytes`);
+  if (bar.num_bytes) parts.push(`${bar.num_bytes.toLocaleString("en")} bytes ${bar.bytes_are}`);
   return parts.join(", ");
 }
 
