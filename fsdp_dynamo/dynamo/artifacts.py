@@ -100,9 +100,7 @@ class _Listener(logging.Handler):
         self._artifacts = artifacts
 
     def emit(self, record: logging.LogRecord) -> None:
-        for (
-            each
-        ) in _open:  # Dynamo was reset: of its first compilation since, this is the first word
+        for each in _open:  # after a reset, Dynamo's next compilation begins with this record
             each.listen()
         metadata = getattr(record, "metadata", None)
         payload = getattr(record, "payload", None)

@@ -370,9 +370,7 @@ def codes_apart(backend: Backend) -> Iterator[None]:
     try:
         yield
     finally:
-        for codes in _codes_apart.pop(id(backend)).values():
-            for code in filter(None, codes.values()):
-                reset_code(code)
+        del _codes_apart[id(backend)]
 
 
 def is_skipped(fn: Callable[..., Any]) -> bool:

@@ -108,9 +108,8 @@ def _of_frame(artifacts: Sequence[Artifact]) -> Iterator[Listing]:
         aot = _AOT_ID.search(artifact.text) if artifact.name == _CODE else None
         if aot is not None:  # segments are numbered forward, and compiled backward as they run
             graph = ids.setdefault(aot[1], len(ids))
-        yield Listing(
-            unit, graph, *placed, artifact.text.replace("class <lambda>(", "class Graph(")
-        )
+        text = artifact.text.replace("class <lambda>(", "class Graph(")  # that it is Python
+        yield Listing(unit, graph, *placed, text)
 
 
 def _our_stage(name: str) -> tuple[str, str] | None:
