@@ -195,10 +195,11 @@ def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 @untraced(BY_AUTOGRAD)
 def _begin_backward(
-    flats: Sequence[FlatParameter], step: steps.Step | None, grad: torch.Tensor
+    flats: Sequence[FlatParameter], step: steps.Step | None, _grad: torch.Tensor | None
 ) -> None:
     steps.enter_backward(step)
-    recording.current().begin_graph(grad.device)
+    if flats:
+        recording.current().begin_graph(flats[0].device)
     for flat in flats:
         waiting = flat.grad_sum
         if flat.is_trainable:
