@@ -300,8 +300,7 @@ def _graph_breaks(report: StepReport) -> str:
 
 
 def _recompiles(report: StepReport) -> str:
-    lines = ["recompiles, with the guard that failed:"]
-    for one in report.recompiles:
-        of = f"{one.unit}: " if one.unit else ""
-        lines.append(f"{one.count:4d} x {of}{one.guard}")
-    return "\n".join(lines)
+    rows = (
+        f"  {one.unit}: {one.guard}" if one.unit else f"  {one.guard}" for one in report.recompiles
+    )
+    return "\n".join(["recompiles, with the guard that failed:", *rows])

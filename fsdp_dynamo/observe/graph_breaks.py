@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +53,10 @@ class Recompile:
     Attributes:
         unit: as in ``GraphBreak``.
         guard: the check that failed: ``"tensor 'x' size mismatch at index 0. expected 3, ..."``.
-        count: number of occurrences.
     """
 
     unit: str
     guard: str
-    count: int
 
 
 def graph_breaks_in(artifacts: Iterable[Artifact]) -> tuple[GraphBreak, ...]:
@@ -109,20 +106,20 @@ def _is_library(file: str) -> bool:
 
 
 def recompiles_in(artifacts: Sequence[Artifact]) -> tuple[Recompile, ...]:
-    """Recompiles by failed guard, the most frequent first.
+    """Units and guards of the recompiles, each once, in the order in which they came.
 
     Args:
         artifacts: of one backend. That other backends have compiled the same code is no recompile.
     """
     compiled: set[Frame] = set()
-    found: Counter[tuple[str, str]] = Counter()
+    found: dict[Recompile, None] = {}
     for artifact in artifacts:
         if artifact.name == "recompile_reasons":
             guard = _failed_guard(artifact.text, compiled)
             if guard:
-                found[artifact.unit, guard] += 1
+                found[Recompile(artifact.unit, guard)] = None
         compiled.add(artifact.frame)
-    return tuple(Recompile(unit, guard, n) for (unit, guard), n in found.most_common())
+    return tuple(found)
 
 
 def _failed_guard(text: str, compiled: set[Frame]) -> str:

@@ -6,6 +6,7 @@ picture all show what ``steps_in`` finds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -48,9 +49,9 @@ class RecordedStep:
         return [*dict.fromkeys(event.unit for event in self.events)]
 
     @property
-    def graphs(self) -> list[str]:
-        """Digests of the planned graphs that ran, in order."""
-        return [*dict.fromkeys(event.graph for event in self.events if event.graph)]
+    def graphs(self) -> Counter[str]:
+        """By digest of the planned graphs that ran, in order, the number of their collectives."""
+        return Counter(e.graph for e in self.events if e.graph and e.kind in COLLECTIVE_KINDS)
 
     def measured(self) -> tuple[MeasuredEvent, ...]:
         """Its events, timed without compilation."""
@@ -126,9 +127,14 @@ def steps_in(
 
 
 def reports_of(plans: Iterable[Planned], step: RecordedStep) -> tuple[GraphReport, ...]:
-    """Reports of the plans of the graphs that ran in a step, in the order in which they did."""
+    """Reports of the plans of the graphs that ran in a step, once a run, in order of first runs."""
     by_digest = {planned.plan.short_digest: planned for planned in plans}
-    return tuple(report_of(by_digest[one]) for one in step.graphs if one in by_digest)
+    found: list[GraphReport] = []
+    for digest, num_events in step.graphs.items():
+        if digest in by_digest:
+            report = report_of(by_digest[digest])
+            found += [report] * max(1, num_events // max(1, len(report.transfers)))
+    return tuple(found)
 
 
 def _begin_of(events: Sequence[Event]) -> int:

@@ -148,7 +148,7 @@ def test_what_another_backend_compiled_is_no_recompile() -> None:
         Artifact("recompile_reasons", Frame(0, 3 + i), "u", json.dumps(texts))
         for i, texts in enumerate(reasons)
     ]
-    assert recompiles_in(made) == (Recompile("u", "s.c == 1  # s.c += 1", 1),)
+    assert recompiles_in(made) == (Recompile("u", "s.c == 1  # s.c += 1"),)
     assert recompiles_in(made[1:]) == ()
 
 
@@ -157,7 +157,7 @@ def test_the_text_names_both() -> None:
     found = replace(
         nothing,
         graph_breaks=(GraphBreak("train.py", 7, "print(x)", "no print", "layers.0"),),
-        recompiles=(Recompile("layers.1", "x.size()[0] == 3", 2),),
+        recompiles=(Recompile("layers.1", "x.size()[0] == 3"),),
         cuts=(Cut(1.0, 40.0), Cut(2.0, 2.0)),
     )
     lines = str(found).splitlines()
@@ -165,7 +165,7 @@ def test_the_text_names_both() -> None:
     assert "compiled in the step: 42 ms, which are left out" in lines
     assert "  train.py:7 in layers.0: print(x)" in lines
     assert "    no print" in lines
-    assert "   2 x layers.1: x.size()[0] == 3" in lines
+    assert "  layers.1: x.size()[0] == 3" in lines
 
 
 class _Counts(nn.Module):
@@ -240,7 +240,7 @@ def _trained(backend: str, limit: int, explains: bool) -> list[Explanation] | No
     model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, _Breaks}))
     compiled = torch.compile(model, backend=backend, dynamic=False)
     compiled(torch.ones(2, 4)).sum().backward()
-    found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, *[2] * 8)] if explains else []
+    found = [explain(compiled, torch.ones(n, 4)) for n in (2, 3, 2, 2)] if explains else []
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=limit):
         try:
             for rows in (3, 4):

@@ -30,8 +30,13 @@ from fsdp_dynamo import (
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
 from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind
 from fsdp_dynamo.graph_path import recording
-from fsdp_dynamo.observe.explanation import Cut, StepReport
-from fsdp_dynamo.observe.recorded_steps import recorded_step, reports_of, steps_in
+from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport
+from fsdp_dynamo.observe.recorded_steps import (
+    RecordedStep,
+    recorded_step,
+    reports_of,
+    steps_in,
+)
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from fsdp_dynamo.steps import Model, Step
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -226,6 +231,9 @@ def _seen(rank: int, world_size: int, mode: str, folder: str) -> dict[str, Any]:
     page = _page(f"{own}/rank{rank}")
     found: dict[str, Any] = {"page": page, "events": _keys(log)}
     graphs = reports_of(plans, recorded_step(log, []))
+    assert reports_of(plans, recorded_step([*log, *log], [])) == tuple(
+        g for g in graphs for _ in "ab"
+    )
     report = StepReport("hooks", "", "", 2, (), 0, (), graphs, ())
     found["simulated"] = [bar.name for bar in simulated_bars(report)]
     explained = explain(small, torch.ones(4, 8), loss_fn=lambda y: y.square().mean())
@@ -240,56 +248,89 @@ def _seen(rank: int, world_size: int, mode: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def _bars(page: dict[str, Any], title: str) -> list[dict[str, Any]]:
-    (side,) = [side for side in page["timeline"] if side["title"] == title]
-    bars: list[dict[str, Any]] = side["bars"]
-    return bars
+def _names(page: dict[str, Any], title: str) -> list[str]:
+    """Names of a page's bars in a timeline; none without it."""
+    bars = [bar for side in page["timeline"] if side["title"] == title for bar in side["bars"]]
+    return [bar["name"] for bar in bars]
+
+
+def _wrong_on(page: dict[str, Any], events: _Keys, model: str = "") -> list[str]:
+    """What a page tells of a model's step that its events do not."""
+    names = Counter(
+        f"{kind if kind in COLLECTIVE_KINDS else phase} {unit}"
+        for kind, unit, phase in events.elements()
+    )
+    wrong = []
+    if Counter(_names(page, f"{model} measured".strip())) != names:
+        wrong.append("measured")
+    simulated = Counter(_names(page, f"{model} simulated".strip()))
+    if any(simulated[one] != n for one, n in names.items() if one.startswith("all_gather")):
+        wrong.append("simulated")
+    return wrong
 
 
 @pytest.mark.parametrize("mode", list(COMPILED))
 def test_all_tools_tell_of_the_same_step(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     for found in ranks.run(_seen, 2, mode, str(tmp_path)):
-        measured = _bars(found["page"], "_Net measured")
-        names = Counter(
-            f"{kind if kind in COLLECTIVE_KINDS else phase} {unit}"
-            for (kind, unit, phase), count in found["events"].items()
-            for _ in range(count)
-        )
-        assert Counter(bar["name"] for bar in measured) == names
+        without_plan = [] if mode == "graph" else ["simulated"]
+        assert _wrong_on(found["page"], found["events"], "_Net") == without_plan
         if mode != "eager":
             assert found["explained"] == found["events"]
-            assert found["trace"] == Counter(bar["name"].strip() for bar in measured)
+            measured = _names(found["page"], "_Net measured")
+            assert found["trace"] == Counter(name.strip() for name in measured)
         for (kind, unit, _), count in found["events"].items():
             if kind in COLLECTIVE_KINDS:
                 of_unit = [c for (k, u, _), c in found["events"].items() if (k, u) == (kind, unit)]
                 assert found["profiler"][f"FSDP::{kind} {unit or '(root)'}"] == sum(of_unit), count
         if mode == "graph":
-            simulated = [bar["name"] for bar in _bars(found["page"], "_Net simulated")]
+            simulated = _names(found["page"], "_Net simulated")
             assert simulated == found["simulated"] == found["planned"]
-            gathers = [name for name in simulated if name.startswith("all_gather")]
-            assert len(gathers) == sum(
-                name.startswith("all_gather") * n for name, n in names.items()
-            )
         notes = [side["note"] for side in found["page"]["timeline"] if "measured" in side["title"]]
         assert notes[0] == "The last of 6 recorded steps with a backward."
         assert notes[1].startswith("The last of 2 recorded steps with a backward")
 
 
-def _counted_wrong(rank: int, world_size: int, mode: str, folder: str) -> bool:
-    """Whether the page differs from the events where others are taken for the step's."""
-    folder, model = f"{folder}/{rank}", _made(mode, 2)
-    with inspect_graphs(folder, rank=rank):
-        with record_events() as first:
-            _step_of(model)
-        with mock.patch.object(events, "current_step", return_value=first[0].step):
+def _counted_wrong(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    """By fault, what is wrong on the page of a step after an evaluation and another shape."""
+    model, all_steps = _made("graph", 2), events.current_step
+
+    def of_the_first_step() -> Step | None:
+        return steps.setdefault("first", all_steps())
+
+    def graphs_of_all(_step: RecordedStep) -> Counter[str]:
+        return Counter(planned.plan.short_digest for planned in plans)
+
+    def all_but_the_last(step: RecordedStep) -> tuple[MeasuredEvent, ...]:
+        return measured(step)[:-1]
+
+    measured = RecordedStep.measured
+    faults = {
+        "none": mock.patch.object(events, "current_step", all_steps),
+        "steps": mock.patch.object(events, "current_step", of_the_first_step),
+        "plans": mock.patch.object(RecordedStep, "graphs", property(graphs_of_all)),
+        "events": mock.patch.object(RecordedStep, "measured", all_but_the_last),
+    }
+    wrong = {}
+    for name, fault in faults.items():
+        steps: dict[str, Step | None] = {}
+        torch.compiler.reset()
+        with fault, record_plans() as plans, inspect_graphs(f"{folder}/{name}{rank}", rank=rank):
+            _step_of(model, rows=6)
             _evaluate(model)
             with record_events() as log:
                 _step_of(model)
-    return sum(_keys(log).values()) != len(_bars(_page(folder), "measured"))
+        wrong[name] = _wrong_on(_page(f"{folder}/{name}{rank}"), _keys(log))
+    return wrong
 
 
-def test_a_wrong_count_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_counted_wrong, 2, "hooks", str(tmp_path)) == [True] * 2
+def test_wrong_counts_are_noticed(ranks: RankPool, tmp_path: Path) -> None:
+    for wrong in ranks.run(_counted_wrong, 2, str(tmp_path)):
+        assert wrong == {
+            "none": [],
+            "steps": ["measured", "simulated"],
+            "plans": ["simulated"],
+            "events": ["measured"],
+        }
 
 
 class _Twice(_Net):
