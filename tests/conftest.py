@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent / "support"), str(Path(__file__).parents[1])]
@@ -17,6 +18,8 @@ import tiers  # noqa: E402
 from namespaces import why_there_is_no_link  # noqa: E402
 from pool import RankPool  # noqa: E402
 
+hypothesis.settings.register_profile("busy machine", deadline=None)
+hypothesis.settings.load_profile("busy machine")
 _COLLECTED = pytest.StashKey[list[str]]()
 
 

@@ -74,7 +74,7 @@ def test_a_view_that_nothing_uses_stays() -> None:
     assert list(b.graph.nodes) == order
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), units=st.integers(1, 6), backward=st.booleans())
 def test_a_schedule_of_the_coarse_problem_is_one_of_the_other(
     seed: int, units: int, backward: bool

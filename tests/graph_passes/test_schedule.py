@@ -118,7 +118,7 @@ def test_a_reduction_of_a_reduction_waits_for_it() -> None:
     assert render(builder.graph) == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), units=st.integers(1, 12), backward=st.booleans())
 def test_random_problems(seed: int, units: int, backward: bool) -> None:
     """Every placement is legal and within the limits, and never slower than doing nothing."""
@@ -139,7 +139,7 @@ def test_random_problems(seed: int, units: int, backward: bool) -> None:
     assert timeline.total_ms <= total_ms(problem, unscheduled(problem)) + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_random_graphs(data: st.DataObject) -> None:
     """The spec holds, nothing is lost, and compute keeps its order, whatever depends on what."""

@@ -270,7 +270,7 @@ BINARY = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_the_profile_is_what_execution_holds(data: st.DataObject) -> None:
     b = Builder()

@@ -46,7 +46,7 @@ SHARDED = StateDictType.SHARDED_STATE_DICT
 # -- chunks ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_chunks_are_the_range(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)

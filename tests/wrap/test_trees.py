@@ -18,7 +18,6 @@ _slow = pytest.mark.slow
 def test_random_trees(ranks: RankPool, world_size: int, num_trees: int) -> None:
     @settings(
         max_examples=num_trees,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
