@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
-VERSION = 7
+VERSION = 8
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 

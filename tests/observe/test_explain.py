@@ -164,7 +164,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert back == explanation
     assert str(back) == str(explanation)
     for text in ("[]", "{}", '{"version": 99}'):
-        with pytest.raises(ValueError, match="explanation: expected JSON of version 7"):
+        with pytest.raises(ValueError, match="explanation: expected JSON of version 8"):
             Explanation.from_json(text)
 
 
