@@ -16,6 +16,8 @@ from graph_passes.markers import COLLECTIVE
 
 _C10D = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
+COLLECTIVES = (_C10D, "fsdp_dynamo_collectives::")
+"""Namespaces of collectives: torch's, and those that take a gather plan as their last argument."""
 
 
 def op_name(node: fx.Node) -> str:
@@ -44,7 +46,7 @@ def is_collective(node: fx.Node) -> bool:
     keep their order.
     """
     name = op_name(node)
-    return name.startswith(_C10D) and name != _WAIT and is_marked(node)
+    return name.startswith(COLLECTIVES) and name != _WAIT and is_marked(node)
 
 
 def is_marked(node: fx.Node) -> bool:
@@ -122,13 +124,31 @@ def hint(number: int | torch.SymInt) -> int:
 
 def group_of(collective: fx.Node) -> str:
     """Registered name of a collective's process group."""
-    return str(collective.args[-1])
+    return str([arg for arg in collective.args if isinstance(arg, str)][-1])
 
 
 def world_size_of(collective: fx.Node) -> int | None:
     """Ranks of a gather's or scatter's group; ``None`` where it does not say (all-reduce)."""
-    sizes = [arg for arg in collective.args[1:-1] if isinstance(arg, int)]
+    sizes = [arg for arg in collective.args if isinstance(arg, int)]
     return sizes[0] if sizes else None
+
+
+def plan_of(collective: fx.Node) -> tuple[int, ...]:
+    """The gather plan of a gather or a scatter, encoded; empty where it has none."""
+    plan = collective.args[-1]
+    return tuple(plan) if isinstance(plan, (list, tuple)) else ()  # type: ignore[arg-type]
+
+
+def packed_bytes(collective: fx.Node) -> int:
+    """Bytes of the message in which small parameters travel together; 0 where there is none.
+
+    It exists beside the unsharded side while the collective is in flight.
+    """
+    plan, size = plan_of(collective), world_size_of(collective)
+    if not plan or size is None:
+        return 0
+    widths = plan[2 + 2 * plan[0] :]  # behind two numbers, and two for each direct slice
+    return sum(widths) * size * int(collective.all_input_nodes[0].meta["val"].dtype.itemsize)
 
 
 def payload_bytes(collective: fx.Node) -> int:
@@ -187,7 +207,7 @@ def is_compute(node: fx.Node) -> bool:
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         return True  # a region, FlexAttention, a Triton kernel
     name = op_name(node)
-    if name.startswith(_C10D):
+    if name.startswith(COLLECTIVES):
         return not is_collective(node) and not is_wait(node)
     return bool(name) and name not in _NO_COMPUTE
 
@@ -209,8 +229,10 @@ __all__ = [
     "num_bytes",
     "op_name",
     "order_index",
+    "packed_bytes",
     "payload_bytes",
     "payload_numel",
+    "plan_of",
     "values_of",
     "wait_of",
     "world_size_of",

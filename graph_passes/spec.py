@@ -101,7 +101,8 @@ def _verify_launches(graph: fx.Graph, stage: str) -> None:
 def _alike(node: fx.Node) -> tuple[object, ...]:
     """Kind, dtype and group: what collectives of one launch have in common."""
     dtype = getattr(node.meta.get("val"), "dtype", None)
-    return (op_name(node), dtype, node.args[1:])
+    settings = [arg for arg in node.args[1:] if isinstance(arg, (int, str))]  # not the gather plan
+    return (op_name(node), dtype, *settings)
 
 
 __all__ = ["SpecError", "inventory", "verify_graph"]

@@ -5,6 +5,9 @@ All choices that depend on a process group's backend are made here:
 - gloo's own all-gather and all-to-all copy the data that they transfer, and its reduce-scatter
   sends as many bytes as an all-reduce. Sends and receives between all ranks, and a local sum, do
   neither.
+- Slices of a unit's shard that are gathered by themselves are large (``DIRECT_BYTES``): a message
+  costs the processor 95 microseconds under gloo, and under NCCL a group of small collectives costs
+  several times what one does.
 - Gradients are averaged by the backend or by the local sum. float16 sums overflow and float16
   quotients underflow easily, so float16 gradients are divided in two parts, before and after.
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
+from fsdp_dynamo.comm.gather_plan import GatherPlan, Pair
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
@@ -32,6 +36,17 @@ from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
 Transport = Literal["library", "all_to_all", "point_to_point"]
+
+
+DIRECT_BYTES: dict[Transport, int | None] = {
+    "point_to_point": 64 << 10,
+    "all_to_all": None,
+    "library": 8 << 20,
+}
+"""From so many bytes per rank on a parameter is gathered by itself; ``None``: never.
+
+Measured: docs/decisions/0024-gather-plans.md.
+"""
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -56,20 +71,61 @@ def issue_all_gather(
     label: str = "",
     use: str = "",
     wire: WireFormat | None = None,
+    plan: GatherPlan | None = None,
 ) -> InFlight:
     """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
 
     Args:
         label: FQN of the unit, for the comparison of collectives between ranks.
         use: see ``collective_log.record``.
-        wire: the format in which shards travel; ``None``: as they are.
+        wire: the format in which shards travel; ``None``: as they are. With one, ``plan`` packs
+            everything.
+        plan: how shards become the output; ``None``: they lie in it one behind the other.
     """
     entry = collective_log.record(group, "all_gather", label, output.numel(), use, wire)
     with profiler_range("all_gather", label):
-        if wire is None:
-            works = _gather_works(output, shard, group, entry)
-            return InFlight(works, (output, shard), event, group=group, entry=entry)
-        return _issue_encoded_gather(output, shard, group, event, entry, wire)
+        if wire is not None:
+            return _issue_encoded_gather(output, shard, group, event, entry, wire, plan=plan)
+        pairs, buffers, finish = _to_gather(output, shard, group, plan)
+        works = _gather_works(pairs, group, entry)
+        return InFlight(works, buffers, event, finish, group, entry)
+
+
+def _to_gather(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    plan: GatherPlan | None,
+) -> tuple[list[Pair], tuple[torch.Tensor, ...], Callable[[], object] | None]:
+    """Messages of an all-gather, what is to be kept alive, and what is to be done at its end."""
+    if plan is None or plan.is_one_slice:
+        return [(output, shard)], (output, shard), None
+    size = group.size()
+    pairs = plan.direct(output, shard, size)
+    if not plan.widths:
+        return pairs, (output, shard), None
+    message = output.new_empty(size * plan.packed_numel)
+    pairs.append((message, plan.packed(shard)))
+    finish = partial(plan.copy_out, output.data, message, size)
+    return pairs, (output, shard, message), finish
+
+
+def _to_reduce(
+    output: torch.Tensor,
+    unsharded: torch.Tensor,
+    group: dist.ProcessGroup,
+    plan: GatherPlan | None,
+    has_message: bool,
+) -> list[Pair]:
+    """Messages of a reduce-scatter."""
+    if plan is None or plan.is_one_slice:
+        return [(unsharded, output)]
+    size = group.size()
+    pairs = plan.direct(unsharded, output, size)
+    if plan.widths:
+        message = plan.packed(unsharded, size) if has_message else plan.message_of(unsharded, size)
+        pairs.append((message, plan.packed(output)))
+    return pairs
 
 
 def _issue_encoded_gather(
@@ -80,47 +136,80 @@ def _issue_encoded_gather(
     entry: collective_log.Entry,
     wire: WireFormat,
     may_lack: bool = False,
+    plan: GatherPlan | None = None,
 ) -> InFlight:
     """Every rank decodes the same messages, its own among them."""
+    size = group.size()
     sent = wire_codec.encode(shard, 1, wire, may_lack)
-    received = sent.new_empty(sent.numel() * group.size())
+    received = sent.new_empty(sent.numel() * size)
     if event is not None:
         event.message_bytes = received.nbytes
-    works = _gather_works(received, sent, group, entry)
-    finish = partial(wire_codec.decode, output, received, group.size(), wire)
+    works = _gather_works([(received, sent)], group, entry)
+
+    def finish() -> None:
+        if plan is None or plan.is_one_slice:
+            wire_codec.decode(output, received, size, wire)
+            return
+        message = torch.empty_like(output)
+        wire_codec.decode(message, received, size, wire)
+        plan.copy_out(output.data, message, size)
+
     return InFlight(works, (output, sent, received), event, finish, group, entry)
 
 
 def _gather_works(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, entry: collective_log.Entry
+    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
 ) -> Sequence[Work]:
-    if transport_of(group, output.device) != "point_to_point":
-        return [all_gather_single(output, shard, group=group, async_op=True)]
+    if transport_of(group, pairs[0][0].device) != "point_to_point":
+        return _launched(_gather_calls(pairs, group), group)
     tag = collective_log.message_tag(*entry.signature)
     try:
-        return point_to_point.issue_all_gather(output, shard, group, tag)
+        return point_to_point.issue_all_gathers(pairs, group, tag)
     except point_to_point.UnreachableError as error:
         raise refusal_of(error, group, entry) from None
 
 
+def _gather_calls(pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Callable[[], Work]]:
+    return [
+        partial(all_gather_single, output, shard, group=group, async_op=True)
+        for output, shard in pairs
+    ]
+
+
+def _launched(calls: Sequence[Callable[[], Work]], group: dist.ProcessGroup) -> list[Work]:
+    """Make a backend's calls, several as one launch."""
+    if len(calls) == 1:
+        return [calls[0]()]
+    # Private: only this manager reaches a backend's coalesced calls; none is public.
+    coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
+        group, async_ops=True
+    )
+    with coalesced as work:
+        for call in calls:
+            call()
+    return [work]
+
+
 def _exchange_works(
-    output: torch.Tensor,
-    unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    entry: collective_log.Entry,
-) -> tuple[Sequence[Work], list[torch.Tensor]]:
+    pairs: Sequence[Pair], group: dist.ProcessGroup, entry: collective_log.Entry
+) -> tuple[Sequence[Work], list[list[torch.Tensor]]]:
     tag = collective_log.message_tag(*entry.signature)
     try:
-        return point_to_point.issue_exchange(output, unsharded, group, tag)
+        return point_to_point.issue_exchanges(pairs, group, tag)
     except point_to_point.UnreachableError as error:
         raise refusal_of(error, group, entry) from None
 
 
 def all_gather(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, label: str = ""
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    label: str = "",
+    plan: GatherPlan | None = None,
 ) -> None:
     """Gather every rank's shard outside of a step (for full parameters), and wait."""
-    issue_all_gather(output, shard, group, None, label, collective_log.FULL_PARAMS).wait()
+    use = collective_log.FULL_PARAMS
+    issue_all_gather(output, shard, group, None, label, use, plan=plan).wait()
 
 
 def issue_reduce_mean(
@@ -133,6 +222,8 @@ def issue_reduce_mean(
     sums_only: bool = False,
     wire: WireFormat | None = None,
     may_lack: bool = True,
+    plan: GatherPlan | None = None,
+    has_message: bool = False,
 ) -> InFlight:
     """Start the mean over ranks of ``unsharded`` ``(n * world_size,)``, which may be overwritten.
 
@@ -142,18 +233,24 @@ def issue_reduce_mean(
         label: see ``issue_all_gather``.
         sums_only: divide first, then sum.
         wire: the format in which parts travel to the ranks that sum them, and, in an all-reduce,
-            from these to all.
+            from these to all. With one, ``plan`` packs everything.
         may_lack: whether ``NO_VALUE`` may be among the elements.
+        plan: how a reduce-scatter divides ``unsharded``; ``None``: each rank's part lies behind
+            that of the rank before. What belongs to no slice of the plan is left as it is.
+        has_message: whether packed pieces of ``unsharded`` are a message already.
     """
     kind = "all_reduce" if output is unsharded else "reduce_scatter"
     entry = collective_log.record(group, kind, label, unsharded.numel(), wire=wire)
     with profiler_range(kind, label):
+        if wire is not None and output is unsharded:
+            return _issue_encoded_all_reduce(output, unsharded, group, event, entry, wire, may_lack)
         if wire is not None:
-            issue = _issue_encoded_mean
-            if output is unsharded:
-                issue = _issue_encoded_all_reduce
-            return issue(output, unsharded, group, event, entry, wire, may_lack)
-        return _issue_reduce_mean(output, unsharded, group, event, entry, sums_only)
+            if plan is not None and not plan.is_one_slice and not has_message:
+                unsharded = plan.message_of(unsharded.data, group.size())
+            return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
+        return _issue_reduce_mean(
+            output, unsharded, group, event, entry, sums_only, plan, has_message
+        )
 
 
 def _issue_encoded_mean(
@@ -174,7 +271,7 @@ def _issue_encoded_mean(
     works: Sequence[Work]
     if transport_of(group, sent.device) == "point_to_point":
         first = sent.new_empty(sent.numel() // size)
-        works, parts = _exchange_works(first, sent, group, entry)
+        works, (parts,) = _exchange_works([(sent, first)], group, entry)
         del parts[rank]
     else:
         received = torch.empty_like(sent)
@@ -220,24 +317,41 @@ def _issue_reduce_mean(
     event: events.Event | None,
     entry: collective_log.Entry,
     sums_only: bool,
+    plan: GatherPlan | None,
+    has_message: bool,
 ) -> InFlight:
     op, divisor = divide_first(unsharded, group, sums_only)
     divide = divide_after(output, op, divisor)
     if output is unsharded:
         work = dist.all_reduce(unsharded, op, group=group, async_op=True)
         return InFlight([work], (unsharded,), event, divide, group, entry)
+    pairs = _to_reduce(output, unsharded, group, plan, has_message)
+    kept = (output, *(whole for whole, _ in pairs))
     transport = transport_of(group, unsharded.device)
+    works: Sequence[Work]
     if transport == "library":
-        work = reduce_scatter_single(output, unsharded, op, group=group, async_op=True)
-        return InFlight([work], (output, unsharded), event, divide, group, entry)
+        works = _launched(_reduce_calls(pairs, op, group), group)
+        return InFlight(works, kept, event, divide, group, entry)
     if transport == "point_to_point":
-        works, parts = _exchange_works(output, unsharded, group, entry)
-        finish = partial(point_to_point.sum_parts, output, parts, divisor)
-    else:
-        received = torch.empty_like(unsharded)
-        works = [dist.all_to_all_single(received, unsharded, group=group, async_op=True)]
-        finish = partial(_sum_rows, output, received.view(group.size(), -1), divisor)
-    return InFlight(works, (output, unsharded), event, finish, group, entry)
+        works, parts = _exchange_works(pairs, group, entry)
+        finish = partial(_sum_parts, [part for _, part in pairs], parts, divisor)
+        return InFlight(works, kept, event, finish, group, entry)
+    received = [torch.empty_like(whole) for whole, _ in pairs]
+    works = [
+        dist.all_to_all_single(rows, whole, group=group, async_op=True)
+        for rows, (whole, _) in zip(received, pairs, strict=True)
+    ]
+    finish = partial(_sum_rows, [part for _, part in pairs], received, divisor)
+    return InFlight(works, kept, event, finish, group, entry)
+
+
+def _reduce_calls(
+    pairs: Sequence[Pair], op: Any, group: dist.ProcessGroup
+) -> list[Callable[[], Work]]:
+    return [
+        partial(reduce_scatter_single, part, whole, op, group=group, async_op=True)
+        for whole, part in pairs
+    ]
 
 
 def issue_custom(
@@ -262,14 +376,25 @@ def issue_custom(
     return InFlight(works, (output, given), event, finish)
 
 
-def _sum_rows(output: torch.Tensor, rows: torch.Tensor, divisor: float) -> None:
-    """Write the sum of ``rows`` ``(world_size, n)`` over ``divisor`` into ``output`` ``(n,)``.
+def _sum_parts(
+    outputs: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], divisor: float
+) -> None:
+    for output, some in zip(outputs, parts, strict=True):
+        point_to_point.sum_parts(output, some, divisor)
+
+
+def _sum_rows(
+    outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor], divisor: float
+) -> None:
+    """Write sums over ``divisor`` of what came, ``(world_size * n,)``, into outputs ``(n,)``.
 
     One pass: with hundreds of ranks, adding row by row takes two to three times as long.
     """
-    torch.sum(rows, 0, out=output.data.view(-1))
-    if divisor != 1:
-        output.data.div_(divisor)
+    for output, rows in zip(outputs, received, strict=True):
+        flat = output.data.view(-1)
+        torch.sum(rows.view(-1, flat.numel()), 0, out=flat)
+        if divisor != 1:
+            flat.div_(divisor)
 
 
 def divide_first(
@@ -302,6 +427,7 @@ def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], 
 
 Events = Sequence[events.Event | None]
 Wires = Sequence[WireFormat | None]
+Plans = Sequence[GatherPlan | None]
 
 
 def issue_all_gathers(
@@ -311,8 +437,9 @@ def issue_all_gathers(
     recorded: Events,
     labels: Sequence[str],
     wires: Wires,
+    plans: Plans,
 ) -> list[InFlight]:
-    """``issue_all_gather`` of several tensors of one dtype as one launch, without a copy.
+    """``issue_all_gather`` of several tensors of one dtype as one launch.
 
     Args:
         outputs: one per tensor.
@@ -321,22 +448,23 @@ def issue_all_gathers(
         recorded: the recorded event, if any, of each.
         labels: FQN of the unit of each.
         wires: the format of each; one launch has the tensors' own only.
+        plans: the gather plan of each.
 
     Returns:
         One handle per tensor. If the backend has one handle for all, waiting for the first waits
         for all, and waiting for the others returns at once.
     """
     if _is_apart(outputs, group, wires):
-        each = zip(outputs, shards, recorded, labels, wires, strict=True)
+        each = zip(outputs, shards, recorded, labels, wires, plans, strict=True)
         return [
-            issue_all_gather(output, shard, group, event, label, wire=wire)
-            for output, shard, event, label, wire in each
+            issue_all_gather(output, shard, group, event, label, wire=wire, plan=plan)
+            for output, shard, event, label, wire, plan in each
         ]
-    calls = [
-        partial(all_gather_single, output, shard, group=group, async_op=True)
-        for output, shard in zip(outputs, shards, strict=True)
-    ]
-    return _launch("all_gather", calls, outputs, shards, group, recorded, labels)
+    launch = _Launch("all_gather", group, recorded, labels)
+    for output, shard, plan in zip(outputs, shards, plans, strict=True):
+        pairs, kept, finish = _to_gather(output, shard, group, plan)
+        launch.add(_gather_calls(pairs, group), output.numel(), kept, finish)
+    return launch.issue()
 
 
 def issue_reduce_means(
@@ -346,6 +474,7 @@ def issue_reduce_means(
     recorded: Events,
     labels: Sequence[str],
     wires: Wires,
+    plans: Plans,
     may_lack: Sequence[bool] = (),
 ) -> list[InFlight]:
     """``issue_reduce_mean`` of several tensors of one dtype as one launch.
@@ -355,22 +484,25 @@ def issue_reduce_means(
     """
     if _is_apart(outputs, group, wires):
         lacking = may_lack or [True] * len(outputs)
-        each = zip(outputs, unsharded, recorded, labels, wires, lacking, strict=True)
+        each = zip(outputs, unsharded, recorded, labels, wires, lacking, plans, strict=True)
         return [
-            issue_reduce_mean(output, grad, group, event, label, wire=wire, may_lack=lacks)
-            for output, grad, event, label, wire, lacks in each
+            issue_reduce_mean(
+                output, grad, group, event, label, wire=wire, may_lack=lacks, plan=plan
+            )
+            for output, grad, event, label, wire, lacks, plan in each
         ]
-    kind = "all_reduce" if outputs[0] is unsharded[0] else "reduce_scatter"
-    calls, divisions = [], []
-    for output, grad in zip(outputs, unsharded, strict=True):
+    is_scattered = outputs[0] is not unsharded[0]
+    launch = _Launch("reduce_scatter" if is_scattered else "all_reduce", group, recorded, labels)
+    for output, grad, plan in zip(outputs, unsharded, plans, strict=True):
         op, divisor = divide_first(grad, group)
-        divisions.append(divide_after(output, op, divisor))
-        tensors = (grad,) if output is grad else (output, grad)
-        collective: Callable[..., Any] = (
-            dist.all_reduce if output is grad else reduce_scatter_single
-        )
-        calls.append(partial(collective, *tensors, op, group=group, async_op=True))
-    return _launch(kind, calls, outputs, unsharded, group, recorded, labels, divisions)
+        divide = divide_after(output, op, divisor)
+        if is_scattered:
+            pairs = _to_reduce(output, grad, group, plan, has_message=False)
+            calls, kept = _reduce_calls(pairs, op, group), [whole for whole, _ in pairs]
+        else:
+            calls, kept = [partial(dist.all_reduce, grad, op, group=group, async_op=True)], []
+        launch.add(calls, grad.numel(), (output, *kept), divide)
+    return launch.issue()
 
 
 def _is_apart(outputs: Sequence[torch.Tensor], group: dist.ProcessGroup, wires: Wires) -> bool:
@@ -396,30 +528,51 @@ class _Shared:
             work.wait()
 
 
-def _launch(
-    kind: str,
-    calls: Sequence[Callable[[], object]],
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    recorded: Events,
-    labels: Sequence[str],
-    finishes: Sequence[Callable[[], object] | None] = (),
-) -> list[InFlight]:
-    """Make the backend's calls as one launch; returns a handle per call."""
-    unsharded = outputs if kind == "all_gather" else inputs
-    pairs = zip(labels, unsharded, strict=True)
-    entries = [collective_log.record(group, kind, label, one.numel()) for label, one in pairs]
-    # Private: only this manager reaches a backend's coalesced calls; none is public.
-    coalesced: AbstractContextManager[Work] = dist.distributed_c10d._coalescing_manager(
-        group, async_ops=True
-    )
-    with profiler_range(kind, ", ".join(labels)), coalesced as work:
-        for call in calls:
-            call()
-    each = zip(outputs, inputs, recorded, finishes or [None] * len(calls), entries, strict=True)
-    shared = _Shared(work)
-    return [
-        InFlight([shared], (output, sent), event, finish, group, entry)
-        for output, sent, event, finish, entry in each
-    ]
+class _Launch:
+    """Collectives of a backend that become one launch.
+
+    Args:
+        kind: of all of them.
+        group: the process group.
+        recorded: the recorded event, if any, of each.
+        labels: FQN of the unit of each.
+    """
+
+    def __init__(
+        self, kind: str, group: dist.ProcessGroup, recorded: Events, labels: Sequence[str]
+    ) -> None:
+        self._kind = kind
+        self._group = group
+        self._recorded = recorded
+        self._labels = labels
+        self._calls: list[Callable[[], Work]] = []
+        self._members: list[tuple[Sequence[torch.Tensor], Callable[[], object] | None, Any]] = []
+
+    def add(
+        self,
+        calls: Sequence[Callable[[], Work]],
+        numel: int,
+        kept: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None,
+    ) -> None:
+        """Add the next one.
+
+        Args:
+            calls: of the backend.
+            numel: elements of its unsharded side.
+            kept: what it reads and writes.
+            finish: local work at its end.
+        """
+        label = self._labels[len(self._members)]
+        entry = collective_log.record(self._group, self._kind, label, numel)
+        self._calls += calls
+        self._members.append((kept, finish, entry))
+
+    def issue(self) -> list[InFlight]:
+        """Make the calls; returns a handle for each collective."""
+        with profiler_range(self._kind, ", ".join(self._labels)):
+            shared = _Shared(_launched(self._calls, self._group)[0])
+        return [
+            InFlight([shared], kept, event, finish, self._group, entry)
+            for (kept, finish, entry), event in zip(self._members, self._recorded, strict=True)
+        ]

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter as one send and one receive per other rank.
+"""All-gathers and reduce-scatters as one send and one receive per other rank and message.
 
 gloo's own all-gather gathers into an internal buffer and copies that out, on a thread that competes
 with the computation; its all-to-all copies too, and also receives this rank's own part. A send
@@ -17,6 +17,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+
+from fsdp_dynamo.comm.gather_plan import Pair
 
 
 @runtime_checkable
@@ -51,79 +53,103 @@ def peer_of(group: dist.ProcessGroup, works: Sequence[Work], position: int) -> i
     ``None`` if the works are not sends and receives.
     """
     others = list(_others(group))
-    if not others or len(works) != 2 * len(others):
+    if not others or not works or len(works) % (2 * len(others)):
         return None
-    return dist.get_global_rank(group, others[position % len(others)])
+    each = len(works) // (2 * len(others))  # messages from, and to, each rank
+    return dist.get_global_rank(group, others[position // each % len(others)])
 
 
-def issue_all_gather(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
-) -> list[Work]:
-    """Start gathering every rank's shard ``(n,)`` into ``output`` ``(n * world_size,)``.
+def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> list[Work]:
+    """Start gathering every rank's shards.
 
-    Both are contiguous and must live, unchanged, until all of the works have been waited for.
-    ``shard`` may be its own slot of ``output``; otherwise this thread copies it there.
+    Args:
+        pairs: of each, the output ``(n * world_size,)`` and the shard ``(n,)``, which may be its
+            own slot of the output; otherwise this thread copies it there. Both are contiguous and
+            must live, unchanged, until all of the works have been waited for.
+        group: the ranks.
+        tag: of the messages, which match in the order of ``pairs``.
 
     Raises:
         UnreachableError: a rank is gone.
     """
-    assert output.is_contiguous()
-    assert shard.is_contiguous()
-    if output.numel() == 0:
-        return []
-    # ``data``: a collective neither bumps its output's version nor is differentiated.
-    shard = shard.data
-    slots = output.data.chunk(group.size())
-    # Before the first send: an error in between would leave the other ranks waiting.
-    own = slots[group.rank()]
-    own_part = shard.view_as(own)
-    is_in_place = own.data_ptr() == shard.data_ptr()
-    works: list[Work] = []
-    try:
-        for r in _others(group):
-            works.append(group.recv([slots[r]], r, tag))
-        for r in _others(group):
-            works.append(group.send([shard], r, tag))
-    except RuntimeError as error:
-        raise UnreachableError(error, group, r) from error
-    if not is_in_place:
-        own.copy_(own_part)
+    rank, size = group.rank(), group.size()
+    slots, shards, own = [], [], []
+    for output, shard in pairs:
+        assert output.is_contiguous()
+        assert shard.is_contiguous()
+        if output.numel() == 0:
+            continue
+        # ``data``: a collective neither bumps its output's version nor is differentiated.
+        slots.append(output.data.chunk(size))
+        shards.append(shard.data)
+        # Before the first send: an error in between would leave the other ranks waiting.
+        if slots[-1][rank].data_ptr() != shard.data_ptr():
+            own.append((slots[-1][rank], shards[-1].view_as(slots[-1][rank])))
+    works = _messages(group, tag, slots, [[shard] * size for shard in shards])
+    for slot, part in own:
+        slot.copy_(part)
     return works
 
 
-def issue_exchange(
-    output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup, tag: int
-) -> tuple[list[Work], list[torch.Tensor]]:
-    """Start sending each rank its chunk of ``unsharded`` ``(n * world_size,)``.
+def issue_exchanges(
+    pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int
+) -> tuple[list[Work], list[list[torch.Tensor]]]:
+    """Start sending each rank its chunks of unsharded tensors.
+
+    Args:
+        pairs: of each, the unsharded tensor ``(n * world_size,)`` and this rank's output ``(n,)``.
+        group: the ranks.
+        tag: of the messages, which match in the order of ``pairs``.
 
     Returns:
-        The works, and the parts ``(n,)`` of this rank's chunk, one per rank, in the order of ranks.
-        This rank's part is a view of ``unsharded``; one of the first two is ``output`` ``(n,)``,
-        the others are views of one buffer of ``(world_size - 2) * n`` elements.
+        The works; of each pair, the parts ``(n,)`` of this rank's chunk, one per rank, in the order
+        of ranks. This rank's part is a view of the unsharded tensor; one of the first two is the
+        output, the others are views of one buffer of ``(world_size - 2) * n`` elements.
 
     Raises:
         UnreachableError: a rank is gone.
     """
-    assert unsharded.is_contiguous()
-    assert output.is_contiguous()
     rank, size = group.rank(), group.size()
-    chunks = unsharded.data.view(-1).chunk(size) if unsharded.numel() else [unsharded.data] * size
-    own = chunks[rank]
-    parts = list(own.new_empty((max(size - 2, 0), own.numel())))
-    if size > 1:
-        parts.insert(0, output.data.view(-1))
-    parts.insert(rank, own)
-    if own.numel() == 0:
-        return [], parts
+    received, sent = [], []
+    for unsharded, output in pairs:
+        assert unsharded.is_contiguous()
+        assert output.is_contiguous()
+        whole = unsharded.data.view(-1)
+        chunks = whole.chunk(size) if whole.numel() else [whole] * size
+        own = chunks[rank]
+        parts = list(own.new_empty((max(size - 2, 0), own.numel())))
+        if size > 1:
+            parts.insert(0, output.data.view(-1))
+        parts.insert(rank, own)
+        received.append(parts)
+        sent.append(chunks)
+    return _messages(group, tag, received, sent), received
+
+
+def _messages(
+    group: dist.ProcessGroup,
+    tag: int,
+    received: Sequence[Sequence[torch.Tensor]],
+    sent: Sequence[Sequence[torch.Tensor]],
+) -> list[Work]:
+    """Receive from every other rank, and send to it, its tensor of each list, if it is not empty.
+
+    All that is received from one rank comes before what is received from the next, then all that
+    is sent likewise: ``peer_of`` relies on it.
+    """
     works: list[Work] = []
     try:
         for r in _others(group):
-            works.append(group.recv([parts[r]], r, tag))
+            for tensors in received:
+                if tensors[r].numel():
+                    works.append(group.recv([tensors[r]], r, tag))
         for r in _others(group):
-            works.append(group.send([chunks[r]], r, tag))
+            for tensors in sent:
+                if tensors[r].numel():
+                    works.append(group.send([tensors[r]], r, tag))
     except RuntimeError as error:
         raise UnreachableError(error, group, r) from error
-    return works, parts
+    return works
 
 
 def sum_parts(output: torch.Tensor, parts: Sequence[torch.Tensor], divisor: float) -> None:

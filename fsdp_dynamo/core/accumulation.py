@@ -292,7 +292,7 @@ class UnshardedSum:
         Each rank adds its own parts only, so as many times as there are shards. Those of parameters
         that are frozen by now stay apart: of the mean, nothing is given to these.
         """
-        own = self._shard_layout.split(self._shard_layout.of(total.data))
+        own = self._layout.parts_of(total.data, self._shard_layout.ranges)
         alpha = self._layout.world_size / self.settings.grad_scale
         for index, (target, part) in enumerate(zip(own, parts, strict=True)):
             if part is None:

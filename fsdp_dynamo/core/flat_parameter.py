@@ -20,7 +20,8 @@ unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the reduct
                                                 under ``no_sync()`` in ``grad_sum``
 =========================  ===================  =============================================
 
-The all-gather reads ``sharded`` and writes ``unsharded``: no copy in, no copy out. Where
+The all-gather reads ``sharded`` and writes ``unsharded``, large parameters in their places, small
+ones by way of a message (``comm/gather_plan``). Where
 ``param_dtype`` is another dtype, it reads a temporary cast of ``sharded`` that lives until the
 all-gather is done (``shard_to_gather``).
 The storage of ``unsharded`` is emptied and refilled in place, so a view that autograd saved in
@@ -40,9 +41,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.gather_plan import GatherPlan
 from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.in_flight import InFlight
-from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.process_groups import Groups, served_device
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
@@ -90,6 +93,18 @@ class Piece(NamedTuple):
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of the flat parameter gathers its own."""
+
+
+class UnshardedGrad(NamedTuple):
+    """An unsharded gradient that is to be reduced.
+
+    Attributes:
+        flat: ``(padded_numel,)``.
+        has_message: whether its packed pieces are a message already (``FlatLayout.messages``).
+    """
+
+    flat: torch.Tensor
+    has_message: bool = False
 
 
 class FlatParameter:
@@ -142,7 +157,7 @@ class FlatParameter:
             [o.param.shape for o in originals],
             num_shards,
             max(1, align),
-            [o.rows_together for o in originals],
+            self._direct_numel() if num_shards > 1 else None,
             keeps_rows=bool(mesh),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
@@ -281,6 +296,47 @@ class FlatParameter:
         """Levels of these ranks, if it is gathered on them one after the other."""
         return self.groups.hierarchy if self.is_sharded else None
 
+    def _direct_numel(self) -> int | None:
+        """From how many elements per rank on a parameter is gathered by itself."""
+        device = served_device(self.group, self.device)
+        least = collectives.DIRECT_BYTES[collectives.transport_of(self.group, device)]
+        return None if least is None else least // self.param_dtype.itemsize
+
+    def gather_plan(self, shard: torch.Tensor, *, is_packed: bool) -> GatherPlan:
+        """How it is gathered.
+
+        Args:
+            shard: what this rank sends: its shard, or a piece.
+            is_packed: whether everything is one message.
+        """
+        plan = self.layout.plan.all_packed if is_packed else self.layout.plan
+        return plan.scaled(shard.numel() // self.layout.shard_numel)
+
+    def plans_in_graph(self, is_full_precision: bool) -> tuple[GatherPlan, list[GatherPlan]]:
+        """How a graph gathers it, and how its reduce-scatters divide its gradient, in order."""
+        wires, plan = self.wires(is_full_precision), self.layout.plan
+        reduce = plan if wires.reduce is None else plan.all_packed
+        if self.hierarchy is not None:
+            of_node = plan.scaled(self.hierarchy.across.size())
+            return of_node, [of_node, reduce]
+        return (plan if wires.gather is None else plan.all_packed), [reduce]
+
+    @property
+    def needs_copy_out(self) -> bool:
+        """Whether what is gathered is copied, or decoded, before it is read."""
+        if self.gather_wire is not None or self.grad_sum.settings.all_gather is not None:
+            return self.is_sharded
+        return self.is_sharded and bool(self.layout.plan.widths)
+
+    @property
+    def reduce_plan(self) -> GatherPlan:
+        """How its gradient is reduced, first of all in a node where ranks have a hierarchy."""
+        plan = self.layout.plan
+        if self.hierarchy is not None:
+            return plan.scaled(self.hierarchy.across.size())
+        others = self.comm_hook or self.grad_sum.settings.reduce_scatter
+        return plan.all_packed if others or self.reduce_wire is not None else plan
+
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded flat parameter."""
@@ -333,8 +389,9 @@ class FlatParameter:
     def keep_piece(self, group: dist.ProcessGroup) -> None:
         """Keep a part of the unsharded flat parameter, which ranks of ``group`` gather again."""
         if self.is_sharded:
-            numel = self.layout.padded_numel // group.size()
-            piece = self.unsharded.data.narrow(0, group.rank() * numel, numel).clone()
+            size = group.size()
+            plan = self.layout.plan.scaled(self.layout.world_size // size)
+            piece = plan.shard_of(self.unsharded.data, group.rank(), size)
             streams = side_streams(self.device)
             self.piece = Piece(piece, group, None if streams is None else streams.after_current())
 
@@ -407,17 +464,23 @@ class FlatParameter:
         self.comm_hook = hook
         self.grad_sum.keeps_reduced_apart = True
 
-    def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The unsharded gradient ``(padded_numel,)`` in ``reduce_dtype``.
+    def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> UnshardedGrad:
+        """The unsharded gradient in ``reduce_dtype``.
 
         With what steps under ``no_sync()`` have left. To be called without gradient tracking.
         """
         total = None if self.grad_sum.total is None else self.grad_sum.take()
+        if total is None and self.is_sharded:
+            size = self.layout.world_size if self.hierarchy is None else self.hierarchy.node.size()
+            flat = self.layout.messages(
+                grads, self.reduce_plan, size, self.reduce_dtype, self.device
+            )
+            return UnshardedGrad(flat, has_message=True)
         if total is None:
-            return self._concatenated(grads, self.reduce_dtype)
+            return UnshardedGrad(self._concatenated(grads, self.reduce_dtype))
         flat = self._concatenated(grads, self.sum_dtype).add_(total)
         total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
-        return flat.to(self.reduce_dtype)
+        return UnshardedGrad(flat.to(self.reduce_dtype))
 
     def keep_grads(
         self, grads: Sequence[torch.Tensor | None], unused: Collection[int] = frozenset()

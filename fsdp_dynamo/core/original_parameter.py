@@ -32,7 +32,6 @@ class OriginalParameter:
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
-        rows_together: how many rows of it stay on one rank; the last ones may be fewer.
         placing: of its DTensors, if ``param`` is one.
         whole: a plain parameter that modules hold in the place of a DTensor while it is summoned.
         guard: raises where a gradient of a whole parameter would be lost; ``None``: sharded.
@@ -43,7 +42,6 @@ class OriginalParameter:
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
     keeps_dtype: bool = False
-    rows_together: int = 1
     placing: Placing | None = None
     whole: nn.Parameter | None = None
     guard: _WholeGradientGuard | None = None

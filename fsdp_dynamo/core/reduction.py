@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.gather_plan import GatherPlan
 from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
-from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.flat_parameter import FlatParameter, UnshardedGrad
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
 
@@ -95,15 +96,14 @@ class PendingReduce:
         return self.sharded_grad
 
 
-def issue_reduce(
-    flat: FlatParameter, unsharded_grad: torch.Tensor, may_lack: bool = True
-) -> PendingReduce:
-    """Start the mean over ranks of an unsharded gradient ``(padded_numel,)``.
+def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = True) -> PendingReduce:
+    """Start the mean over ranks of an unsharded gradient.
 
     ``may_lack``: whether parameters may have none in it.
     """
     if flat.hierarchy is not None:
-        return _issue_on_levels(flat, flat.hierarchy, unsharded_grad, may_lack)
+        return _issue_on_levels(flat, flat.hierarchy, given, may_lack)
+    unsharded_grad = given.flat
     groups = flat.groups.reductions
     is_all_reduced = len(groups) > 1 or not flat.is_sharded
     is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
@@ -115,7 +115,9 @@ def issue_reduce(
     if not groups:
         return PendingReduce(flat, InFlight([]), output, is_partial=is_partial)
     if flat.is_sharded:
-        output = unsharded_grad.new_empty(flat.layout.shard_numel)
+        output = flat.layout.plan.new_shard(unsharded_grad)
+        if not given.has_message and (flat.comm_hook or flat.grad_sum.settings.reduce_scatter):
+            unsharded_grad = _rank_major(flat, unsharded_grad)
     if flat.comm_hook is not None:
         event = _begin(flat, output, unsharded_grad)
         began_ns = events.blocked_since(event)
@@ -123,7 +125,8 @@ def issue_reduce(
         events.complete(event, began_ns)
         return PendingReduce(flat, InFlight([]), output)
     wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
-    in_flight = _issue_mean(flat, groups[0], output, unsharded_grad, wire, may_lack)
+    given = UnshardedGrad(unsharded_grad, given.has_message)
+    in_flight = _issue_mean(flat, groups[0], output, given, wire, may_lack, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
         over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
@@ -131,17 +134,30 @@ def issue_reduce(
 
 
 def _issue_on_levels(
-    flat: FlatParameter, hierarchy: Hierarchy, unsharded_grad: torch.Tensor, may_lack: bool
+    flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
 ) -> PendingReduce:
     """Start the mean inside a node; that between nodes, which may have a format, follows."""
-    numel = flat.layout.padded_numel // hierarchy.node.size()
-    secondary = unsharded_grad.new_empty(numel)
-    in_flight = _issue_mean(flat, hierarchy.node, secondary, unsharded_grad)
-    output = unsharded_grad.new_empty(flat.layout.shard_numel)
+    plan = flat.layout.plan
+    secondary = flat.reduce_plan.new_shard(given.flat)
+    in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=flat.reduce_plan)
+    output = plan.new_shard(given.flat)
     between = partial(
-        _issue_mean, flat, hierarchy.across, output, secondary, flat.reduce_wire, may_lack
+        _issue_mean,
+        flat,
+        hierarchy.across,
+        output,
+        UnshardedGrad(secondary),
+        flat.reduce_wire,
+        may_lack,
+        plan if flat.reduce_wire is None else plan.all_packed,
     )
     return PendingReduce(flat, in_flight, output, between)
+
+
+def _rank_major(flat: FlatParameter, grad: torch.Tensor) -> torch.Tensor:
+    """An unsharded gradient as the user's own collectives expect it."""
+    plan = flat.layout.plan.all_packed
+    return grad if plan.is_one_slice else plan.message_of(grad, flat.layout.world_size)
 
 
 @torch.no_grad()
@@ -158,7 +174,7 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
         if not frozen:
             continue
         grad = waiting.take_of(frozen).to(flat.reduce_dtype)
-        reduced = issue_reduce(flat, grad).finish()
+        reduced = issue_reduce(flat, UnshardedGrad(grad)).finish()
         if reduced is not None:
             reduced = flat.as_grad(reduced).to(flat.home)
             waiting.keep_reduced(frozen, flat.shard_layout.split(reduced))
@@ -192,7 +208,7 @@ def _reduce_frozen_partial(flat: FlatParameter) -> None:
         return
     grad = waiting.take_partial()
     assert grad is not None
-    in_flight = _issue_mean(flat, flat.groups.reductions[-1], grad, grad, flat.replica_wire)
+    in_flight = _issue_over_replicas(flat, flat.groups.reductions[-1], grad)
     reduced = PendingReduce(flat, in_flight, grad).finish()
     assert reduced is not None
     parts = flat.shard_layout.split(flat.as_grad(reduced).to(flat.home))
@@ -209,7 +225,7 @@ def _issue_over_replicas(
 ) -> InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
-    return _issue_mean(flat, group, output, output, flat.replica_wire)
+    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.replica_wire)
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
@@ -223,10 +239,12 @@ def _issue_mean(
     flat: FlatParameter,
     group: dist.ProcessGroup,
     output: torch.Tensor,
-    grad: torch.Tensor,
+    given: UnshardedGrad,
     wire: WireFormat | None = None,
     may_lack: bool = True,
+    plan: GatherPlan | None = None,
 ) -> InFlight:
+    grad = given.flat
     event = _begin(flat, output, grad)
     settings = flat.grad_sum.settings
     if settings.reduce_scatter is None or output is grad:
@@ -239,6 +257,8 @@ def _issue_mean(
             sums_only=settings.sums_only,
             wire=wire,
             may_lack=may_lack,
+            plan=plan,
+            has_message=given.has_message,
         )
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
@@ -292,7 +312,7 @@ class ReduceQueue:
         flat.accumulate_grad(copy.wait(), unused)
 
     def issue(
-        self, flat: FlatParameter, unsharded_grad: torch.Tensor, unused: Collection[int]
+        self, flat: FlatParameter, unsharded_grad: UnshardedGrad, unused: Collection[int]
     ) -> None:
         """Start another one; ``unused`` are indices of parameters without a gradient."""
         if flat.grad_sum.partial is not None:
@@ -314,7 +334,8 @@ class ReduceQueue:
         if total is not None:
             self.make_room()
             grad = total.to(flat.reduce_dtype, copy=True)
-            self.issue(flat, grad, range(len(flat.originals)))  # unused by any of the steps
+            given = UnshardedGrad(grad)
+            self.issue(flat, given, range(len(flat.originals)))  # unused by any of the steps
             total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
 
     def finish(self) -> None:

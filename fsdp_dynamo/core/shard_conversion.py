@@ -27,10 +27,11 @@ def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
     if not flat.is_sharded:
         return shard
     unsharded = shard.new_empty(flat.layout.padded_numel)
-    hierarchy, group = flat.groups.hierarchy, flat.group
+    hierarchy, group, plan = flat.groups.hierarchy, flat.group, flat.layout.plan
     if hierarchy is not None:
         secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
-        all_gather(secondary, shard, hierarchy.across, flat.unit_fqn)
+        all_gather(secondary, shard, hierarchy.across, flat.unit_fqn, plan)
         shard, group = secondary, hierarchy.node
-    all_gather(unsharded, shard, group, flat.unit_fqn)
+        plan = plan.scaled(hierarchy.across.size())
+    all_gather(unsharded, shard, group, flat.unit_fqn, plan)
     return unsharded

@@ -187,7 +187,7 @@ class _SummonedFlat:
         if not self._has_whole or self._options.rank0_only:
             self._take_from_first(shard, values)
             return
-        taken = flat.shard_layout.of(self._as_flat(shard, values)).to(shard.device)
+        taken = flat.layout.shard_of(self._as_flat(shard, values), flat.rank).to(shard.device)
         if not torch.equal(shard, taken):  # a backward that is still to come may have saved it
             shard.copy_(taken)
 
@@ -199,9 +199,9 @@ class _SummonedFlat:
         if flat.is_sharded and (replicate is None or replicate.rank() == 0):
             chunks = None
             if self._is_first:
-                size = flat.group.size()
-                shards = self._as_flat(shard, values).chunk(size)
-                chunks = [shards[flat.groups.shard_of(rank)] for rank in range(size)]
+                whole = self._as_flat(shard, values)
+                shards = map(flat.groups.shard_of, range(flat.group.size()))
+                chunks = [flat.layout.shard_of(whole, one) for one in shards]
             with watched(flat.group, "scatter", _USE, flat.layout.padded_numel):
                 dist.scatter(shard, chunks, group=flat.group, group_src=0)
         elif not flat.is_sharded:

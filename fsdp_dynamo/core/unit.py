@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,8 +250,8 @@ class Unit:
         self._readers = []
         with streams.gathering():
             self._issue_gathers(phase)
-            if any(flat.gather_wire is not None for flat in self.flats):
-                self._wait_gathers()  # so that this stream decodes, beside what computes
+            if any(flat.needs_copy_out for flat in self.flats):
+                self._wait_gathers()  # so that this stream copies, beside what computes
                 self._gathers.append(InFlight([streams.after_gathers()]))
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
@@ -268,12 +269,14 @@ class Unit:
             shard, group = piece or (flat.shard_to_gather(), flat.group)
             if flat.is_sharded:
                 wire = None if piece else flat.gather_wire
-                self._gathers.append(self._issue_gather(output, shard, group, phase, wire))
+                gather = self._issue_gather(flat, output, shard, group, phase, wire)
+                self._gathers.append(gather)
             else:
                 output.copy_(shard)
 
     def _issue_gather(
         self,
+        flat: FlatParameter,
         output: torch.Tensor,
         shard: torch.Tensor,
         group: dist.ProcessGroup,
@@ -282,9 +285,16 @@ class Unit:
     ) -> InFlight:
         event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
         custom = self.settings.all_gather
+        plan = flat.gather_plan(shard, is_packed=custom is not None or wire is not None)
         if custom is None:
-            return collectives.issue_all_gather(output, shard, group, event, self.fqn, wire=wire)
-        return collectives.issue_custom(custom, output, shard, group, event=event)
+            return collectives.issue_all_gather(
+                output, shard, group, event, self.fqn, wire=wire, plan=plan
+            )
+        if plan.is_one_slice:
+            return collectives.issue_custom(custom, output, shard, group, event=event)
+        message = torch.empty_like(output)
+        finish = partial(plan.copy_out, output, message, group.size())
+        return collectives.issue_custom(custom, message, shard, group, event=event, finish=finish)
 
     def keep_pieces(self) -> None:
         """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
@@ -317,7 +327,9 @@ class Unit:
             return
         shard = flat.shard_to_gather()
         secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
-        in_flight = self._issue_gather(secondary, shard, hierarchy.across, phase, flat.gather_wire)
+        in_flight = self._issue_gather(
+            flat, secondary, shard, hierarchy.across, phase, flat.gather_wire
+        )
         flat.piece = Piece(secondary, hierarchy.node, in_flight)
 
     @property

@@ -15,7 +15,7 @@ from fsdp_dynamo.graph_path import offloading, operators
 from graph_passes.gradients.absent import absent_in
 from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
-from graph_passes.graph_utils import is_collective, op_name, wait_of
+from graph_passes.graph_utils import is_collective, op_name, plan_of, wait_of
 from graph_passes.markers import launch_of
 from graph_passes.text.boundary_labels import Label, label_boundaries
 from graph_passes.text.fingerprint import fingerprint
@@ -23,11 +23,11 @@ from graph_passes.text.fingerprint import fingerprint
 _Function = Callable[..., Any]
 
 _ISSUES: dict[str, tuple[_Function, _Function]] = {
-    "_c10d_functional::all_gather_into_tensor": (
+    "fsdp_dynamo_collectives::all_gather_into_tensor": (
         operators.all_gather,
         operators.all_gather_together,
     ),
-    "_c10d_functional::reduce_scatter_tensor": (
+    "fsdp_dynamo_collectives::reduce_scatter_tensor": (
         operators.reduce_scatter,
         operators.reduce_scatter_together,
     ),
@@ -111,8 +111,11 @@ def _merge(
     sources = [node.all_input_nodes[0] for node in members]
     items = []
     with graph.inserting_before(members[-1]):
-        arguments = (sources, *_issue_args(members[0])[1:], texts, carried)
-        call = graph.call_function(target, arguments)
+        arguments = [sources, *_issue_args(members[0])[1:]]
+        if plan_of(members[0]):
+            arguments[-1] = [list(plan_of(node)) for node in members]
+        arguments += texts, carried
+        call = graph.call_function(target, tuple(arguments))
         for position, node in enumerate(members):
             item = graph.call_function(operator.getitem, (call, position))
             item.meta.update(node.meta)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
+from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.graph_path import offloading, recording
 from graph_passes.gradients.absent import Ranges
 from graph_passes.text.boundary_labels import Label
@@ -40,6 +42,7 @@ _Issue = Callable[
         collectives.Events,
         Sequence[str],
         collectives.Wires,
+        collectives.Plans,
     ],
     list[InFlight],
 ]
@@ -52,6 +55,7 @@ def _launch(
     inputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     texts: Sequence[str],
+    plans: collectives.Plans,
 ) -> None:
     """Issue collectives at once; each is recorded by itself, in their order."""
     record = recording.current()
@@ -61,7 +65,22 @@ def _launch(
             _absent.setdefault((label.unit, label.ordinal), []).append(label.absent)
     noted = record.launch(labels, outputs, inputs)
     wires = [WireFormat.decode(label.wire) for label in labels]
-    issued = issue(outputs, inputs, group, noted, [label.unit for label in labels], wires)
+    units = [label.unit for label in labels]
+    streams = side_streams(outputs[0].device)
+    if streams is None or not any(plan is not None and plan.widths for plan in plans):
+        issued = issue(outputs, inputs, group, noted, units, wires, plans)
+    elif labels[0].kind == "all_gather":
+        streams.settle()  # the outputs' memory was the computing stream's
+        with streams.gathering():
+            issued = issue(outputs, inputs, group, noted, units, wires, plans)
+            for in_flight in issued:
+                in_flight.wait()  # copies out
+        arrived = streams.after_gathers()
+        issued = [InFlight([arrived], (output,)) for output in outputs]
+    else:
+        streams.replicas_follow()
+        with streams.over_replicas():  # copies in
+            issued = issue(outputs, inputs, group, noted, units, wires, plans)
     for output, in_flight in zip(outputs, issued, strict=True):
         _in_flight[output.data_ptr()] = in_flight
     record.launched(labels)
@@ -71,6 +90,7 @@ def all_gather_together(
     shards: Sequence[torch.Tensor],
     world_size: int,
     group: str,
+    plans: Sequence[Sequence[int]],
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
@@ -80,21 +100,27 @@ def all_gather_together(
         shards: of one dtype, ``(n_i,)`` each.
         world_size: of the group.
         group: its registered name.
+        plans: the gather plan of each, encoded.
         texts: the label of each.
         fingerprint: of the graph, where this launch is its first.
     """
     ranks = _group(group, fingerprint)
     shards = [shard.contiguous() for shard in shards]
     outputs = [shard.new_empty(shard.numel() * world_size) for shard in shards]
-    _launch(collectives.issue_all_gathers, outputs, shards, ranks, texts)
+    _launch(collectives.issue_all_gathers, outputs, shards, ranks, texts, [*map(decode, plans)])
     return outputs
 
 
 def all_gather(
-    shard: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+    shard: torch.Tensor,
+    world_size: int,
+    group: str,
+    plan: Sequence[int],
+    text: str,
+    fingerprint: str = "",
 ) -> torch.Tensor:
     """Start an all-gather; returns the unsharded tensor, unread until its wait."""
-    return all_gather_together([shard], world_size, group, [text], fingerprint)[0]
+    return all_gather_together([shard], world_size, group, [plan], [text], fingerprint)[0]
 
 
 def all_gather_from_host_together(
@@ -103,6 +129,7 @@ def all_gather_from_host_together(
     dtype: torch.dtype,
     world_size: int,
     group: str,
+    plans: Sequence[Sequence[int]],
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
@@ -110,7 +137,8 @@ def all_gather_from_host_together(
     ranks = _group(group, fingerprint)
 
     def issue(outputs: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        _launch(collectives.issue_all_gathers, outputs, sent, ranks, texts)
+        decoded = [*map(decode, plans)]
+        _launch(collectives.issue_all_gathers, outputs, sent, ranks, texts, decoded)
 
     return offloading.send_from_host(shards, device, dtype, world_size, issue)
 
@@ -121,12 +149,13 @@ def all_gather_from_host(
     dtype: torch.dtype,
     world_size: int,
     group: str,
+    plan: Sequence[int],
     text: str,
     fingerprint: str = "",
 ) -> torch.Tensor:
     """``all_gather`` of a shard in host memory, which is copied to ``device`` first."""
     return all_gather_from_host_together(
-        [shard], device, dtype, world_size, group, [text], fingerprint
+        [shard], device, dtype, world_size, group, [plan], [text], fingerprint
     )[0]
 
 
@@ -134,6 +163,7 @@ def reduce_scatter_together(
     unsharded: Sequence[torch.Tensor],
     world_size: int,
     group: str,
+    plans: Sequence[Sequence[int]],
     texts: Sequence[str],
     fingerprint: str = "",
 ) -> list[torch.Tensor]:
@@ -144,20 +174,26 @@ def reduce_scatter_together(
     """
     ranks = _group(group, fingerprint)
     unsharded = [whole.contiguous() for whole in unsharded]
-    outputs = [whole.new_empty(whole.numel() // world_size) for whole in unsharded]
+    decoded = [*map(decode, plans)]
+    outputs = [plan.new_shard(whole) for whole, plan in zip(unsharded, decoded, strict=True)]
     if unsharded[0].dtype == torch.float16:  # divided in place before the sum
         unsharded = [whole.clone() for whole in unsharded]
     lacks = [bool(_label_of(text).absent) for text in texts]
     issue = partial(collectives.issue_reduce_means, may_lack=lacks)
-    _launch(issue, outputs, unsharded, ranks, texts)
+    _launch(issue, outputs, unsharded, ranks, texts, decoded)
     return outputs
 
 
 def reduce_scatter(
-    unsharded: torch.Tensor, world_size: int, group: str, text: str, fingerprint: str = ""
+    unsharded: torch.Tensor,
+    world_size: int,
+    group: str,
+    plan: Sequence[int],
+    text: str,
+    fingerprint: str = "",
 ) -> torch.Tensor:
     """Start a mean over ranks; returns this rank's part, unread until its wait."""
-    return reduce_scatter_together([unsharded], world_size, group, [text], fingerprint)[0]
+    return reduce_scatter_together([unsharded], world_size, group, [plan], [text], fingerprint)[0]
 
 
 def all_reduce_together(
@@ -166,7 +202,8 @@ def all_reduce_together(
     """Start means over ranks of copies as one launch; returns them, each unread until its wait."""
     ranks = _group(group, fingerprint)
     outputs = [tensor.contiguous().clone() for tensor in tensors]
-    _launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts)
+    plans = [None] * len(outputs)
+    _launch(collectives.issue_reduce_means, outputs, outputs, ranks, texts, plans)
     return outputs
 
 

@@ -31,7 +31,7 @@ from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.memory.inductor_liveness import as_generated
 from graph_passes.memory.liveness import (
     live_bytes,
-    no_bytes,
+    message_bytes,
     profile_of,
     receive_buffer_bytes,
     storages,
@@ -149,7 +149,7 @@ def planner_for(
             agreed.add(text)
         cost = _cost_model(names, options, _device_of(gm), formats)
     observe = _observe if is_recording() else None
-    in_flight = receive_buffer_bytes if cost.receives_apart else no_bytes
+    in_flight = receive_buffer_bytes if cost.receives_apart else message_bytes
     live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
     agree = None
     if names and options.plan is None and options.memory_budget_bytes is None:

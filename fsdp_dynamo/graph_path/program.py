@@ -37,6 +37,7 @@ from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstant
 from torch.fx.node import _get_qualified_name  # no public name of a call's target
 
 from fsdp_dynamo.graph_path import operators
+from fsdp_dynamo.graph_path.collective_operators import NAMESPACE
 from fsdp_dynamo.graph_path.lowering import BOUNDARIES
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
@@ -50,7 +51,7 @@ def is_boundary(node: fx.Node) -> bool:
     Collectives that are not ours (tensor parallelism's) are boundaries too: they keep their place.
     """
     namespace = getattr(node.target, "namespace", "")
-    return node.target in BOUNDARIES or namespace == "_c10d_functional"
+    return node.target in BOUNDARIES or namespace in ("_c10d_functional", NAMESPACE)
 
 
 _OPERATORS = (*BOUNDARIES, *FUNCTIONS.values(), new_flat_on)

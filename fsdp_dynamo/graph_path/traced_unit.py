@@ -104,6 +104,7 @@ def _describe_views(flat: FlatParameter) -> ViewConstants:
 def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:
     gathers, reductions = groups_in_graph(flat)
     num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
+    gather_plan, reduce_plans = flat.plans_in_graph(unit.wants_full_precision)
     dtypes = flat.dtypes(unit.wants_full_precision)
     wires = flat.wires(unit.wants_full_precision)
     return FlatConstants(
@@ -114,6 +115,8 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
         scatters=tuple(
             [group.size() if i < num_scatters else 0 for i, group in enumerate(reductions)]
         ),
+        gather_plan=gather_plan.encode(),
+        reduce_plans=tuple([plan.encode() for plan in reduce_plans[:num_scatters]]),
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
         param_dtype=_name(dtypes.param),

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
+from fsdp_dynamo.graph_path.collective_operators import ALL_GATHER, REDUCE_SCATTER
 from fsdp_dynamo.graph_path.offloading import TO_DEVICE, TO_HOST
 from fsdp_dynamo.untraced import untraced
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, Mark
@@ -42,6 +43,8 @@ class FlatConstants(NamedTuple):
         reductions: names of the groups over which gradients are averaged, in order.
         scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
             0: all of them have it.
+        gather_plan: the gather plan of its all-gather, encoded.
+        reduce_plans: those of its reduce-scatters, in order.
         is_sharded: whether there is anything to gather.
         requires_grad: whether there is a gradient to reduce.
         param_dtype: name of the unsharded flat parameter's dtype.
@@ -60,6 +63,8 @@ class FlatConstants(NamedTuple):
     world_size: int
     reductions: Sequence[str]
     scatters: Sequence[int]
+    gather_plan: Sequence[int]
+    reduce_plans: Sequence[Sequence[int]]
     is_sharded: bool
     requires_grad: bool
     param_dtype: str
@@ -141,19 +146,18 @@ def _gather(
     if not flat.is_sharded:
         return shard.view_as(shard)
     with _marked({COLLECTIVE: flat.gather_mark}):
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-            shard, flat.world_size, flat.group_name
-        )
+        gathered = ALL_GATHER(shard, flat.world_size, flat.group_name, flat.gather_plan)
         unsharded: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
     return unsharded
 
 
 def _reduce(grad: torch.Tensor, flat: FlatConstants) -> torch.Tensor:
     grad = _cast(grad, flat.reduce_dtype)
+    plans = iter(flat.reduce_plans)
     for group, size, mark in zip(flat.reductions, flat.scatters, flat.reduce_marks, strict=True):
         with _marked({COLLECTIVE: mark}):
             if size:
-                reduced = torch.ops._c10d_functional.reduce_scatter_tensor(grad, "avg", size, group)
+                reduced = REDUCE_SCATTER(grad, "avg", size, group, next(plans))
             else:
                 reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
             grad = torch.ops._c10d_functional.wait_tensor(reduced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
 from fsdp_dynamo.config import (
@@ -20,6 +22,7 @@ from fsdp_dynamo.config import (
     coerce_enum,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.core.layout.flat_layout import rows_per_rank
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import (
@@ -29,26 +32,6 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
 )
 from fsdp_dynamo.module_tree import is_unit
-
-RowsTogether = Callable[[str, nn.Parameter], int]
-"""From a parameter's FQN and the parameter, how many of its rows are to stay on one rank."""
-
-
-def rows_together_of(choose: RowsTogether | None, fqn: str, param: nn.Parameter) -> int:
-    """How many rows of a parameter stay on one rank.
-
-    Raises:
-        FSDPValueError: the user's function gives no positive number.
-    """
-    rows = 1 if choose is None else choose(fqn, param)
-    if not isinstance(rows, int) or rows < 1:
-        raise FSDPValueError(
-            expected="a positive number of rows",
-            got=repr(rows),
-            where=f"rows_together of parameter '{fqn}'",
-            fix="Return 1 where any rows may be on different ranks.",
-        )
-    return rows
 
 
 def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
@@ -138,6 +121,48 @@ def warn_of_containers(owned: Mapping[nn.Module, Sized]) -> None:
                 "that would unshard its parameters: let the modules in it be units",
                 stacklevel=4,
             )
+
+
+MAX_PADDING = 0.25
+"""Part of a unit's parameters that padding may take without a warning."""
+FREE_PADDING_BYTES = 1 << 20
+"""Padding that is not worth one."""
+
+
+def warn_of_padding(
+    params: Mapping[str, nn.Parameter], config: UnitConfig, num_shards: int
+) -> None:
+    """Warn where many parameters of a unit have fewer rows than there are ranks.
+
+    Args:
+        params: of the unit, by FQN.
+        config: of the unit.
+        num_shards: ranks that share them.
+    """
+    if config.strategy is ShardingStrategy.NO_SHARD or not params:
+        return
+    local = {
+        fqn: param.to_local() if isinstance(param, DTensor) else param
+        for fqn, param in params.items()
+    }
+    padding = {fqn: _padding_bytes(param, num_shards) for fqn, param in local.items()}
+    total, whole = sum(padding.values()), sum(param.nbytes for param in local.values())
+    if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
+        return
+    fqn = max(padding, key=lambda fqn: padding[fqn])
+    shape = tuple(local[fqn].shape)
+    warnings.warn(
+        f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
+        f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "
+        f"shape {shape}. Shard it over fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several "
+        "parameters",
+        stacklevel=5,
+    )
+
+
+def _padding_bytes(param: torch.Tensor, num_shards: int) -> int:
+    padded = num_shards * rows_per_rank(param.shape, num_shards) * math.prod(param.shape[1:])
+    return (padded - param.numel()) * param.element_size()
 
 
 def check_whole_units(root: nn.Module) -> None:

@@ -27,7 +27,7 @@ from fsdp_dynamo.config import (
 from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.wrap.arguments import RowsTogether, check_module, without_forward
+from fsdp_dynamo.wrap.arguments import check_module, without_forward
 from fsdp_dynamo.wrap.build import Together
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
@@ -81,7 +81,6 @@ def fully_shard(
     device_id: int | str | torch.device | None = None,
     sync_module_states: bool = False,
     reduction_group: dist.ProcessGroup | None = None,
-    rows_together: RowsTogether | None = None,
     use_dtensor: bool | None = None,
     collective_precision: CollectivePrecision | None = None,
     unsharded_budget_bytes: int | None = None,
@@ -123,7 +122,6 @@ def fully_shard(
         device_id: its argument of this name.
         sync_module_states: its argument of this name.
         reduction_group: its argument of this name.
-        rows_together: its argument of this name.
         collective_precision: its argument of this name.
         unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
         use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
@@ -155,7 +153,6 @@ def fully_shard(
         forward_prefetch=forward_prefetch,
         device_mesh=mesh,
         reduction_group=reduction_group,
-        rows_together=rows_together,
         use_dtensor=gives_dtensors,
         collective_precision=collective_precision,
         unsharded_budget_bytes=unsharded_budget_bytes,

@@ -59,7 +59,6 @@ class Arguments:
     reduction_group: dist.ProcessGroup | None
     limit_all_gathers: bool = True
     shard_placement_fn: PlacementFn | None = None
-    rows_together: arguments.RowsTogether | None = None
     use_dtensor: bool = False
     may_lack_values: bool = False
     collective_precision: object | None = None
@@ -187,9 +186,9 @@ def _plan(
     for owner, original in every:
         fqn = join_fqn(planned.paths[owner], original.fqn)
         arguments.check_travels(configs.get(owner, config), fqn, original.param)
-    for fqn, original in named:
-        original.rows_together = arguments.rows_together_of(
-            given.rows_together, fqn, original.param
-        )
     arguments.warn_of_containers(planned.owned)
+    for owner, found in planned.owned.items():
+        params = {join_fqn(planned.paths[owner], one.fqn): one.param for one in found}
+        given_config = configs.get(owner, config)
+        arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
     return _Plan(planned, ignored, chosen, config, values)

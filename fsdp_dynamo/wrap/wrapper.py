@@ -23,7 +23,7 @@ from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
 from fsdp_dynamo.eager.hooks import explained_method
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
-from fsdp_dynamo.wrap.arguments import RowsTogether, check_module
+from fsdp_dynamo.wrap.arguments import check_module
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
 from fsdp_dynamo.wrap.user_methods import summon_full_params
@@ -66,9 +66,6 @@ class FullyShardedDataParallel(WrapperAttributes):
         reduction_group: another process group of the ranks that shard, for the gradients: its
             reduce-scatters do not queue behind all-gathers in one communicator. By default the
             two share a group.
-        rows_together: called with the FQN and each parameter, gives how many of its rows are to
-            stay on one rank: 32 for a quantiser of blocks, ``len(param)`` for an optimizer of whole
-            matrices. That may cost padding, of which ``explain()`` tells the bytes.
         use_dtensor: let parameters, gradients and optimizer states be DTensors of the whole shape
             over this rank's rows; where nothing is sharded they stay plain. torch's clipping,
             norms, gradient scaler and optimizers that work element by element are right then, other
@@ -108,7 +105,6 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
-        rows_together: RowsTogether | None = None,
         use_dtensor: bool = False,
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
@@ -135,7 +131,6 @@ class FullyShardedDataParallel(WrapperAttributes):
                 forward_prefetch=forward_prefetch,
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
-                rows_together=rows_together,
                 use_dtensor=use_dtensor,
                 collective_precision=collective_precision,
                 unsharded_budget_bytes=unsharded_budget_bytes,

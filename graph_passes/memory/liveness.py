@@ -34,7 +34,14 @@ from typing import Literal
 from torch import fx
 
 from graph_passes.cost_model import wire_bytes
-from graph_passes.graph_utils import is_backward, is_collective, is_wait, num_bytes, op_name
+from graph_passes.graph_utils import (
+    is_backward,
+    is_collective,
+    is_wait,
+    num_bytes,
+    op_name,
+    packed_bytes,
+)
 from graph_passes.markers import mark_of
 from graph_passes.memory.alias_analysis import Storage, find_storages
 
@@ -82,16 +89,17 @@ class MemoryProfile:
     peak_by_category: dict[Category, int]
 
 
-def no_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` of a backend that needs no buffers of its own."""
-    return 0
+def message_bytes(node: fx.Node) -> int:
+    """``in_flight_bytes`` of a backend that needs no buffers of its own: what is packed."""
+    return packed_bytes(node)
 
 
 def receive_buffer_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo): every other
-    rank's part, one of them in the output."""
-    scatters = op_name(node) == "_c10d_functional::reduce_scatter_tensor"
-    return max(0, wire_bytes(node) - num_bytes(node)) if scatters else 0
+    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo): what is
+    packed, and every other rank's part, one of them in the output."""
+    scatters = op_name(node).endswith("::reduce_scatter_tensor")
+    received = max(0, wire_bytes(node) - num_bytes(node)) if scatters else 0
+    return received + packed_bytes(node)
 
 
 def default_role(node: fx.Node) -> InputRole:
@@ -105,7 +113,7 @@ def default_role(node: fx.Node) -> InputRole:
 
 def storages(
     graph: fx.Graph,
-    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> list[Lifetime]:
     """Every storage that a graph allocates or owns, with its lifetime.
@@ -200,7 +208,7 @@ def profile_of(lifetimes: Sequence[Lifetime], num_positions: int) -> MemoryProfi
 
 def live_bytes(
     graph: fx.Graph,
-    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> list[int]:
     """For every node of a graph, in order, the bytes alive while it runs; see ``storages``."""
@@ -209,7 +217,7 @@ def live_bytes(
 
 def memory_profile(
     graph: fx.Graph,
-    in_flight_bytes: Callable[[fx.Node], int] = no_bytes,
+    in_flight_bytes: Callable[[fx.Node], int] = message_bytes,
     role_of: Callable[[fx.Node], InputRole] = default_role,
 ) -> MemoryProfile:
     """The profile of a graph as it is; see ``storages`` for the arguments."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
+
 from torch import fx
 
-from graph_passes.graph_utils import collectives, op_name
+from graph_passes.graph_utils import collectives, op_name, plan_of
 from graph_passes.markers import (
     decode_name,
     encode_name,
@@ -23,9 +25,9 @@ def fingerprint(graph: fx.Graph) -> str:
 
     An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
     parameter, dtype (and the format that it may travel in; of an optional one, ``yes`` or ``no``)
-    and elements of the input, the reduction (``-`` for none), whether it is launched together with
-    the one before it (``+``, else ``-``) and the registered name of the process group, which
-    whoever compares replaces by its global ranks.
+    and elements of the input (and a checksum of its gather plan), the reduction (``-`` for none),
+    whether it is launched together with the one before it (``+``, else ``-``) and the registered
+    name of the process group, which whoever compares replaces by its global ranks.
 
     Args:
         graph: a scheduled graph whose collectives carry marks.
@@ -43,15 +45,22 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
     mark = mark_of(node)
     value = node.all_input_nodes[0].meta["val"]
     unit = "?" if mark is None else f"{encode_name(mark.unit) or '(root)'}#{mark.ordinal}"
-    reduction = next((arg for arg in node.args[1:-1] if isinstance(arg, str)), "-")
+    strings = [arg for arg in node.args if isinstance(arg, str)]
+    reduction = strings[0] if len(strings) > 1 else "-"
+    numel = f"{value.numel()}{_short(plan_of(node))}"
     name = op_name(node).rpartition("::")[2]
     dtype = str(value.dtype).removeprefix("torch.")
     if mark is not None and mark.wire:
         decided = "" if not has_optional_format(node) else "yes" if wire_of(node) else "no"
         dtype = f"{dtype}~{mark.wire}{decided}"
     together = "+" if with_the_one_before else "-"
-    fields = (name, unit, dtype, str(value.numel()), reduction, together, str(node.args[-1]))
+    fields = (name, unit, dtype, numel, reduction, together, strings[-1])
     return _FIELDS.join(fields)
+
+
+def _short(plan: tuple[int, ...]) -> str:
+    """A gather plan with more than one message or piece, as a number."""
+    return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 else ""
 
 
 def alone(entry: str) -> str:

@@ -40,8 +40,8 @@ def _progress(rank: int, world_size: int) -> list[bool]:
     gather = collectives.issue_all_gather(unsharded, shard, group)
     done = [_comes(unsharded.chunk(world_size), range(world_size))]
     output = torch.empty_like(shard)
-    works, parts = point_to_point.issue_exchange(
-        output, torch.full_like(unsharded, 5.0), group, TAG
+    works, (parts,) = point_to_point.issue_exchanges(
+        [(torch.full_like(unsharded, 5.0), output)], group, TAG
     )
     done.append(_comes(parts, [5.0] * world_size))
     gather.wait()
@@ -168,7 +168,7 @@ def _received_bytes(rank: int, world_size: int) -> list[Any]:
     assert group is not None
     unsharded = torch.arange(8.0 * world_size).add(rank)
     output = torch.empty(8)
-    works, parts = point_to_point.issue_exchange(output, unsharded, group, TAG)
+    works, (parts,) = point_to_point.issue_exchanges([(unsharded, output)], group, TAG)
     for work in works:
         work.wait()
     others = {p.untyped_storage().data_ptr(): p for r, p in enumerate(parts) if r != rank}
@@ -192,7 +192,7 @@ def test_what_cannot_be_gathered_is_not_begun() -> None:
     """The other ranks would wait for the rest."""
     group = Mock(rank=lambda: 0, size=lambda: 2)
     with pytest.raises(RuntimeError):
-        point_to_point.issue_all_gather(torch.zeros(4), torch.zeros(3), group, TAG)
+        point_to_point.issue_all_gathers([(torch.zeros(4), torch.zeros(3))], group, TAG)
     assert not group.send.called
     assert not group.recv.called
 

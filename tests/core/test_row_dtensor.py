@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loops import error_of
-from models import batch, loss_of, make_transformer, train, wrap
+from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
@@ -24,7 +24,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fsdp_dynamo import FSDP, MixedPrecision, fully_shard
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.row_dtensor import has_own_operators
-from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -152,44 +151,6 @@ def _optimizers(rank: int, world_size: int) -> dict[str, float]:
 def test_optimizers(ranks: RankPool) -> None:
     for differences in ranks.run(_optimizers, 3):
         assert max(differences.values()) < 1e-5, differences
-
-
-# -- rows ---------------------------------------------------------------------------------------
-
-
-def _blocks_of_rows(
-    rank: int, world_size: int, whole: bool
-) -> tuple[dict[str, tuple[int, ...]], list[float], list[float], str]:
-    """Shapes of parts, losses of two steps with them and without, and the error of a bad number."""
-
-    def rows(name: str, param: nn.Parameter) -> int:
-        return (len(param) if whole else 8) if param.ndim > 1 else 1
-
-    plain = make_transformer(num_blocks=2)
-    policy = ModuleWrapPolicy({type(plain.blocks[0])})
-    model = FSDP(plain, auto_wrap_policy=policy, rows_together=rows, use_dtensor=True)
-    shapes = {name: tuple(param.to_local().shape) for name, param in model.named_parameters()}
-    expected, got = (
-        train(each, rank, steps=2)[0] for each in (wrap(make_transformer(num_blocks=2)), model)
-    )
-    error = error_of(lambda: FSDP(nn.Linear(2, 2), rows_together=lambda name, param: 0))
-    return shapes, expected, got, error
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_rows_that_stay_together(ranks: RankPool, whole: bool) -> None:
-    shapes = {name: len(param) for name, param in make_transformer(num_blocks=2).named_parameters()}
-    results = ranks.run(_blocks_of_rows, 3, whole)
-    for name, rows in shapes.items():
-        held = [parts[name] for parts, *_ in results]
-        if len(held[0]) > 1 and whole:
-            assert sorted(part[0] for part in held) == [0, 0, rows]
-        elif len(held[0]) > 1:
-            firsts = [sum(part[0] for part in held[: rank + 1]) for rank in range(3)]
-            assert all(first % 8 == 0 or first == rows for first in firsts)
-    for _, expected, got, error in results:
-        assert got == pytest.approx(expected, rel=1e-6)
-        assert "rows_together of parameter 'weight': expected a positive number" in error
 
 
 # -- operators ---------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def forward(
     primals_2: "f32[2, 8]",
     primals_3: "f32[16]",
 ):
-    all_gather_into_tensor: "f32[64]" = _c10d_functional.all_gather_into_tensor.default(primals_1, 2, '0')  # all_gather 0
-    all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
+    all_gather_into_tensor: "f32[64]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_1, 2, '0', [1, 32, 0, 32])  # all_gather 0
+    all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
     wait_tensor: "f32[64]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor)  # all_gather wait 0
     as_strided_default: "f32[8, 8]" = aten.as_strided.default(wait_tensor, [8, 8], [1, 8], 0)  # 0
     mm: "f32[2, 8]" = aten.mm.default(primals_2, as_strided_default)  # 0
@@ -84,7 +84,7 @@ def backward(
     t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
     mm_2: "f32[4, 8]" = aten.mm.default(t_2, relu)  # 2
     t_3: "f32[8, 4]" = aten.t.default(mm_2)  # 2
-    all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
+    all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
     wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_tensor_1)  # all_gather wait 2
     split_with_sizes_1 = aten.split_with_sizes.default(wait_tensor_1, [32])  # 2
     getitem_1: "f32[32]" = split_with_sizes_1[0]  # 2
@@ -95,7 +95,7 @@ def backward(
     t_5: "f32[4, 8]" = aten.t.default(t_3)  # 2
     view_2: "f32[32]" = aten.view.default(t_5, [32])  # 2
     cat: "f32[32]" = aten.cat.default([view_2])  # 2
-    reduce_scatter_tensor: "f32[16]" = _c10d_functional.reduce_scatter_tensor.default(cat, 'avg', 2, '0')  # reduce_scatter 2
+    reduce_scatter_tensor: "f32[16]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(cat, 'avg', 2, '0', [1, 16, 0, 16])  # reduce_scatter 2
     wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
     detach: "f32[2, 8]" = aten.detach.default(relu)  # (root)
     detach_1: "f32[2, 8]" = aten.detach.default(detach)  # (root)
@@ -106,7 +106,7 @@ def backward(
     t_8: "f32[8, 8]" = aten.t.default(t_7)  # 0
     view_3: "f32[64]" = aten.view.default(t_8, [64])  # 0
     cat_1: "f32[64]" = aten.cat.default([view_3])  # 0
-    reduce_scatter_tensor_1: "f32[32]" = _c10d_functional.reduce_scatter_tensor.default(cat_1, 'avg', 2, '0')  # reduce_scatter 0
+    reduce_scatter_tensor_1: "f32[32]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(cat_1, 'avg', 2, '0', [1, 32, 0, 32])  # reduce_scatter 0
     wait_tensor_3: "f32[32]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_1)  # reduce_scatter wait 0
     return (wait_tensor_3, None, wait_tensor_2)
 """,
@@ -121,7 +121,7 @@ def backward(
     relu: "f32[2, 8]",
     tangents_1: "f32[2, 4]",
 ):
-    all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
+    all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
     t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
     new_flat_default: "f32[32]" = fsdp_dynamo_grad.new_flat.default(t_2, 32, [], torch.float32)  # 2
     mm_into_default: "f32[32]" = fsdp_dynamo_grad.mm_into.default(new_flat_default, 0, [8, 1], t_2, relu, False)  # 2
@@ -132,8 +132,8 @@ def backward(
     t_6: "f32[8, 2]" = aten.t.default(threshold_backward)  # 0
     new_flat_default_1: "f32[64]" = fsdp_dynamo_grad.new_flat.default(t_6, 64, [], torch.float32)  # 0
     mm_into_default_1: "f32[64]" = fsdp_dynamo_grad.mm_into.default(new_flat_default_1, 0, [8, 1], t_6, primals_2, False)  # 0
-    reduce_scatter_tensor: "f32[16]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0')  # reduce_scatter 2
-    reduce_scatter_tensor_1: "f32[32]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0')  # reduce_scatter 0
+    reduce_scatter_tensor: "f32[16]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0', [1, 16, 0, 16])  # reduce_scatter 2
+    reduce_scatter_tensor_1: "f32[32]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0', [1, 32, 0, 32])  # reduce_scatter 0
     wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
     wait_tensor_3: "f32[32]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_1)  # reduce_scatter wait 0
     return (wait_tensor_3, None, wait_tensor_2)
@@ -142,7 +142,7 @@ def backward(
     assert_expected_inline(
         texts["2.backward.after_planner.py"],
         """\
-all_gather_into_tensor_1: "f32[32]" = _c10d_functional.all_gather_into_tensor.default(primals_3, 2, '0')  # all_gather 2
+all_gather_into_tensor_1: "f32[32]" = fsdp_dynamo_collectives.all_gather_into_tensor.default(primals_3, 2, '0', [1, 16, 0, 16])  # all_gather 2
 t_2: "f32[4, 2]" = aten.t.default(tangents_1)  # 2
 new_flat_default: "f32[32]" = fsdp_dynamo_grad.new_flat.default(t_2, 32, [], torch.float32)  # 2
 mm_into_default: "f32[32]" = fsdp_dynamo_grad.mm_into.default(new_flat_default, 0, [8, 1], t_2, relu, False)  # 2
@@ -150,8 +150,8 @@ wait_tensor_1: "f32[32]" = _c10d_functional.wait_tensor.default(all_gather_into_
 as_strided_default: "f32[4, 8]" = aten.as_strided.default(wait_tensor_1, [4, 8], [8, 1], 0)  # 2
 mm_3: "f32[2, 8]" = aten.mm.default(tangents_1, as_strided_default)  # 2
 # ... 4 lines of (root), 0
-reduce_scatter_tensor: "f32[16]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0')  # reduce_scatter 2
-reduce_scatter_tensor_1: "f32[32]" = _c10d_functional.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0')  # reduce_scatter 0
+reduce_scatter_tensor: "f32[16]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default, 'avg', 2, '0', [1, 16, 0, 16])  # reduce_scatter 2
+reduce_scatter_tensor_1: "f32[32]" = fsdp_dynamo_collectives.reduce_scatter_tensor.default(mm_into_default_1, 'avg', 2, '0', [1, 32, 0, 32])  # reduce_scatter 0
 wait_tensor_2: "f32[16]" = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # reduce_scatter wait 2
 """,
     )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_dynamo import DivergenceError, MixedPrecision, record_events
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.gather_plan import one_slice
 from fsdp_dynamo.graph_path import backends, operators, stretch_compiler
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
@@ -193,18 +194,29 @@ def _launched(together: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], l
     inputs = [torch.arange(n, dtype=dtype).add_(rank + n) for n in (6, 12, 36)]
     results: list[torch.Tensor] = []
     mode = _Operators()
-    for one, many, kind, middle in (
-        (operators.all_gather, operators.all_gather_together, "all_gather", (size,)),
-        (operators.reduce_scatter, operators.reduce_scatter_together, "reduce_scatter", (size,)),
-        (operators.all_reduce, operators.all_reduce_together, "all_reduce", ()),
+    of_shards = [one_slice(one.numel()).encode() for one in inputs]
+    of_grads = [one_slice(one.numel() // size).encode() for one in inputs]
+    for one, many, kind, middle, plans in (
+        (operators.all_gather, operators.all_gather_together, "all_gather", [size], of_shards),
+        (
+            operators.reduce_scatter,
+            operators.reduce_scatter_together,
+            "reduce_scatter",
+            [size],
+            of_grads,
+        ),
+        (operators.all_reduce, operators.all_reduce_together, "all_reduce", [], None),
     ):
         texts = _texts(kind, len(inputs))
+        each = [[]] * len(inputs) if plans is None else [[plan] for plan in plans]
         with mode:
             if together:
-                outputs = many(inputs, *middle, name, texts)
+                outputs = many(inputs, *middle, name, *([plans] if plans else []), texts)
             else:
-                pairs = zip(inputs, texts, strict=True)
-                outputs = [one(tensor, *middle, name, text) for tensor, text in pairs]
+                outputs = [
+                    one(tensor, *middle, name, *plan, text)
+                    for tensor, plan, text in zip(inputs, each, texts, strict=True)
+                ]
             results += [operators.wait(*t) for t in zip(outputs, inputs, texts, strict=True)]
     return results, sorted(mode.names)
 

@@ -56,13 +56,14 @@ def _extra_bytes(rank: int, world_size: int, what: str, folder: str) -> dict[str
             kept = FSDP.optim_state_dict(model, optimizer)
     del kept
     standing = profile.peak_bytes["shards"] + profile.peak_bytes["optimizer"]
-    units = [unit.flats[0].layout.padded_numel * 4 for unit in model._fsdp_root.units]
+    layouts = [unit.flats[0].layout for unit in model._fsdp_root.units]
+    units = [layout.padded_numel * 4 for layout in layouts]
     return {
         "extra": sum(profile.peak_bytes.values()) - standing,
         "gathers": sum(event.kind == "all_gather" for event in log),
         "unit": max(units),
         "whole": sum(units),
-        "largest": max(p.numel() for p in model.parameters()) * 4,
+        "largest": max(slot.numel for layout in layouts for slot in layout.slots) * 4,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import point_to_point, streams, watchdog
+from fsdp_dynamo.comm.gather_plan import Pair
 
 
 class Device:
@@ -143,24 +144,25 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     yield cpu, "stream", lambda stream: nullcontext()
     yield streams, "host_runs_ahead", lambda device: True
     yield streams, "_by_device", {}
-    all_gather, exchange = point_to_point.issue_all_gather, point_to_point.issue_exchange
+    all_gathers, exchanges = point_to_point.issue_all_gathers, point_to_point.issue_exchanges
 
-    def issue_all_gather(
-        output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
-    ) -> list[Any]:
-        whole, own = torch.empty_like(output), shard.detach().clone()
-        output.data.copy_(own.repeat(group.size()))
-        return [_Work(device, all_gather(whole, own, group, tag), whole, own)]
+    def issue_all_gathers(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> list[Any]:
+        copies = [(torch.empty_like(output), shard.detach().clone()) for output, shard in pairs]
+        for (output, _), (_, own) in zip(pairs, copies, strict=True):
+            output.data.copy_(own.repeat(group.size()))
+        works = all_gathers(copies, group, tag)
+        return [_Work(device, works, *(one for pair in copies for one in pair))]
 
-    def issue_exchange(
-        output: torch.Tensor, unsharded: torch.Tensor, group: dist.ProcessGroup, tag: int
-    ) -> tuple[list[Any], list[torch.Tensor]]:
-        whole, own = unsharded.detach().clone(), torch.zeros_like(output)
-        works, parts = exchange(own, whole, group, tag)
-        return [_Work(device, works, whole, own, *parts)], parts
+    def issue_exchanges(
+        pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int
+    ) -> tuple[list[Any], list[list[torch.Tensor]]]:
+        copies = [(whole.detach().clone(), torch.zeros_like(output)) for whole, output in pairs]
+        works, parts = exchanges(copies, group, tag)
+        held = [one for pair in copies for one in pair]
+        return [_Work(device, works, *held, *(one for some in parts for one in some))], parts
 
-    yield point_to_point, "issue_all_gather", issue_all_gather
-    yield point_to_point, "issue_exchange", issue_exchange
+    yield point_to_point, "issue_all_gathers", issue_all_gathers
+    yield point_to_point, "issue_exchanges", issue_exchanges
 
 
 @contextmanager

@@ -344,19 +344,15 @@ def test_what_is_not_finite_reaches_all_ranks(ranks: RankPool) -> None:
 def _counted() -> Iterator[list[int]]:
     """Bytes that this rank sends, one entry for each collective."""
     sent: list[int] = []
-    gather, exchange = point_to_point.issue_all_gather, point_to_point.issue_exchange
+    gather, exchange = point_to_point.issue_all_gathers, point_to_point.issue_exchanges
 
-    def counted_gather(output: Any, shard: Any, group: Any, tag: int) -> Any:
-        sent.append(shard.nbytes * (group.size() - 1))
-        return gather(output, shard, group, tag)
-
-    def counted_exchange(output: Any, unsharded: Any, group: Any, tag: int) -> Any:
-        sent.append(output.nbytes * (group.size() - 1))
-        return exchange(output, unsharded, group, tag)
+    def counted(issue: Any, pairs: Any, group: Any, tag: int) -> Any:
+        sent.append(sum(own.nbytes for _, own in pairs) * (group.size() - 1))
+        return issue(pairs, group, tag)
 
     with (
-        mock.patch.object(point_to_point, "issue_all_gather", counted_gather),
-        mock.patch.object(point_to_point, "issue_exchange", counted_exchange),
+        mock.patch.object(point_to_point, "issue_all_gathers", partial(counted, gather)),
+        mock.patch.object(point_to_point, "issue_exchanges", partial(counted, exchange)),
     ):
         yield sent
 

@@ -1,15 +1,17 @@
 """Flat layout of a unit's parameters: integers, and the views that they cut from tensors.
 
-A flat parameter is one row of elements::
+A rank holds some rows of every parameter, as ``torch.chunk`` divides them: of N ranks, rank r has
+rows ``r * c`` to ``(r + 1) * c``, ``c = ceil(rows / N)``; the last ones may have fewer, or none.
+In a shard, room for c rows of each parameter follows room for c rows of the next one. The unsharded
+flat parameter is parameter-major: N times as much room for each. Two ranks, ``w`` of 4 rows, ``b``
+of 3 elements::
 
-    | param 0 | gap | param 1 | param 2 | ... | padding |
-    |<------ shard of rank 0 ------>|<-- rank 1 -->| ...
+    shard of rank 0    | w0 w1 | b0 b1 |          shard of rank 1    | w2 w3 | b2 .. |
+    unsharded          | w0 w1 w2 w3 | b0 b1 b2 .. |
 
-Every parameter starts at a multiple of ``align_numel``. Rank r holds the r-th contiguous 1/N, which
-may begin and end inside a parameter, but between two rows of it (``row_planner``)::
-
-    shard of rank 1    | last rows of param 1 | param 2 | ... | padding |
-    ShardRange of 1    |<-------------------->|            param_start = elements that rank 0 holds
+Every parameter starts at a multiple of ``align_numel`` in both. How shards become the unsharded
+flat parameter is the gather plan's (``comm/gather_plan``); parameters that are gathered by
+themselves come first.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from fsdp_dynamo.core.layout.row_planner import plan_rows
+from fsdp_dynamo.comm.gather_plan import GatherPlan, one_slice, plan_of
 from graph_passes.markers import NO_VALUE, is_no_value
 
 ALIGN_BYTES = 16
@@ -29,19 +32,21 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one original parameter lies in the unsharded flat parameter.
+    """Where one original parameter lies.
 
     Attributes:
         fqn: the parameter's FQN in the plain model, relative to its unit.
         shape: its original shape.
-        offset: first element in the flat parameter.
-        row_shape: of what is never cut: ``shape[1:]``, or finer (``row_planner``).
+        offset: first element in the unsharded flat parameter.
+        shard_start: first element in each shard.
+        shard_numel: elements that a shard has room for: the same on all ranks.
     """
 
     fqn: str
     shape: tuple[int, ...]
     offset: int
-    row_shape: tuple[int, ...]
+    shard_start: int
+    shard_numel: int
 
     @property
     def numel(self) -> int:
@@ -53,10 +58,6 @@ class Slot:
         """Where it ends in the flat parameter, in elements."""
         return self.offset + self.numel
 
-    def part_shape(self, numel: int) -> tuple[int, ...]:
-        """Shape ``(rows, *row_shape)`` of a part of so many elements."""
-        return (numel // max(1, math.prod(self.row_shape)), *self.row_shape)
-
 
 @dataclass(frozen=True)
 class ShardRange:
@@ -66,7 +67,7 @@ class ShardRange:
         param_start: first element of the part within the flattened parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part: 1-D, or ``(rows, *row_shape)``, or the parameter's where nothing is
+        shape: of the part: 1-D, or ``(rows, *shape[1:])``, or the parameter's where nothing is
             sharded.
     """
 
@@ -94,18 +95,12 @@ class ShardLayout:
     """Parts of parameters in one rank's shard.
 
     Attributes:
-        start: first element of the shard in the flat parameter.
         numel: elements of the shard.
         ranges: one per parameter.
     """
 
-    start: int
     numel: int
     ranges: tuple[ShardRange, ...]
-
-    def of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """The shard ``(numel,)`` of a tensor ``(padded_numel,)``, a view."""
-        return unsharded.narrow(0, self.start, self.numel)
 
     def split(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(numel,)`` into the parts of the parameters (views, often empty)."""
@@ -122,66 +117,80 @@ class ShardLayout:
     def _pieces(self) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...] | None]], bool]:
         """Sizes that cut the shard; each parameter's piece (-1: none) and shape (``None``: 1-D);
         whether some have none."""
-        sizes: list[int] = []
-        index: list[int] = []
-        position = 0
-        for part in self.ranges:
-            if not part.numel:
-                index.append(-1)
-                continue
-            if part.shard_start > position:
-                sizes.append(part.shard_start - position)
-            index.append(len(sizes))
-            sizes.append(part.numel)
-            position = part.shard_start + part.numel
-        if self.numel > position:
-            sizes.append(self.numel - position)
+        held = [(one.shard_start, one.numel) for one in self.ranges if one.numel]
+        sizes, found = _cut(held, self.numel)
+        index = iter(found)
+        at = [next(index) if part.numel else -1 for part in self.ranges]
         shapes = [None if len(part.shape) == 1 else part.shape for part in self.ranges]
-        return tuple(sizes), list(zip(index, shapes, strict=True)), -1 in index
+        return sizes, list(zip(at, shapes, strict=True)), -1 in at
+
+
+def _cut(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes that cut a tensor into ranges, given as start and length, and what is between them.
+
+    Returns:
+        The sizes, and the index of each range's.
+    """
+    sizes: list[int] = []
+    index = [0] * len(ranges)
+    position = 0
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        start, length = ranges[number]
+        if start > position:
+            sizes.append(start - position)
+        index[number] = len(sizes)
+        sizes.append(length)
+        position = start + length
+    if numel > position:
+        sizes.append(numel - position)
+    return tuple(sizes), tuple(index)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Offsets, gaps and shards of one flat parameter.
+    """Places, gaps and shards of one flat parameter.
 
     Attributes:
-        slots: one per parameter, by offset.
-        unpadded_numel: end of the last parameter.
-        padded_numel: elements of all shards.
+        slots: one per parameter.
         world_size: number of shards.
+        plan: how shards become the unsharded flat parameter.
         keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
     """
 
     slots: tuple[Slot, ...]
-    unpadded_numel: int
-    padded_numel: int
     world_size: int
+    plan: GatherPlan
     keeps_rows: bool
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of a shard."""
-        return self.padded_numel // self.world_size
+        return self.plan.shard_numel
 
-    @property
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of all shards."""
+        return self.plan.shard_numel * self.world_size
+
+    @cached_property
     def padding_numel(self) -> int:
         """Elements that belong to no parameter, gaps included."""
         return self.padded_numel - sum(slot.numel for slot in self.slots)
 
-    @cached_property
+    @property
     def split_sizes(self) -> tuple[int, ...]:
-        """Sizes that cut the unsharded flat parameter into slots and gaps, in order."""
-        return tuple(size for size, _ in self._pieces)
+        """Sizes that cut the unsharded flat parameter into parameters and gaps."""
+        return self._pieces[0]
 
-    @cached_property
+    @property
     def split_slots(self) -> tuple[int, ...]:
         """For each slot, the index of its piece in ``split_sizes``."""
-        return tuple(i for i, (_, is_slot) in enumerate(self._pieces) if is_slot)
+        return self._pieces[1]
 
     @cached_property
     def split_gaps(self) -> tuple[int, ...]:
         """Indices of the pieces in ``split_sizes`` that are gaps or padding."""
-        return tuple(i for i, (_, is_slot) in enumerate(self._pieces) if not is_slot)
+        return tuple(sorted({*range(len(self.split_sizes))}.difference(self.split_slots)))
 
     @cached_property
     def _shaped(self) -> list[tuple[int, tuple[int, ...] | None]]:
@@ -190,42 +199,38 @@ class FlatLayout:
         return list(zip(self.split_slots, shapes, strict=True))
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[int, bool], ...]:
-        pieces: list[tuple[int, bool]] = []
-        position = 0
-        for slot in self.slots:
-            if slot.offset > position:
-                pieces.append((slot.offset - position, False))
-            pieces.append((slot.numel, True))
-            position = slot.end
-        if self.padded_numel > position:
-            pieces.append((self.padded_numel - position, False))
-        return tuple(pieces)
-
-    def shard_bounds(self, rank: int) -> tuple[int, int]:
-        """First element and end of a rank's shard in the flat parameter."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+    def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _cut([(slot.offset, slot.numel) for slot in self.slots], self.padded_numel)
 
     def shard_range(self, index: int, rank: int) -> ShardRange:
         """Which part of the parameter in slot ``index`` a rank holds."""
         slot = self.slots[index]
-        low, high = self.shard_bounds(rank)
-        start, end = max(slot.offset, low), min(slot.end, high)
-        if start >= end:
-            return ShardRange(0, 0, 0, slot.part_shape(0) if self.keeps_rows else (0,))
-        shape = slot.part_shape(end - start) if self.keeps_rows else (end - start,)
-        return ShardRange(start - slot.offset, start - low, end - start, shape)
+        each, rows = rows_per_rank(slot.shape, self.world_size), (*slot.shape, 1)[0]
+        held = max(0, min(each, rows - rank * each))
+        shape = held, *slot.shape[1:]
+        numel = math.prod(shape)
+        start = min(rank * slot.shard_numel, slot.numel)
+        return ShardRange(start, slot.shard_start, numel, shape if self.keeps_rows else (numel,))
 
     def shard(self, rank: int) -> ShardLayout:
         """Layout of a rank's shard."""
-        start, end = self.shard_bounds(rank)
         ranges = tuple(self.shard_range(i, rank) for i in range(len(self.slots)))
-        return ShardLayout(start, end - start, ranges)
+        return ShardLayout(self.shard_numel, ranges)
 
     def whole(self) -> ShardLayout:
         """Layout of all shards as one, with parameters in their shapes."""
         parts = (ShardRange(0, slot.offset, slot.numel, slot.shape) for slot in self.slots)
-        return ShardLayout(0, self.padded_numel, tuple(parts))
+        return ShardLayout(self.padded_numel, tuple(parts))
+
+    def parts_of(self, unsharded: torch.Tensor, ranges: Sequence[ShardRange]) -> list[torch.Tensor]:
+        """A rank's parts of the parameters in a tensor ``(padded_numel,)`` (views)."""
+        pairs = zip(self.slots, ranges, strict=True)
+        starts = [(slot.offset + part.param_start, part) for slot, part in pairs]
+        return [unsharded[at : at + part.numel].view(part.shape) for at, part in starts]
+
+    def shard_of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
+        """A copy of a rank's shard ``(shard_numel,)`` of a tensor ``(padded_numel,)``."""
+        return self.plan.shard_of(unsharded, rank, self.world_size)
 
     def slots_within(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
         """Indices of parameters that have elements, all of them in one of some ranges."""
@@ -259,31 +264,149 @@ class FlatLayout:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def messages(
+        self,
+        values: Sequence[torch.Tensor | None],
+        plan: GatherPlan,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Values in the parameters' shapes as what a reduce-scatter sends, in one pass.
+
+        Gaps and padding are zero, parameters without a value ``NO_VALUE``.
+
+        Args:
+            values: one per parameter.
+            plan: of the reduce-scatter.
+            size: its ranks, a divisor of ``world_size``.
+            dtype: of the result.
+            device: of the result.
+
+        Returns:
+            ``(padded_numel,)``: direct slices as in the unsharded flat parameter, packed pieces as
+            their message (``GatherPlan``).
+        """
+        if plan.is_one_slice or not plan.widths:
+            flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
+            self.fill(flat, values)
+            return flat
+        fills_all = self.padding_numel == 0 and not plan.packed_start
+        if fills_all and all(value is not None for value in values):
+            return self._concatenated(values, size, dtype)
+        flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for slot, room, value in zip(self.slots, self._rooms, values, strict=True):
+            places, gaps = self._places(flat, slot, room, plan, size)
+            for gap in gaps:
+                gap.zero_()
+            if value is None:
+                for place in places:
+                    place.fill_(NO_VALUE)
+            elif places:
+                targets += places
+                numels = [place.numel() for place in places]
+                pieces = value.reshape(-1).split_with_sizes(numels)
+                sources += [one.view_as(to) for one, to in zip(pieces, places, strict=True)]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat
+
+    def _places(
+        self, flat: torch.Tensor, slot: Slot, room: int, plan: GatherPlan, size: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where ``messages`` writes one parameter, element by element, and what is beside it."""
+        factor = self.world_size // size
+        first, width, room = (factor * n for n in (slot.shard_start, slot.shard_numel, room))
+        if first < plan.packed_start:  # direct
+            end = size * (first + room)
+            places, gaps = [flat[slot.offset : slot.end]], [flat[slot.end : end]]
+        else:
+            columns = plan.packed(flat, size).view(size, -1)[:, first - plan.packed_start :]
+            column = columns[:, :width]
+            full, rest = divmod(slot.numel, width) if width else (0, 0)
+            places = [column[:full], column[full, :rest] if rest else column[:0]]
+            gaps = [column[full, rest:] if rest else column[:0], column[full + bool(rest) :]]
+            gaps.append(columns[:, width:room])
+        return [one for one in places if one.numel()], [one for one in gaps if one.numel()]
+
+    @cached_property
+    def _rooms(self) -> list[int]:
+        """For each slot, elements from its start in the shard to the start of the next one."""
+        bounds = sorted({slot.shard_start for slot in self.slots if slot.numel})
+        following = dict(zip(bounds, [*bounds[1:], self.shard_numel], strict=True))
+        return [following[s.shard_start] - s.shard_start if s.numel else 0 for s in self.slots]
+
+    def _concatenated(
+        self, values: Sequence[torch.Tensor | None], size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The message among ``size`` ranks of values that fill all parts."""
+        pieces: list[Any] = [None] * len(values)
+        for index, value in zip(self.split_slots, values, strict=True):
+            width = self.split_sizes[index] // size
+            pieces[index] = value.reshape(size, width)  # type: ignore[union-attr]
+        message = torch.cat(pieces, 1)
+        return message.view(-1) if message.dtype == dtype else message.view(-1).to(dtype)
+
+
+def rows_per_rank(shape: Sequence[int], world_size: int) -> int:
+    """Rows of a parameter that the first ranks hold, as ``torch.chunk`` divides them.
+
+    A scalar is one row.
+    """
+    return -(-(shape[0] if shape else 1) // world_size)
+
 
 def make_layout(
     fqns: Sequence[str],
     shapes: Sequence[Sequence[int]],
     world_size: int,
     align_numel: int,
-    rows_together: Sequence[int] | None = None,
+    direct_numel: int | None = None,
     *,
     keeps_rows: bool = False,
 ) -> FlatLayout:
-    """Lay parameters out in the order given, no row of them on two shards.
+    """Lay parameters out, those that are gathered by themselves first.
 
     Args:
         fqns: FQNs, one per parameter.
         shapes: original shapes, one per parameter.
         world_size: number of shards, at least 1.
         align_numel: every parameter starts at a multiple of it.
-        rows_together: how many rows of each stay on one shard; one by default.
+        direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
+            none is.
         keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
     """
-    plan = plan_rows(shapes, world_size, align_numel, rows_together)
+    numels = [rows_per_rank(shape, world_size) * math.prod(shape[1:]) for shape in shapes]
+    is_direct = [direct_numel is not None and numel >= max(1, direct_numel) for numel in numels]
+    starts, ends, packed_start = [0] * len(shapes), [0], 0
+    for wanted in (True, False):
+        for index in (i for i, direct in enumerate(is_direct) if direct is wanted):
+            starts[index] = -(-ends[-1] // align_numel) * align_numel
+            ends.append(starts[index] + numels[index])
+        packed_start = packed_start if not wanted else -(-ends[-1] // align_numel) * align_numel
     slots = tuple(
-        Slot(fqn, tuple(shape), offset, row_shape)
-        for fqn, shape, offset, row_shape in zip(
-            fqns, shapes, plan.offsets, plan.row_shapes, strict=True
-        )
+        Slot(fqn, tuple(shape), world_size * start, start, numel)
+        for fqn, shape, start, numel in zip(fqns, shapes, starts, numels, strict=True)
     )
-    return FlatLayout(slots, slots[-1].end, plan.shard_numel * world_size, world_size, keeps_rows)
+    end = max(1, ends[-1])
+    plan = one_slice(end) if world_size == 1 else _plan(slots, is_direct, packed_start, end)
+    return FlatLayout(slots, world_size, plan, keeps_rows)
+
+
+def _plan(
+    slots: Sequence[Slot], is_direct: Sequence[bool], packed_start: int, end: int
+) -> GatherPlan:
+    """The gather plan of slots, of which the direct ones lie before ``packed_start``."""
+    direct = [slot for slot, wanted in zip(slots, is_direct, strict=True) if wanted]
+    packed = [slot for slot, wanted in zip(slots, is_direct, strict=True) if not wanted]
+    if not packed:
+        packed_start = end
+    ranges = [(slot.shard_start - packed_start, slot.shard_numel) for slot in packed]
+    return plan_of(
+        [slot.shard_start for slot in direct],
+        [slot.shard_numel for slot in direct],
+        _cut(ranges, end - packed_start)[0],
+        packed_start,
+    )

@@ -1,0 +1,282 @@
+"""Gather plans: by themselves, on the shards of all ranks at once, and over a group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from models import batch, loss_of, make_transformer, wrap
+from modes import MODES, in_mode
+from pool import RankPool
+from torch import nn
+
+from fsdp_dynamo import fully_shard
+from fsdp_dynamo.comm import collectives, gather_plan
+from fsdp_dynamo.comm.gather_plan import GatherPlan, decode, one_slice
+from fsdp_dynamo.core.layout.flat_layout import FlatLayout, make_layout
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=7)
+LEAST = st.sampled_from([None, 1, 4, 9, 30])
+
+
+def _layout(shapes: list[tuple[int, ...]], size: int, align: int, least: int | None) -> FlatLayout:
+    names = [str(i) for i in range(len(shapes))]
+    return make_layout(names, shapes, size, align, least, keeps_rows=True)
+
+
+def _params(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Values that differ everywhere."""
+    numels = [math.prod(shape) for shape in shapes]
+    values = torch.arange(1.0, sum(numels) + 1).split(numels)
+    return [one.view(shape) for one, shape in zip(values, shapes, strict=True)]
+
+
+def _shards(layout: FlatLayout, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's shard, made of rows as ``torch.chunk`` gives them."""
+    size = layout.world_size
+    shards = []
+    for rank in range(size):
+        shard = torch.zeros(layout.shard_numel)
+        for param, slot in zip(params, layout.slots, strict=True):
+            chunks = (param if param.ndim else param.view(1)).chunk(size)
+            if rank < len(chunks):
+                rows = chunks[rank].reshape(-1)
+                shard[slot.shard_start : slot.shard_start + rows.numel()] = rows
+        shards.append(shard)
+    return shards
+
+
+def _gathered(plan: GatherPlan, shards: list[torch.Tensor]) -> torch.Tensor:
+    """What ``issue_all_gather`` does, without a group."""
+    size = len(shards)
+    unsharded = torch.zeros(size * plan.shard_numel)
+    sides = [plan.direct(unsharded, shard, size) for shard in shards]
+    for slices in zip(*sides, strict=True):
+        slices[0][0].copy_(torch.cat([own for _, own in slices]))
+    if plan.widths:
+        plan.copy_out(unsharded, torch.cat([plan.packed(shard) for shard in shards]), size)
+    return unsharded
+
+
+@given(
+    shapes=SHAPES,
+    size=st.integers(1, 9),
+    align=st.sampled_from([1, 4]),
+    least=LEAST,
+    indexed=st.booleans(),
+)
+def test_parameters_come_back(
+    shapes: list[tuple[int, ...]], size: int, align: int, least: int | None, indexed: bool
+) -> None:
+    layout, params = _layout(shapes, size, align, least), _params(shapes)
+    shards = _shards(layout, params)
+    with mock.patch.object(gather_plan, "INDEXED_NUMEL", 1 << 16 if indexed else -1):
+        for plan in (layout.plan, layout.plan.all_packed):
+            unsharded = _gathered(plan, shards)
+            for found, param in zip(layout.split(unsharded), params, strict=True):
+                assert torch.equal(found, param)
+            for rank, shard in enumerate(shards):
+                assert torch.equal(plan.shard_of(unsharded, rank, size), shard)
+                parts = layout.parts_of(unsharded, layout.shard(rank).ranges)
+                for own, part in zip(layout.shard(rank).split(shard), parts, strict=True):
+                    assert torch.equal(own, part)
+            if plan.widths:
+                message = torch.cat([plan.packed(shard) for shard in shards])
+                assert torch.equal(plan.message_of(unsharded, size), message)
+
+
+@given(shapes=SHAPES, inner=st.integers(1, 4), outer=st.integers(1, 4), least=LEAST)
+def test_two_levels(
+    shapes: list[tuple[int, ...]], inner: int, outer: int, least: int | None
+) -> None:
+    """Ranks gather a few shards with the plan, and others these with the plan times as many."""
+    layout = _layout(shapes, inner * outer, 4, least)
+    shards, plan = _shards(layout, _params(shapes)), layout.plan
+    secondary = [_gathered(plan, shards[i * inner : (i + 1) * inner]) for i in range(outer)]
+    expected = _gathered(plan, shards)
+    assert torch.equal(_gathered(plan.scaled(inner), secondary), expected)
+    for position, held in enumerate(secondary):
+        assert torch.equal(plan.scaled(inner).shard_of(expected, position, outer), held)
+
+
+@given(
+    shapes=SHAPES,
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    least=LEAST,
+    missing=st.integers(0, 8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_gradients_are_written_for_the_reduction(
+    shapes: list[tuple[int, ...]],
+    sizes: tuple[int, int],
+    least: int | None,
+    missing: int,
+    dtype: torch.dtype,
+) -> None:
+    size, factor = sizes
+    layout, params = _layout(shapes, size * factor, 4, least), _params(shapes)
+    values = [None if index == missing else param for index, param in enumerate(params)]
+    flat = torch.empty(layout.padded_numel, dtype=dtype)
+    layout.fill(flat, values)
+    for plan in (layout.plan.scaled(factor), layout.plan.all_packed.scaled(factor)):
+        given_ = layout.messages(values, plan, size, dtype, torch.device("cpu"))
+        expected = flat
+        if plan.widths:
+            direct = flat[: size * plan.packed_start]
+            expected = torch.cat([direct, plan.message_of(flat, size)])
+        assert given_.dtype == dtype
+        assert torch.equal(given_, expected)
+        assert torch.equal(torch.signbit(given_), torch.signbit(expected))  # NO_VALUE is -0.0
+
+
+@given(shapes=SHAPES, size=st.integers(1, 9), least=LEAST)
+def test_plans_are_integers(shapes: list[tuple[int, ...]], size: int, least: int | None) -> None:
+    plan = _layout(shapes, size, 4, least).plan
+    assert decode(plan.encode()) == plan
+    assert decode(plan.scaled(3).encode()) == plan.scaled(3)
+    packed = plan.all_packed
+    assert packed.shard_numel == plan.shard_numel
+    assert packed.num_messages == 1
+    assert plan.num_messages == len(plan.starts) + bool(plan.widths)
+
+
+def test_what_is_direct() -> None:
+    """Large parameters lie first, and are gathered in one message each."""
+    layout = _layout([(3,), (8, 6), (2, 2), (6, 5)], 2, 4, 12)
+    assert [slot.shard_start for slot in layout.slots] == [40, 0, 44, 24]
+    assert layout.plan == GatherPlan((0, 24), (24, 15), (2, 2, 2), 40)
+    assert layout.plan.gaps == ((39, 40),)
+    assert layout.plan.all_packed.widths == (24, 15, 1, 2, 2, 2)
+    assert _layout([(3,)], 2, 4, None).plan == one_slice(2)
+    assert _layout([(3,), (4, 4)], 1, 4, 1).plan == one_slice(20)
+
+
+# -- over a group ----------------------------------------------------------------------------------
+
+PLANS = {
+    "direct": GatherPlan((0, 8), (5, 4), (), 12),
+    "packed": GatherPlan((), (), (5, 3, 4), 0),
+    "both": GatherPlan((0,), (5,), (1, 3), 8),
+}
+
+
+def _over_a_group(rank: int, size: int) -> list[str]:
+    """Plans whose gathers or reductions differ from those of one message."""
+    group = dist.group.WORLD
+    assert group is not None
+    wrong = []
+    for name, plan in PLANS.items():
+        shards = [torch.arange(1.0, 13) * (r + 1) for r in range(size)]
+        whole = torch.zeros(12 * size)
+        collectives.issue_all_gather(whole, shards[rank], group, plan=plan).wait()
+        if not torch.equal(whole, _gathered(plan, shards)):
+            wrong.append(f"gather {name}")
+        grads = [torch.arange(12.0 * size).add(r) for r in range(size)]
+        mean = plan.shard_of(sum(grads) / size, rank, size)  # type: ignore[arg-type]
+        for has_message in (False, True):
+            given_ = grads[rank].clone()
+            if has_message and plan.widths:
+                direct = given_[: size * plan.packed_start]
+                given_ = torch.cat([direct, plan.message_of(given_, size)])
+            own = torch.zeros(12)
+            collectives.issue_reduce_mean(
+                own, given_, group, plan=plan, has_message=has_message
+            ).wait()
+            if not torch.allclose(_without_gaps(plan, own), _without_gaps(plan, mean)):
+                wrong.append(f"reduce {name} {has_message}")
+    return wrong
+
+
+def _without_gaps(plan: GatherPlan, shard: torch.Tensor) -> torch.Tensor:
+    own = [shard for _, shard in plan.direct(shard, shard, 1)]
+    return torch.cat([*own, plan.packed(shard)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_over_a_group(ranks: RankPool, size: int) -> None:
+    assert ranks.run(_over_a_group, size) == [[]] * size
+
+
+class _Uneven(nn.Module):
+    """Rows that do not divide, a scalar, fewer rows than ranks, a tied parameter, two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 7)
+        self.scale, self.few = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(2, 7))
+        self.tied = nn.Linear(7, 13)
+        self.tied.weight = self.first.weight
+        self.wide = nn.Parameter(torch.full((5,), 0.25, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x)) + self.tied(x)
+        return self.second(hidden) * self.scale + self.few.sum(0) + self.wide.sum().to(x.dtype)
+
+
+def _trained(rank: int, size: int, mode: str) -> dict[str, list[float]]:
+    """Losses of three steps with each plan, and of one process."""
+    found: dict[str, list[float]] = {}
+    inputs = torch.linspace(-1, 1, 3 * size * 2 * 7).view(3, size, 2, 7)
+    for least in ("one process", None, 1, 64, 256):
+        torch.manual_seed(0)
+        model = _Uneven()
+        call: Any = model
+        if least != "one process":
+            with mock.patch.dict(collectives.DIRECT_BYTES, {"point_to_point": least}):
+                call = in_mode(fully_shard(model), mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for whole in inputs:
+            if least == "one process":
+                loss = whole_loss = model(whole.flatten(0, 1)).square().mean()
+            else:
+                loss = call(whole[rank]).square().mean()
+                whole_loss = loss.detach().clone()
+                dist.all_reduce(whole_loss)
+                whole_loss = whole_loss / size
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(whole_loss.item())
+        found[str(least)] = losses
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_training(ranks: RankPool, size: int, mode: str) -> None:
+    for found in ranks.run(_trained, size, mode):
+        reference = found.pop("one process")
+        for losses in found.values():
+            assert losses == pytest.approx(reference, rel=2e-6)
+
+
+def _bitwise(rank: int, size: int, mode: str) -> list[list[float]]:
+    """Losses of two steps of a transformer with each plan."""
+    each = []
+    for least in (None, 1, 4096):
+        with mock.patch.dict(collectives.DIRECT_BYTES, {"point_to_point": least}):
+            model = wrap(make_transformer(num_blocks=2))
+        call = in_mode(model, mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            loss = loss_of(call, batch(rank, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        each.append(losses)
+    return each
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_plans_give_the_same_numbers(ranks: RankPool, mode: str) -> None:
+    for packed, direct, both in ranks.run(_bitwise, 2, mode):
+        assert packed == direct == both
