@@ -27,10 +27,12 @@ from itertools import pairwise
 
 import torch
 
+from fsdp_dynamo.comm import streams
+
 INDEXED_NUMEL = 1 << 16
-"""Messages of at most so many elements are brought into place by one indexed copy, which costs the
-host half of what a copy of each piece costs. The index takes eight bytes for each element; plans
-that are equal share it."""
+"""Messages of at most so many elements are brought into place by one indexed copy where the host
+computes, too: it takes half as long as a copy of each piece. The index takes eight bytes for each
+element; plans that are equal share it."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The unsharded and the sharded side of one message: ``(n * N,)`` and ``(n,)``."""
@@ -130,7 +132,7 @@ class GatherPlan:
 
     def copy_out(self, unsharded: torch.Tensor, message: torch.Tensor, size: int) -> None:
         """Bring a gathered message ``(size * packed_numel,)`` into its places in the buffer."""
-        if message.numel() <= INDEXED_NUMEL:
+        if _is_indexed(message):
             order, _ = self._orders(size, message.device)
             torch.index_select(message, 0, order, out=self.packed(unsharded, size))
         else:
@@ -139,9 +141,10 @@ class GatherPlan:
 
     def message_of(self, unsharded: torch.Tensor, size: int) -> torch.Tensor:
         """The packed pieces of a buffer as a message: rank-major, ``(size * packed_numel,)``."""
-        if size * self.packed_numel <= INDEXED_NUMEL:
-            _, order = self._orders(size, unsharded.device)
-            return torch.index_select(self.packed(unsharded, size), 0, order)
+        packed = self.packed(unsharded, size)
+        if _is_indexed(packed):
+            _, order = self._orders(size, packed.device)
+            return torch.index_select(packed, 0, order)
         return torch.cat(self.places(unsharded, size), 1).view(-1)
 
     def _orders(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +176,10 @@ def _scaled(plan: GatherPlan, factor: int) -> GatherPlan:
         for numbers in (plan.starts, plan.numels, plan.widths)
     )
     return _shared(starts, numels, widths, plan.packed_start * factor)
+
+
+def _is_indexed(packed: torch.Tensor) -> bool:
+    return packed.numel() <= INDEXED_NUMEL and not streams.host_runs_ahead(packed.device)
 
 
 def plan_of(

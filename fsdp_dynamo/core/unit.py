@@ -249,14 +249,16 @@ class Unit:
             return
         self._readers = []
         with streams.gathering():
-            self._issue_gathers(phase)
+            pieces = self._issue_gathers(phase)
             if any(flat.needs_copy_out for flat in self.flats):
                 self._wait_gathers()  # so that this stream copies, beside what computes
-                self._gathers.append(InFlight([streams.after_gathers()]))
+                self._gathers.append(InFlight([streams.after_gathers()], pieces))
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
 
-    def _issue_gathers(self, phase: events.Phase) -> None:
+    def _issue_gathers(self, phase: events.Phase) -> list[torch.Tensor]:
+        """Start them; returns the pieces that are sent, which the stream that computes has made."""
+        pieces = []
         outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
         if events.recorder is not None and outputs:
             num_bytes = sum(output.nbytes for _, output in outputs)
@@ -267,12 +269,14 @@ class Unit:
             has_piece = self._has_pieces or flat.hierarchy is not None
             piece = flat.take_piece() if has_piece else None
             shard, group = piece or (flat.shard_to_gather(), flat.group)
+            pieces += [shard] if piece else []
             if flat.is_sharded:
                 wire = None if piece else flat.gather_wire
                 gather = self._issue_gather(flat, output, shard, group, phase, wire)
                 self._gathers.append(gather)
             else:
                 output.copy_(shard)
+        return pieces
 
     def _issue_gather(
         self,

@@ -81,6 +81,11 @@ def _launch(
         streams.replicas_follow()
         with streams.over_replicas():  # copies in
             issued = issue(outputs, inputs, group, noted, units, wires, plans)
+        follow = streams.replicas_follow  # before the memory of messages is theirs again
+        issued = [
+            InFlight([one], (*one.buffers, given), finish=follow)
+            for one, given in zip(issued, inputs, strict=True)
+        ]
     for output, in_flight in zip(outputs, issued, strict=True):
         _in_flight[output.data_ptr()] = in_flight
     record.launched(labels)

@@ -130,8 +130,10 @@ def _recorded(
     fault: Callable[[], Any] = nullcontext,
     *,
     is_elsewhere: bool = False,
+    is_direct: bool = False,
 ) -> tuple[list[torch.Tensor], Recorder]:
-    model = _wrapped(case)
+    with mock.patch.dict(collectives.DIRECT_BYTES, point_to_point=1 if is_direct else None):
+        model = _wrapped(case)
     call = in_mode(model, mode)
     losses = _train(model, call, rank, 0, case, mode)
     with ExitStack() as stack:
@@ -145,7 +147,9 @@ def _recorded(
     return losses, recorder
 
 
-def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[str, Any]:
+def _run_cases(
+    rank: int, world_size: int, mode: str, cases: list[str], is_direct: bool = False
+) -> dict[str, Any]:
     """Of each case, the losses without and with a recording, and what is not ordered."""
     found = {}
     for case in cases:
@@ -154,7 +158,7 @@ def _run_cases(rank: int, world_size: int, mode: str, cases: list[str]) -> dict[
         expected = [
             loss for first in (0, STEPS) for loss in _train(model, call, rank, first, case, mode)
         ]
-        got, recorder = _recorded(rank, case, mode)
+        got, recorder = _recorded(rank, case, mode, is_direct=is_direct)
         names = {step.stream for step in recorder.program if isinstance(step, Launch)}
         stops = [step.name for step in recorder.program if isinstance(step, HostWait)]
         assert COMPUTING not in _copying(recorder), case
@@ -176,11 +180,12 @@ def _copying(recorder: Recorder) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["eager", "hooks", "graph"])
-def test_everything_is_ordered(ranks: RankPool, mode: str) -> None:
+@pytest.mark.parametrize("is_direct", [False, True], ids=["packed", "direct"])
+def test_everything_is_ordered(ranks: RankPool, mode: str, is_direct: bool) -> None:
     few = ["sharded", "by demand", "low precision", "in int8"]
     few += [case for case in CASES if _offloads(case)] if mode == "graph" else []
     cases = [case for case in CASES if case not in FOUR_RANKS] if mode == "eager" else few
-    for found in ranks.run(_run_cases, 2, mode, cases):
+    for found in ranks.run(_run_cases, 2, mode, cases, is_direct):
         for case, (expected, got, faults, streams, stops) in found.items():
             assert faults == [], case
             assert torch.equal(got, expected), case
@@ -411,6 +416,12 @@ def _copy_without_holding(streams: SideStreams, tensor: torch.Tensor) -> HostCop
     return copy
 
 
+def _wait_only_beside(unit: Unit) -> None:
+    """So that packed parameters are copied into place."""
+    if torch.cpu.current_stream() != torch.cpu.default_stream():
+        WAIT_GATHERS(unit)
+
+
 def _wait_on_the_wrong_stream(unit: Unit) -> None:
     streams = unit._side_streams()
     assert streams is not None
@@ -445,7 +456,7 @@ COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._
 SETTLE, INIT, FINISH = Root._settle, InFlight.__init__, PendingReduce.finish
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", lambda unit: None)),
+    "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", _wait_only_beside)),
     "a gather is waited for elsewhere": (
         "sharded", _replace(Unit, "_wait_gathers", _wait_on_the_wrong_stream)),
     "gathers do not wait before memory is used again": (
@@ -504,7 +515,8 @@ def _run_faults(
     found = {}
     for fault in faults:
         case, plant = (FAULTS if mode == "eager" else IN_GRAPHS)[fault]
-        found[fault] = unordered(_recorded(rank, case, mode, plant)[1].program)
+        _, recorder = _recorded(rank, case, mode, plant, is_direct=mode == "graph")
+        found[fault] = unordered(recorder.program)
     return found
 
 
@@ -552,7 +564,8 @@ def test_copies_in_graphs_go_ahead(ranks: RankPool) -> None:
 
 
 def _run_poisoned(rank: int, world_size: int) -> list[torch.Tensor]:
-    return _recorded(rank, "sharded", fault=FAULTS["a gather is not waited for"][1])[0]
+    fault = _replace(Unit, "_wait_gathers", lambda unit: None)
+    return _recorded(rank, "sharded", fault=fault, is_direct=True)[0]
 
 
 def test_what_is_not_waited_for_is_poison(ranks: RankPool) -> None:
