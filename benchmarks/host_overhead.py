@@ -11,6 +11,8 @@ With ``--step single``, ``foreach`` or ``fused`` it is the time of a step of Ada
 rank's parts; the fraction is of FSDP2's whole step.
 
     python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours,ours_DTensors
+
+``--on-shards`` lets DTensors of ours be stepped by ``fsdp_dynamo.step_on_shards``.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_inp
 from benchmarks.measure.report import record, table, write
 from benchmarks.peers import Setting, named
 from benchmarks.workloads.catalogue import Batch, Workload
+from fsdp_dynamo import step_on_shards
 
 DIM, BATCH, WORLD = 64, 4, 8
 FLOOR, REFERENCE = "plain", "fsdp2"
@@ -93,12 +96,21 @@ def timed_step(model: nn.Module, batch: Batch, task: Workload) -> float:
 class _Timer:
     """What is timed of a model: forward and backward, or the step after them."""
 
-    def __init__(self, model: nn.Module, batch: Batch, task: Workload, step: str | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        task: Workload,
+        step: str | None,
+        on_shards: bool = False,
+    ) -> None:
         self._given = model, batch, task
         self._optimizer: torch.optim.Optimizer | None = None
         if step is not None:
             options = {"foreach": step == "foreach", "fused": step == "fused"}
             self._optimizer = torch.optim.AdamW(model.parameters(), **options)
+            if on_shards:
+                step_on_shards(self._optimizer)
 
     def __call__(self) -> float:
         seconds = timed_step(*self._given)
@@ -110,7 +122,11 @@ class _Timer:
 
 
 def measure(
-    num_units: int, rounds: int, keys: str = KEYS, step: str | None = None
+    num_units: int,
+    rounds: int,
+    keys: str = KEYS,
+    step: str | None = None,
+    on_shards: bool = False,
 ) -> dict[str, Row]:
     """Microseconds per unit of every peer: median, min and max over rounds, and first step.
 
@@ -119,6 +135,7 @@ def measure(
         rounds: how often each peer is measured.
         keys: peers' keys, joined by commas; ``plain`` and ``fsdp2`` must be among them.
         step: how AdamW's step runs, to measure that; ``None``: forward and backward.
+        on_shards: whether DTensors of ours are stepped on by ``step_on_shards``.
 
     Returns:
         Rows by the peers' keys.
@@ -130,7 +147,10 @@ def measure(
     for key in (FLOOR, REFERENCE):
         if key not in models:
             raise BadInputError(f"--peers: expected {key} among them, got {keys}")
-    timers = {key: _Timer(model, batch, task, step) for key, model in models.items()}
+    timers = {
+        key: _Timer(model, batch, task, step, on_shards and key == "ours_DTensors")
+        for key, model in models.items()
+    }
     first = {key: timer() for key, timer in timers.items()}
     for _ in range(2):
         for timer in timers.values():
@@ -166,6 +186,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--peers", default=KEYS, help="keys, joined by commas")
     parser.add_argument("--step", choices=("single", "foreach", "fused"))
+    parser.add_argument("--on-shards", action="store_true", help="with --step: step_on_shards")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -173,7 +194,9 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     with one_line_on_bad_input():
         titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
-        rows = measure(options.units, options.rounds, options.peers, options.step)
+        rows = measure(
+            options.units, options.rounds, options.peers, options.step, options.on_shards
+        )
     header = ("host us per unit", "median", "min", "max", "of FSDP2 eager", "first step s")
     body = [
         (

@@ -32,6 +32,7 @@ from fsdp_dynamo.config import (
     StateDictType,
     TrainingState,
 )
+from fsdp_dynamo.core.local_steps import step_on_shards
 from fsdp_dynamo.core.parameter_shards import ParameterShard
 from fsdp_dynamo.errors import (
     CheckpointError,
@@ -127,6 +128,7 @@ __all__ = [
     "replicate",
     "set_agreement_timeout",
     "size_based_auto_wrap_policy",
+    "step_on_shards",
     "transformer_auto_wrap_policy",
     "warmup",
 ]

@@ -2,7 +2,8 @@
 
 A hook is called as ``hook(state, grad)`` where parameters are not sharded, and averages ``grad``
 over ranks in place; else as ``hook(state, grad, output)``, and writes this rank's part of the mean
-of ``grad`` ``(padded_numel,)`` to ``output`` ``(padded_numel / N,)``. It returns when that is done:
+of ``grad`` ``(padded_numel,)``, in which ranks' parts are one behind the other, to ``output``
+``(padded_numel / N,)``. It returns when that is done:
 communication in a hook does not overlap. It sees each gradient once: after ``no_sync()``, the sum
 of its steps without what was reduced before.
 

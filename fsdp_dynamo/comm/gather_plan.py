@@ -31,8 +31,8 @@ from fsdp_dynamo.comm import streams
 
 INDEXED_NUMEL = 1 << 16
 """Messages of at most so many elements are brought into place by one indexed copy where the host
-computes, too: it takes half as long as a copy of each piece. The index takes eight bytes for each
-element; plans that are equal share it."""
+computes, too: it takes half as long as a copy of each piece. Indices take sixteen bytes for each
+element; plans that are equal share them."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The unsharded and the sharded side of one message: ``(n * N,)`` and ``(n,)``."""

@@ -6,11 +6,11 @@ With 2 nodes of 2 ranks::
     secondary shard   A    B   |   A    B       across  {0, 2} {1, 3}
     shard             A0   B0  |   A1   B1
 
-    flat parameter    | A0 A1 | B0 B1 |
+    a parameter       | A0 A1 | B0 B1 |
 
 Ranks of one position in their nodes hold a secondary shard together. Gathered among them, and then
-inside a node, shards become the flat parameter in its order: nothing is copied. So shards are
-numbered by position first, by node second.
+inside a node, shards become the flat parameter in its order. So shards are numbered by position
+first, by node second.
 
 Source: ZeRO++ (arXiv:2306.10209), whose secondary partition this is.
 """
@@ -35,11 +35,13 @@ class Hierarchy:
         node: the ranks of its node.
         across: the ranks of its position in all nodes.
         shards: for each rank of the group of all of them, the shard that it holds.
+        grid: by position and node, the global ranks.
     """
 
     node: dist.ProcessGroup
     across: dist.ProcessGroup
     shards: tuple[int, ...]
+    grid: tuple[tuple[int, ...], ...]
 
 
 def hierarchy_of(
@@ -74,7 +76,8 @@ def hierarchy_of(
         for position, rank in enumerate(row)
     }
     everyone = _group_of(ranks, default, [node, across])
-    return everyone, Hierarchy(node, across, tuple(number[rank] for rank in ranks))
+    shards = tuple(number[rank] for rank in ranks)
+    return everyone, Hierarchy(node, across, shards, tuple(zip(*grid, strict=True)))
 
 
 def _grid(node: dist.ProcessGroup, across: dist.ProcessGroup) -> list[list[int]]:

@@ -12,7 +12,7 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
-from fsdp_dynamo.comm.streams import side_streams, timer_of
+from fsdp_dynamo.comm.streams import SideStreams, side_streams, timer_of
 from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_settled, wait_with_watchdog
 
 
@@ -63,6 +63,18 @@ class InFlight:
         self._wait()
         events.complete(event, began_ns, None if timer is None else timer.stopped())
 
+    def handed_over(self, streams: SideStreams, *kept: torch.Tensor) -> InFlight:
+        """Complete it on the stream of gathers, which is current; the handle for other streams.
+
+        Args:
+            streams: of the device.
+            kept: tensors of other streams that it reads or writes.
+        """
+        event, self._event = self._event, None
+        buffers = self._buffers[:1]
+        self.wait()
+        return InFlight([streams.after_gathers()], (*buffers, *kept), event)
+
     def _wait(self) -> None:
         if not is_profiling():
             self._complete()
@@ -102,6 +114,9 @@ class InFlight:
         self._event = self._finish = None
         if self._group is not None:
             wait_until_settled(self._works, self._group)
+        else:
+            for work in self._works:
+                work.abandon() if isinstance(work, InFlight) else work.wait()
         self._works, self._buffers = [], ()
 
     def __del__(self) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardLayout, has_value
-from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.core.row_dtensor import RowDTensor
+from fsdp_dynamo.core.original_parameter import OriginalParameter, put_grad
 from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
@@ -127,6 +126,7 @@ class UnshardedSum:
         self._shard_layout = shard_layout
         self._shown: list[tuple[OriginalParameter, nn.Parameter]] = []  # who shows the views
         self._views: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []  # the views, as the parameters show them
         self._reduced: list[torch.Tensor | None] = []  # that are kept apart
         self._trained: set[int] = set()  # of which something may be in the sum
         self._trained_in_partial: set[int] = set()
@@ -144,6 +144,12 @@ class UnshardedSum:
         self._reduced = [None] * len(grads)
         self._add_parts(total, grads)
         self._views = self._layout.split(total.data)
+        self._grads = [
+            view
+            if original.placing is None or original.parallel is None
+            else original.parallel.as_dtensor(view)
+            for original, view in zip(self._originals, self._views, strict=True)
+        ]
         self._shown = [(original, original.param) for original in self._originals]
         self._note_trained()
         if unused is None:
@@ -177,9 +183,9 @@ class UnshardedSum:
         for (original, param), reduced in zip(self._shown, self._reduced, strict=True):
             param.grad = None
             if reduced is not None:
-                _put_grad(param, original.as_param(reduced))
+                put_grad(param, original.as_param(reduced))
         total, self.total = self.total, None
-        self._shown, self._views, self._reduced = [], [], []
+        self._shown, self._views, self._grads, self._reduced = [], [], [], []
         self._trained = set()
         return total if has_grad else None
 
@@ -239,6 +245,8 @@ class UnshardedSum:
             if index in indices:
                 own.copy_(view)
                 view.fill_(NO_VALUE)
+        for flat in (taken, self.total.data):
+            self._layout.repeat(flat)
         self._trained.difference_update(indices)
         return taken
 
@@ -266,9 +274,10 @@ class UnshardedSum:
         """
         if self.total is None:
             return
+        self._layout.repeat(self.total.data)
         grads = [param.grad for _, param in self._shown]
-        for original, grad, view in zip(self._originals, grads, self._views, strict=True):
-            if grad is not None and grad is not view:
+        for original, grad, shown in zip(self._originals, grads, self._grads, strict=True):
+            if grad is not None and grad is not shown:
                 raise FSDPStateError(
                     expected="the gradient that steps under no_sync() have left in .grad",
                     got=f"another tensor of shape {tuple(grad.shape)}",
@@ -279,12 +288,13 @@ class UnshardedSum:
         for index, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
             if grad is None:
                 view.fill_(NO_VALUE)
+                self._layout.repeat(self.total.data)
                 self._reduced[index] = None
 
     def _show(self, unused: Collection[int]) -> None:
-        for index, ((_, param), view) in enumerate(zip(self._shown, self._views, strict=True)):
-            if index not in unused and param.grad is not view:
-                _put_grad(param, view)
+        for index, ((_, param), grad) in enumerate(zip(self._shown, self._grads, strict=True)):
+            if index not in unused and param.grad is not grad:
+                put_grad(param, grad)
 
     def _add_parts(self, total: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
         """Add reduced gradients to an unsharded one so that its mean over ranks has them once.
@@ -293,25 +303,13 @@ class UnshardedSum:
         that are frozen by now stay apart: of the mean, nothing is given to these.
         """
         own = self._layout.parts_of(total.data, self._shard_layout.ranges)
-        alpha = self._layout.world_size / self.settings.grad_scale
         for index, (target, part) in enumerate(zip(own, parts, strict=True)):
             if part is None:
                 continue
+            is_shared = self._layout.slots[index].copies == 1  # or each rank adds it to its own
+            alpha = (self._layout.world_size if is_shared else 1) / self.settings.grad_scale
             if self.keeps_reduced_apart or not self._originals[index].param.requires_grad:
                 kept = self._reduced[index]
                 self._reduced[index] = part if kept is None else kept.add_(part)
             else:
                 target.add_(part.to(target.device), alpha=alpha)
-
-
-def _put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set ``.grad``, whose shape, dtype and device autograd compares with those of the data."""
-    if isinstance(param, RowDTensor):
-        if grad.dtype != param.dtype:
-            param.grad_dtype = None
-        param.grad = grad
-        return
-    data = param.data
-    param.data = grad
-    param.grad = grad
-    param.data = data

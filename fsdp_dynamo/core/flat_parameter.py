@@ -49,12 +49,11 @@ from fsdp_dynamo.comm.process_groups import Groups, served_device
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
 from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
+from fsdp_dynamo.core.dtensors import Placing, mesh_of, mesh_of_levels
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters, note_version, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.core.row_dtensor import Placing
-from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.core.wires import Wires, wires_of
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
@@ -159,6 +158,7 @@ class FlatParameter:
             max(1, align),
             self._direct_numel() if num_shards > 1 else None,
             keeps_rows=bool(mesh),
+            undivided=self._undivided(num_shards) if mesh else (),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
         self.sharded = self._make_shard()
@@ -182,7 +182,7 @@ class FlatParameter:
         self.paths, self.unit_fqn = paths, paths.name
         for original in self.originals:
             if original.placing is not None:
-                original.placing.rows.fqn = paths.fqn_of(original.fqn)
+                original.placing.fqn = paths.fqn_of(original.fqn)
         self.grad_sum.paths = self.module_parameters.paths = paths
 
     # -- construction ------------------------------------------------------------------
@@ -208,11 +208,19 @@ class FlatParameter:
 
     def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
         """Let the originals be DTensors over this rank's parts."""
+        levels = self.groups.hierarchy if self.layout.world_size > 1 else None
+        if levels is not None:
+            mesh = mesh_of_levels(levels, self.device)
+        elif mesh is None:
+            mesh = mesh_of(self.groups.shard, self.device)
         parts = self.shard_layout.split(self.sharded.detach())
-        for index, (original, part) in enumerate(zip(self.originals, parts, strict=True)):
+        found = zip(self.originals, parts, self.layout.slots, self.shard_layout.ranges, strict=True)
+        for original, part, slot, held in found:
+            is_whole = slot.copies > 1 or not slot.shape
+            num_sharding = 0 if is_whole else 1 if levels is None else 2
             part = part.to("meta") if original.param.is_meta else part
-            rows = rows_in(self.layout, index, self.groups, original.fqn, original.parallel)
-            original.become_dtensor(Placing(rows, mesh, self.device), part)
+            placing = Placing(slot.shape, held, mesh, num_sharding, original.parallel, original.fqn)
+            original.become_dtensor(placing, part)
 
     @torch.inference_mode(False)  # or the next training step could not save views of it
     def _make_unsharded(self) -> torch.Tensor:
@@ -296,6 +304,16 @@ class FlatParameter:
         """Levels of these ranks, if it is gathered on them one after the other."""
         return self.groups.hierarchy if self.is_sharded else None
 
+    def _undivided(self, num_shards: int) -> set[int]:
+        """Indices of parameters that DTensors on two levels of ranks cannot divide.
+
+        torch divides rows among nodes first, so what a rank has would not be one part of a shard.
+        """
+        if self.groups.hierarchy is None or num_shards == 1:
+            return set()
+        shapes = [original.param.shape for original in self.originals]
+        return {i for i, shape in enumerate(shapes) if shape and shape[0] % num_shards}
+
     def _direct_numel(self) -> int | None:
         """From how many elements per rank on a parameter is gathered by itself."""
         device = served_device(self.group, self.device)
@@ -331,11 +349,10 @@ class FlatParameter:
     @property
     def reduce_plan(self) -> GatherPlan:
         """How its gradient is reduced, first of all in a node where ranks have a hierarchy."""
-        plan = self.layout.plan
+        plan, is_custom = self.layout.plan, self.comm_hook or self.grad_sum.settings.reduce_scatter
         if self.hierarchy is not None:
-            return plan.scaled(self.hierarchy.across.size())
-        others = self.comm_hook or self.grad_sum.settings.reduce_scatter
-        return plan.all_packed if others or self.reduce_wire is not None else plan
+            return (plan.all_packed if is_custom else plan).scaled(self.hierarchy.across.size())
+        return plan.all_packed if is_custom or self.reduce_wire is not None else plan
 
     @property
     def unsharded_bytes(self) -> int:
@@ -564,6 +581,12 @@ class FlatParameter:
             old, new = (self.shard_layout.split(one) for one in (self.sharded, shard))
             for index in kept:
                 new[index].copy_(old[index])
+        if (
+            self.layout.padding_numel and not shard.is_meta
+        ):  # what belongs to no parameter stays zero
+            given, shard = shard, torch.zeros_like(shard)
+            for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
+                place.copy_(part)
         self.low_dtypes = Dtypes(
             *(shard.dtype if low == self.dtype else low for low in self.low_dtypes)
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.memory_runs import by_kind, runs_of
-from fsdp_dynamo.core.row_reductions import norm_dtype_of, power_sum, require_one_norm
+from fsdp_dynamo.core.norms import norm_dtype_of, power_sum, require_one_norm
 from fsdp_dynamo.errors import unit_name
 
 
@@ -56,7 +56,7 @@ def clip_grad_norm(
         shard = (flat.group,) if flat.is_sharded else ()
         for original in flat.originals:
             splits = () if original.parallel is None else original.parallel.splitting_groups
-            same = spread.setdefault(shard + splits, [])
+            same = spread.setdefault((() if original.is_replicated else shard) + splits, [])
             if original.grad is not None:
                 same.append(original.grad)
         if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):

@@ -224,6 +224,8 @@ class ModuleParameters:
         """Add numbers that are others once an original was written in place, moved or replaced."""
         versions.append(self._times_noted)
         versions += [param._version for param in self._params]
+        if self._parts and self._originals[0].placing is not None:
+            versions.append(self._parts[0]._version)  # of all: what is written through DTensors
 
     def check(self) -> None:
         """Make sure before a forward that the shard holds the originals' values.

@@ -1,9 +1,9 @@
-"""Norms over several tensors: of plain parts, which torch would take of this rank only, refused.
+"""Norms over several tensors of plain parts, which torch would take of this rank only, refused.
 
 ``torch.nn.utils.clip_grad_norm_`` reads nothing but ``.grad`` and calls operators on what it finds,
 and of the wrapper's parameters all of that is plain tensors. So the function that takes the norm is
-replaced when the first parameter is sharded (decision 16). Of DTensors of ours it takes the norm
-with one all-reduce, on whichever ranks they are; of any other tensors as before.
+replaced when the first parameter is sharded (decision 16). Of any other tensors it takes the norm
+as before.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import torch
 from torch.nn.utils import clip_grad
 
 from fsdp_dynamo.core.parts import parts_now
-from fsdp_dynamo.core.row_dtensor import RowDTensor, norm_of_rows
 from fsdp_dynamo.errors import UnsupportedError
 
 
 @functools.cache
 def replace_total_norm() -> None:
-    """Let torch's norms over several tensors be right of DTensors of ours, and raise where one is a
-    plain part (``core/parts.py``)."""
+    """Let torch's norms over several tensors raise where one is a plain part."""
     original = clip_grad._get_total_norm
 
     @functools.wraps(original)
@@ -31,8 +29,6 @@ def replace_total_norm() -> None:
         if torch.compiler.is_compiling():
             return original(tensors, *arguments, **named)
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(isinstance(tensor, RowDTensor) for tensor in given):
-            return norm_of_rows(given, *arguments, **named)
         _refuse_parts(given)
         return original(given, *arguments, **named)
 

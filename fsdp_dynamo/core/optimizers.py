@@ -14,16 +14,19 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gradient_scalers import refuse_plain_scaler
 from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.core.parts import has_plain_parts
-from fsdp_dynamo.core.row_dtensor import RowDTensor
 from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
-from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 from fsdp_dynamo.untraced import untraced
 
@@ -57,6 +60,9 @@ _NAMES = frozenset(
 )
 """Their optimizers that look across the elements of a parameter, or across parameters."""
 
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of torch's optimizers that are numbers, not of the parameter's shape."""
+
 _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 """By optimizer, the state that was checked; a loaded one is another object."""
@@ -75,13 +81,36 @@ def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
 @cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check_optimizer(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let units notice that their DTensors were written: lists of them and fused steps leave no
+    trace in a DTensor's version."""
+    if optimizer in _of_dtensors and not torch.compiler.is_compiling():
+        increment_version(_dtensors_of(optimizer))
+
+
+def _dtensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param for param in params if isinstance(param, DTensor)]
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check an optimizer, if it was not since its state was loaded last."""
     if _checked.get(optimizer) is not optimizer.state:
         _check(optimizer)
     if optimizer in _of_dtensors:
         _refuse_sums(optimizer)
+
+
+def note_checked(optimizer: Optimizer) -> None:
+    """Take the state that an optimizer has now for one that was checked."""
+    _checked[optimizer] = optimizer.state
 
 
 @untraced("an optimizer is checked once, eagerly")
@@ -101,7 +130,7 @@ def _check(optimizer: Optimizer) -> None:
         if param in optimizer.state:
             _fit(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
-    if any(isinstance(param, RowDTensor) for param, _, _ in managed):
+    if any(isinstance(param, DTensor) for param, _, _ in managed):
         _of_dtensors.add(optimizer)
 
 
@@ -150,17 +179,18 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 def _refuse_sums(optimizer: Optimizer) -> None:
     """Raise where the gradient of a DTensor is a plain tensor: a sum that was not reduced.
 
-    It has the parameter's shape, so the step would take rows of what this rank alone has seen.
+    A plain scalar torch would take for one that all ranks have.
     """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None or isinstance(grad, DTensor) or not isinstance(param, RowDTensor):
-                continue
+    for param in _dtensors_of(optimizer):
+        grad = param.grad
+        if grad is None or (isinstance(grad, DTensor) and grad.device_mesh is param.device_mesh):  # type: ignore[attr-defined]
+            continue
+        if not isinstance(grad, DTensor) or grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
             raise FSDPStateError(
                 expected="gradients that are reduced, DTensors as their parameters",
                 got="a plain tensor, as steps under no_sync() leave it",
-                where=f"{type(optimizer).__name__}.step(), '{param._placing.rows.fqn}'",
+                where=f"{type(optimizer).__name__}.step(), a parameter of shape "
+                f"{tuple(param.shape)}",
                 fix="Run the last backward outside of no_sync().",
             )
 
@@ -175,7 +205,7 @@ def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: in
                 got=f"{cls.__module__}.{cls.__qualname__}, which takes norms or dot products: "
                 "each rank would take those of its own parts",
                 where=_name(flat, index),
-                fix="Wrap with use_dtensor=True (torch 2.13 or later), use another optimizer or "
+                fix="Wrap with use_dtensor=True, use another optimizer or "
                 "ShardingStrategy.NO_SHARD, or update whole matrices with update_whole(), as "
                 "examples/muon.py does.",
             )
@@ -193,17 +223,16 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     tensors = {
         k: v
         for k, v in state.items()
-        if isinstance(v, torch.Tensor) and v.dim() and not isinstance(v, RowDTensor)
+        if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)
+        if v.dim() or (not param.dim() and k not in SCALAR_STATES)
     }
-    is_dtensor = isinstance(param, RowDTensor)
+    is_dtensor = isinstance(param, DTensor)
     if not is_dtensor and any(value.shape == param.shape for value in tensors.values()):
         return
     whole = flat.layout.slots[index].shape
     part = flat.shard_layout.ranges[index]
     for key, value in tensors.items():
         if value.shape == whole:
-            if isinstance(value, DTensor):  # torch's own, made of a whole tensor
-                value = whole_of(value)
             state[key] = flat.originals[index].as_param(part.of(value).clone())
         elif has_plain_parts(flat) and type(optimizer).__module__.startswith("torch.optim."):
             raise FSDPStateError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
+from fsdp_dynamo.core.dtensors import Placing, local_of, move_to
 from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
-from fsdp_dynamo.core.row_dtensor import Placing, RowDTensor, local_of
-from fsdp_dynamo.core.row_operands import rows_of
 from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
 from fsdp_dynamo.errors import FSDPStateError
 
@@ -76,7 +78,7 @@ class OriginalParameter:
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
         value = value.detach()
-        return value if self.placing is None else rows_of(self.param, value)
+        return value if self.placing is None else self.placing.part_of(value)
 
     @property
     def address(self) -> int:
@@ -90,8 +92,7 @@ class OriginalParameter:
         elif self.placing is None:
             self.param.data = part
         else:
-            assert isinstance(self.param, RowDTensor)
-            self.param.move_to(_of_its_own(part))
+            move_to(self.param, _of_its_own(part), self.placing)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -99,9 +100,10 @@ class OriginalParameter:
         grad = self.param.grad
         if grad is None or self.placing is None:
             return grad
-        if not isinstance(grad, RowDTensor):  # of a use outside of the model's forward
-            grad = self.param.grad = self.placing.dtensor(rows_of(self.param, grad).clone())
-        return grad._local_tensor  # type: ignore[no-any-return]
+        if not isinstance(grad, DTensor) or not self.placing.holds(grad):
+            # of a use outside of the model's forward
+            grad = self.param.grad = self.placing.dtensor(self.placing.part_of(grad).clone())
+        return grad._local_tensor
 
     @grad.setter
     def grad(self, part: torch.Tensor | None) -> None:
@@ -120,9 +122,26 @@ class OriginalParameter:
         """A tensor of the parameter's kind of which this rank has ``part``."""
         return part if self.placing is None else self.placing.dtensor(_of_its_own(part))
 
-    def holds_as(self, tensor: RowDTensor) -> bool:
-        """Whether a DTensor has the rows that this one has."""
-        return self.placing is not None and self.placing.rows.holds_as(tensor._placing.rows)
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each of the ranks that share the unit holds it, as a scalar that is a DTensor."""
+        return self.placing is not None and self.placing.is_replicated
+
+    def copy(self, memo: dict[int, Any]) -> None:
+        """Put a copy of a DTensor into the memo of a deep copy, with values of its own.
+
+        torch's copies the memory of one only that has no storage offset.
+        """
+        if self.placing is None or id(self.param) in memo:
+            return
+        copied = nn.Parameter(self.as_param(self.part.clone()), self.param.requires_grad)
+        memo[id(self.param)] = copied
+        grad = self.param.grad
+        if isinstance(grad, DTensor):
+            copied.grad = self.as_param(local_of(grad).clone())
+        elif grad is not None:  # a sum that waits for its reduction
+            put_grad(copied, deepcopy(grad, memo))
+        copied.__dict__.update(deepcopy(self.param.__dict__, memo))
 
     def show_whole(self, value: torch.Tensor, fqn: str) -> nn.Parameter:
         """Let modules hold the whole parameter until ``end_whole``; returns it.
@@ -135,9 +154,7 @@ class OriginalParameter:
             self.param.data = value
         else:
             self.whole = nn.Parameter(value, requires_grad=self.param.requires_grad)
-            self.whole.__dict__.update(
-                {k: v for k, v in self.param.__dict__.items() if k != "_placing"}
-            )
+            self.whole.__dict__.update(self.param.__dict__)
             self._put_into_modules(self.whole)
         is_guarded = self.held.requires_grad and not self.held.is_inference()
         self.guard = _WholeGradientGuard(self, fqn) if is_guarded else None
@@ -234,6 +251,19 @@ def _of_its_own(part: torch.Tensor) -> torch.Tensor:
     """A part as an object of its own: parts without elements are one (``ShardLayout.split``), and
     a trace would take the parameters of which this rank has none for one input."""
     return part if part.numel() else part.detach()
+
+
+def put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Set ``.grad``, whose shape, dtype and device autograd compares with those of the data."""
+    if isinstance(param, DTensor):
+        if grad.dtype != param.dtype:
+            param.grad_dtype = None
+        param.grad = grad
+        return
+    data = param.data
+    param.data = grad
+    param.grad = grad
+    param.data = data
 
 
 def owner_of(param: object) -> str | None:

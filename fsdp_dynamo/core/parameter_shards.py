@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.row_dtensor import local_of, rows_like
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
@@ -144,7 +145,7 @@ class _WholeUpdate:
 
     def __init__(self, fqn: str, flat: FlatParameter, index: int, part: torch.Tensor) -> None:
         self.fqn = fqn
-        self.flat = flat
+        self.flat, self._index = flat, index
         self.shape = flat.layout.slots[index].shape
         self.numel = flat.layout.slots[index].numel
         self.rank = flat.group.rank() if flat.is_sharded else 0
@@ -161,7 +162,8 @@ class _WholeUpdate:
     def result(self) -> torch.Tensor:
         """This rank's part of what was returned, where the part was."""
         part = self._received.to(self._given.device)
-        return rows_like(self._given, part)
+        is_dtensor = isinstance(self._given, DTensor)
+        return self.flat.originals[self._index].as_param(part) if is_dtensor else part
 
     def gather(self) -> Iterator[_Transfer]:
         """Transfers of the parts to the owner."""

@@ -116,8 +116,8 @@ def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = Tru
         return PendingReduce(flat, InFlight([]), output, is_partial=is_partial)
     if flat.is_sharded:
         output = flat.layout.plan.new_shard(unsharded_grad)
-        if not given.has_message and (flat.comm_hook or flat.grad_sum.settings.reduce_scatter):
-            unsharded_grad = _rank_major(flat, unsharded_grad)
+        if flat.comm_hook is not None and not given.has_message:
+            unsharded_grad = _rank_major(unsharded_grad, flat.reduce_plan, flat.group)
     if flat.comm_hook is not None:
         event = _begin(flat, output, unsharded_grad)
         began_ns = events.blocked_since(event)
@@ -125,7 +125,6 @@ def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = Tru
         events.complete(event, began_ns)
         return PendingReduce(flat, InFlight([]), output)
     wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
-    given = UnshardedGrad(unsharded_grad, given.has_message)
     in_flight = _issue_mean(flat, groups[0], output, given, wire, may_lack, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
@@ -137,7 +136,7 @@ def _issue_on_levels(
     flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
 ) -> PendingReduce:
     """Start the mean inside a node; that between nodes, which may have a format, follows."""
-    plan = flat.layout.plan
+    plan, settings = flat.layout.plan, flat.grad_sum.settings
     secondary = flat.reduce_plan.new_shard(given.flat)
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=flat.reduce_plan)
     output = plan.new_shard(given.flat)
@@ -149,15 +148,14 @@ def _issue_on_levels(
         UnshardedGrad(secondary),
         flat.reduce_wire,
         may_lack,
-        plan if flat.reduce_wire is None else plan.all_packed,
+        plan.all_packed if settings.reduce_scatter or flat.reduce_wire else plan,
     )
     return PendingReduce(flat, in_flight, output, between)
 
 
-def _rank_major(flat: FlatParameter, grad: torch.Tensor) -> torch.Tensor:
-    """An unsharded gradient as the user's own collectives expect it."""
-    plan = flat.layout.plan.all_packed
-    return grad if plan.is_one_slice else plan.message_of(grad, flat.layout.world_size)
+def _rank_major(grad: torch.Tensor, plan: GatherPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """An unsharded gradient as the user's own collectives expect it; ``plan`` packs everything."""
+    return grad if plan.is_one_slice else plan.message_of(grad, group.size())
 
 
 @torch.no_grad()
@@ -260,6 +258,8 @@ def _issue_mean(
             plan=plan,
             has_message=given.has_message,
         )
+    if plan is not None and not given.has_message:
+        grad = _rank_major(grad, plan, group)
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
     return collectives.issue_custom(

@@ -11,22 +11,15 @@ With a hierarchy of ranks, their parts are in the order of shards, which is anot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cached_property
-from operator import add
 from types import NoneType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.comm.process_groups import Groups, served_device
-from fsdp_dynamo.core.layout.chunks import Chunk, chunks_of
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardRange, Slot
 from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.errors import FSDPStateError
@@ -83,46 +76,6 @@ class Rows:
             for rank, part in zip(ranks, self.parts, strict=True)
         ]
 
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        """This rank's part as rectangles of the whole parameter."""
-        shape, begin = self.slot.shape, self.part.param_start
-        at = (0,) * len(shape) if self.parallel is None else self.parallel.offsets(shape)
-        return [
-            Chunk(tuple(map(add, at, chunk.offsets)), chunk.sizes, chunk.start)
-            for chunk in chunks_of(shape, begin, begin + self.part.numel)
-        ]
-
-    def holds_as(self, other: Rows) -> bool:
-        """Whether every rank holds the same elements of a tensor of the same shape.
-
-        The answer is the same on all ranks, as what follows may be a collective, or an error.
-        """
-        return self is other or (self.bounds == other.bounds and self.shape == other.shape)
-
-    @cached_property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First element and number of elements of each rank's part."""
-        return tuple((part.param_start, part.numel) for part in self.parts)
-
-    @cached_property
-    def torchs_numel(self) -> list[int]:
-        """Number of elements that torch's ``Shard(0)`` gives to each rank."""
-        num_rows, of_row = self.slot.shape[0], math.prod(self.slot.shape[1:])
-        chunk = -(-num_rows // self.group.size())
-        ranks = range(self.group.size())
-        return [max(0, min(chunk, num_rows - chunk * rank)) * of_row for rank in ranks]
-
-    @cached_property
-    def is_as_torchs(self) -> list[bool]:
-        """Of each rank, whether its part has as many elements in torch's division."""
-        pairs = zip(self.torchs_numel, self.parts, strict=True)
-        return [numel == part.numel for numel, part in pairs]
-
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor: a view, unless tensor parallelism has split it."""
-        return self.part.of(whole if self.parallel is None else self.parallel.local(whole))
-
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, on the device of this rank's part; all ranks must call it.
 
@@ -140,21 +93,13 @@ class Rows:
         longest, device = max(1, *sizes), served_device(self.group, local.device)
         sent = local.new_zeros(longest, device=device)
         sent[: local.numel()].copy_(local.reshape(-1))
-        if torch.compiler.is_compiling():
-            received = wait_tensor(all_gather_tensor(sent, 0, self.group))
-        else:
-            received = sent.new_empty(longest * len(sizes))
-            all_gather(received, sent, self.group, self.fqn)
+        received = sent.new_empty(longest * len(sizes))
+        all_gather(received, sent, self.group, self.fqn)
         each = received.view(-1, longest)
         order = sorted(range(len(sizes)), key=lambda rank: self.parts[rank].param_start)
         held = [each[rank][: sizes[rank]] for rank in order]
         whole = torch.cat(held).to(local.device).view(self.slot.shape)
         return whole if self.parallel is None else self.parallel.whole(whole)
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Of the whole parameter, contiguous."""
-        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 def rows_in(
@@ -171,13 +116,3 @@ def rows_in(
         ranks = range(layout.world_size)
         parts = [layout.shard_range(index, groups.shard_of(rank)) for rank in ranks]
     return Rows(layout.slots[index], parts, groups.shard, fqn, parallel)
-
-
-_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-
-def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The mesh of one dimension that is a group, the same object each time."""
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device.type)
-    return _meshes[group]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.row_dtensor import local_of
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.training_state import UnitState

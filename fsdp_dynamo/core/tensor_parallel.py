@@ -7,12 +7,14 @@ over another dimension::
     dp 0     W[:4] [0:8]   W[4:] [0:8]      a row of the mesh holds all of W,
     dp 1     W[:4] [8:16]  W[4:] [8:16]     a column shards one local tensor
 
-The parameter that optimizers see is this rank's part of the local tensor, a plain one. While the
-unit is unsharded, its modules see a DTensor over the whole local tensor.
+The parameter that optimizers see is this rank's part of the local tensor: a plain one, or a DTensor
+on both dimensions. While the unit is unsharded, its modules see a DTensor over the whole local
+tensor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,14 +84,27 @@ class TensorParallel:
         return any(at[i] for i, one in enumerate(self.placements) if one.is_replicate())
 
     @property
+    def num_pieces_of_rows(self) -> int:
+        """Into how many pieces its rows are split."""
+        split = [i for i, placement in enumerate(self.placements) if placement.is_shard(0)]
+        return math.prod(self.mesh.size(i) for i in split)
+
+    @property
     def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over which its elements are spread: those of a sum over all of them."""
         split = [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
         return tuple(self.mesh.get_group(i) for i in split)
 
 
-def check_parallel(param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise if a parameter is a DTensor that a unit of these groups cannot shard."""
+def check_parallel(
+    param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | bool
+) -> None:
+    """Raise if a parameter is a DTensor that a unit of these groups cannot shard.
+
+    Args:
+        mesh: of the DTensors that the unit's parameters become; ``True``: one that is made,
+            ``False``: they stay plain.
+    """
     if not isinstance(param, DTensor):
         return
     where = f"parameter '{fqn}'"
@@ -111,6 +126,21 @@ def check_parallel(param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessG
                 fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
                 "...), then FSDP(model, device_mesh=mesh['dp']).",
             )
+    if mesh and not (isinstance(mesh, DeviceMesh) and _have_one_root(mesh, param.device_mesh)):
+        raise FSDPValueError(
+            expected="a unit on named dimensions of the mesh that tensor parallelism uses: its "
+            "DTensors have both",
+            got="a process_group" if mesh is True else str(mesh),
+            where=where,
+            fix="Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and shard with "
+            "device_mesh=mesh['dp'] (fully_shard: mesh=mesh['dp']).",
+        )
+
+
+def _have_one_root(*meshes: DeviceMesh) -> bool:
+    """Whether meshes are dimensions of one, by name."""
+    roots = {mesh._get_root_mesh() for mesh in meshes}
+    return len(roots) == 1 and all(mesh.mesh_dim_names for mesh in meshes)
 
 
 def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) -> None:

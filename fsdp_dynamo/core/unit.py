@@ -251,8 +251,8 @@ class Unit:
         with streams.gathering():
             pieces = self._issue_gathers(phase)
             if any(flat.needs_copy_out for flat in self.flats):
-                self._wait_gathers()  # so that this stream copies, beside what computes
-                self._gathers.append(InFlight([streams.after_gathers()], pieces))
+                # This stream copies, beside what computes.
+                self._gathers = [one.handed_over(streams, *pieces) for one in self._gathers]
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
 

@@ -73,10 +73,8 @@ def _launch(
         streams.settle()  # the outputs' memory was the computing stream's
         with streams.gathering():
             issued = issue(outputs, inputs, group, noted, units, wires, plans)
-            for in_flight in issued:
-                in_flight.wait()  # copies out
-        arrived = streams.after_gathers()
-        issued = [InFlight([arrived], (output,)) for output in outputs]
+            pairs = zip(issued, inputs, strict=True)
+            issued = [one.handed_over(streams, shard) for one, shard in pairs]  # copied out
     else:
         streams.replicas_follow()
         with streams.over_replicas():  # copies in

@@ -16,6 +16,7 @@ that they are part of every key of the graph.
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -193,6 +194,25 @@ class _Unshard(torch.autograd.Function):
             return _reduce(grad, ctx.flat), None, None, None, None
 
 
+class _FirstCopy(torch.autograd.Function):
+    """A parameter of which each shard has a copy; so each copy gets the gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, copies: torch.Tensor, shape: Sequence[int]
+    ) -> torch.Tensor:
+        numel = math.prod(shape)
+        ctx.num_copies = copies.numel() // numel
+        return copies[:numel].view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.reshape(1, -1).expand(ctx.num_copies, -1).reshape(-1), None
+
+
+_first_copy: Any = _FirstCopy.apply
+
+
 def unshard(
     shard: torch.Tensor,
     secondary: torch.Tensor | None,
@@ -227,7 +247,12 @@ def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tenso
     sizes, pieces, shapes = _decode(ViewConstants, constants)
     with _marked({VIEWS: ""}):
         cut = torch.split(unsharded, sizes)
-        return [cut[piece].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return [
+            cut[piece].view(shape)
+            if sizes[piece] == math.prod(shape)
+            else _first_copy(cut[piece], shape)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
 
 
 def parameters(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.core.row_dtensor import local_of
 from fsdp_dynamo.errors import UnsupportedError
 
 _IN_PLACE = {"setitem"} | {

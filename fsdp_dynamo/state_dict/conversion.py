@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of
-from fsdp_dynamo.core.row_operands import rows_of_torchs
 from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
@@ -64,7 +63,7 @@ def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> tor
     """
     original = flat.originals[index]
     if original.placing is not None and flat.layout.slots[index].numel:
-        return original.as_param(local_of(local))
+        return original.placing.without_address(local_of(local))
     return _tensor_shard(flat, index, local)
 
 
@@ -113,11 +112,9 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         FSDPValueError: the shape or the shard is a different one; names ``key``.
     """
     part, original = flat.shard_layout.ranges[index], flat.originals[index]
-    if isinstance(value, RowDTensor):
-        if original.holds_as(value):
-            return original.as_param(value._local_tensor)
-    elif isinstance(value, DTensor) and original.placing is not None:
-        return original.as_param(rows_of_torchs(original.placing, value, asks=True))
+    is_dtensor = isinstance(value, DTensor) and value.shape == unsharded_shape(flat, index)
+    if is_dtensor and original.placing is not None:
+        return original.as_param(original.placing.part_of(value))
     if isinstance(value, TensorShard):
         own = _tensor_shard(flat, index, original.part)
         require_same_shard(own, value, f"key '{key}'")

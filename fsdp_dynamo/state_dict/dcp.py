@@ -32,7 +32,7 @@ from fsdp_dynamo.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fsdp_dynamo.core.row_dtensor import RowDTensor
+from fsdp_dynamo.core.dtensors import is_given
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -264,16 +264,6 @@ _replace("_get_optim_state_dict", _optim_state)
 _replace("_load_optim_state_dict", _load_optim_state)
 
 
-def _give_memory(states: Any) -> None:
-    """Put DTensors with memory in the places of those without, in nested dicts and lists."""
-    entries = states.items() if isinstance(states, dict) else enumerate(states)
-    for key, value in [*entries]:
-        if isinstance(value, (dict, list)):
-            _give_memory(value)
-        elif isinstance(value, RowDTensor) and value.is_meta:
-            states[key] = torch.empty_like(value, device=value._placing.device)
-
-
 def _require_all_states(template: Any, saved: Any) -> None:
     """Raise if a file has states of a parameter that a template of ours lacks.
 
@@ -297,7 +287,7 @@ def _require_all_states(template: Any, saved: Any) -> None:
     if not (isinstance(states, dict) and isinstance(groups, list)):
         return
     values = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
-    is_ours = any(isinstance(value, (RowDTensor, TensorShard)) for value in values)
+    is_ours = any(isinstance(value, TensorShard) or is_given(value) for value in values)
     members = {fqn for group in groups if is_ours for fqn in group["params"]}
     for fqn, state in saved.get("state", {}).items():
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()
@@ -319,7 +309,6 @@ _set_up_planner = default_planner.DefaultLoadPlanner.set_up_planner
 def _set_up_for_ours(
     planner: Any, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
 ) -> None:
-    _give_memory(state_dict)
     paths = getattr(metadata, "planner_data", None)
     if paths and not planner.allow_partial_load:
         _require_all_states(state_dict, unflatten_state_dict(dict.fromkeys(paths), paths))

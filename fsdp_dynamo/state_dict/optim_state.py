@@ -15,7 +15,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.config import StateDictSettings, StateDictType
+from fsdp_dynamo.core.dtensors import local_of, note_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.optimizers import SCALAR_STATES
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.core.row_dtensor import RowDTensor, local_of, rows_of_state
 from fsdp_dynamo.core.state_origin import with_origins_of, without_origin
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError
@@ -53,7 +53,6 @@ SAME_STATES_FIX = (
     "A state must be as large as this rank's part of its parameter, or the same on all ranks; "
     "save others in a LOCAL_STATE_DICT, which only the same sharding can load."
 )
-_SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """Scalar states of torch's optimizers: for a parameter of one element, only their names distinguish
 them from states that are as large as the parameter."""
 
@@ -160,9 +159,7 @@ def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mappi
     """A parameter's state; of a named optimizer, by its name."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
-    return {
-        name: tree_map(partial(rows_of_state, place.param), value) for name, value in found.items()
-    }
+    return found
 
 
 def _groups_to_save(
@@ -235,8 +232,8 @@ def save_several(
 
 
 def _is_like_param(place: ParamPlace, value: object) -> bool:
-    if isinstance(place.param, RowDTensor):
-        return isinstance(value, RowDTensor)
+    if isinstance(place.param, DTensor):
+        return isinstance(value, DTensor) and value.shape == place.param.shape
     return isinstance(value, torch.Tensor) and value.shape == place.param.shape
 
 
@@ -255,7 +252,8 @@ def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
 
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().to("cpu" if to_cpu else leaf.device, copy=True)
+            own = leaf.detach().to("cpu" if to_cpu else leaf.device, copy=True)
+            return note_copy(own, leaf)
         return copy.deepcopy(leaf) if is_deep else leaf
 
     return tree_map(copy_leaf, value)
@@ -335,7 +333,7 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
     """Values of all tensors of one element, by ``id``, with one copy per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for value in values:
-        if isinstance(value, RowDTensor):
+        if isinstance(value, DTensor):
             continue  # a part, of one element in all
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             by_device.setdefault(value.device, []).append(value)
@@ -427,7 +425,7 @@ def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool
     """Whether a saved state is as large as its unsharded parameter."""
     if place.flat is None or shape != unsharded_shape(place.flat, place.index):
         return False
-    return math.prod(shape) > 1 or name not in _SCALAR_STATES
+    return math.prod(shape) > 1 or name not in SCALAR_STATES
 
 
 def empty_like_saved(

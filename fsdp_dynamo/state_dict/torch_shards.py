@@ -1,7 +1,7 @@
 """Whole tensors of torch's own sharded values: ShardedTensor and DTensor.
 
 State dicts that FSDP1 and FSDP2 wrote hold these, and so does what
-``torch.distributed.checkpoint.optimizer`` reads. They are split by rows, our parts begin anywhere,
+``torch.distributed.checkpoint.optimizer`` reads. They may be split otherwise than ours,
 so one value at a time is gathered while it is loaded.
 """
 

@@ -145,7 +145,8 @@ def warn_of_padding(
         fqn: param.to_local() if isinstance(param, DTensor) else param
         for fqn, param in params.items()
     }
-    padding = {fqn: _padding_bytes(param, num_shards) for fqn, param in local.items()}
+    is_divided = config.groups.hierarchy is None or not config.dtensor_mesh
+    padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in local.items()}
     total, whole = sum(padding.values()), sum(param.nbytes for param in local.values())
     if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
         return
@@ -160,8 +161,14 @@ def warn_of_padding(
     )
 
 
-def _padding_bytes(param: torch.Tensor, num_shards: int) -> int:
+def _padding_bytes(param: torch.Tensor, num_shards: int, is_divided: bool) -> int:
+    """Bytes of shards beyond the parameter's own.
+
+    ``is_divided``: whether rows that do not divide by ``num_shards`` are divided nevertheless.
+    """
     padded = num_shards * rows_per_rank(param.shape, num_shards) * math.prod(param.shape[1:])
+    if not is_divided and param.dim() and len(param) % num_shards:
+        padded = num_shards * param.numel()
     return (padded - param.numel()) * param.element_size()
 
 

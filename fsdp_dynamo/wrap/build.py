@@ -188,7 +188,8 @@ def plan_units(
         for original in originals:
             fqn = join_fqn(paths[owner], original.fqn)
             _check_parameter(original.param, fqn)
-            check_parallel(original.param, fqn, config_of(owner).groups.all)
+            config = config_of(owner)
+            check_parallel(original.param, fqn, config.groups.all, config.dtensor_mesh)
             _check_embeddings(original, fqn)
             original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
     values.check([original for originals in owned.values() for original in originals])

@@ -24,7 +24,6 @@ from fsdp_dynamo.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.wrap.arguments import check_module, without_forward
@@ -89,11 +88,9 @@ def fully_shard(
 
     Without a policy call it innermost first: on every block, then on the model. The outermost
     module is the root. The order of its collectives is that of ``FullyShardedDataParallel``.
-    Parameters, gradients and the values of ``state_dict()`` are DTensors of the whole shapes, as
-    FSDP2's are, over rows that are spread unevenly: ``full_tensor()``, torch's clipping and
-    optimizers that work element by element are right, what is not right raises. Make optimizers
-    afterwards. Parameters on the meta device stay there until ``to_empty()`` or loading, unless
-    ``param_init_fn`` or ``sync_module_states`` give them values.
+    Parameters, gradients and the values of ``state_dict()`` are torch's DTensors, placed as
+    FSDP2's. Make optimizers afterwards. Parameters on the meta device stay there until
+    ``to_empty()`` or loading, unless ``param_init_fn`` or ``sync_module_states`` give them values.
 
     Args:
         module: what to shard; a compiled module is sharded below its ``torch.compile``. The modules
@@ -124,7 +121,7 @@ def fully_shard(
         reduction_group: its argument of this name.
         collective_precision: its argument of this name.
         unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
-        use_dtensor: its argument of this name; by default, where torch can (2.13 and later).
+        use_dtensor: its argument of this name; ``True`` by default.
 
     Returns:
         What was given; the class of each module is now a subclass of ``FSDPModule`` and of its own.
@@ -137,7 +134,7 @@ def fully_shard(
     (arXiv:2304.11277).
     """
     num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
-    gives_dtensors = has_own_operators() if use_dtensor is None else use_dtensor
+    gives_dtensors = use_dtensor is None or use_dtensor
     given = Arguments(
         process_group=process_group,
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),

@@ -20,7 +20,6 @@ from fsdp_dynamo.config import coerce_collective_precision, coerce_mixed_precisi
 from fsdp_dynamo.core.norms_of_parts import replace_total_norm
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.parts import has_parts, note_parts
-from fsdp_dynamo.core.row_dtensor import require_own_operators
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import hint_at_cause
 from fsdp_dynamo.module_tree import join_fqn
@@ -113,8 +112,6 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     register_exit_callback(announce_failure)
     register_exit_callback(hint_at_cause)
     record_flight_by_default()
-    if given.use_dtensor:
-        require_own_operators()
     mesh = None if groups.hierarchy else given.device_mesh  # whose order of shards is another one
     config = UnitConfig(
         groups=groups,

@@ -301,8 +301,8 @@ class FSDP2Methods(UserMethods):
 
         Args:
             comm: ``torch.distributed.fsdp``'s ``AllGather``. Its ``allocate`` is not called: the
-                output is the unsharded flat parameter, the input the shard. What it enqueues on the
-                current stream is waited for, and so is a handle that it returns.
+                input is the shard, the output what all ranks sent, one behind the other. What it
+                enqueues on the current stream is waited for, and so is a handle that it returns.
         """
         refuse_formats([self._fsdp_unit], "all_gather", "set_custom_all_gather()")
         self._fsdp_set(False, all_gather=comm)
@@ -311,8 +311,9 @@ class FSDP2Methods(UserMethods):
         """Reduce this unit's gradients by the user's collective (eager and hooks mode).
 
         Args:
-            comm: ``torch.distributed.fsdp``'s ``ReduceScatter``. Its ``allocate`` is not called.
-                What it enqueues and returns is waited for as that of ``set_custom_all_gather()``.
+            comm: ``torch.distributed.fsdp``'s ``ReduceScatter``. Its ``allocate`` is not called:
+                the input has each rank's part behind that of the rank before. What it enqueues and
+                returns is waited for as that of ``set_custom_all_gather()``.
         """
         refuse_formats([self._fsdp_unit], "reduce_scatter", "set_custom_reduce_scatter()")
         self._fsdp_set(False, reduce_scatter=comm)

@@ -343,6 +343,8 @@ class UnitModule(UserMethods):
         """A model of its own in the same process groups; compiled code is not copied."""
         for unit in self._fsdp_root.units:
             unit.write_back()
+            for original in unit.originals():
+                original.copy(memo)
         with finished_copies(memo, UnitModule._fsdp_finish_copy):
             return deep_copy(self, self._fsdp_unit, memo, is_outermost=self._fsdp_is_outermost())
 

@@ -44,20 +44,11 @@ def _clip(model: Any, fail: Fail, folder: str) -> None:
     model.clip_grad_norm_(1.0)
 
 
-def _clip_dtensors(model: Any, fail: Fail, folder: str) -> None:
-    sharded = fully_shard(make_transformer(num_blocks=1))
-    loss_of(sharded, batch(dist.get_rank(), 0)).backward()
-    fail()
-    torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
-
-
 def _copy_a_dtensor(model: Any, fail: Fail, folder: str) -> None:
-    weights: list[Any] = [fully_shard(nn.Linear(5, rows)).weight for rows in range(4, 12)]
-    weight = next(one for one in weights if not all(one._placing.rows.is_as_torchs))
-    whole = torch.zeros(weight.shape)
-    by_torch = distribute_tensor(whole, weight.device_mesh, weight.placements)
+    layer: Any = fully_shard(nn.Linear(5, 4))
+    otherwise = distribute_tensor(torch.zeros(4, 5), layer.weight.device_mesh, [Shard(1)])
     fail()
-    weight.data.copy_(by_torch)
+    layer.load_state_dict({"weight": otherwise}, strict=False)
 
 
 def _summon(model: Any, fail: Fail, folder: str) -> None:
@@ -140,7 +131,6 @@ def _save_once_more(model: Any, fail: Fail, folder: str) -> None:
 
 CASES: dict[str, Callable[[Any, Fail, str], None]] = {
     "clip_grad_norm_()": _clip,
-    "clipping DTensors": _clip_dtensors,
     "copying a DTensor": _copy_a_dtensor,
     "summon_full_params()": _summon,
     "update_whole()": _update_whole,

@@ -44,7 +44,7 @@ def _shards(layout: FlatLayout, params: list[torch.Tensor]) -> list[torch.Tensor
     for rank in range(size):
         shard = torch.zeros(layout.shard_numel)
         for param, slot in zip(params, layout.slots, strict=True):
-            chunks = (param if param.ndim else param.view(1)).chunk(size)
+            chunks = param.chunk(size) if param.ndim else [param] * size
             if rank < len(chunks):
                 rows = chunks[rank].reshape(-1)
                 shard[slot.shard_start : slot.shard_start + rows.numel()] = rows
@@ -166,8 +166,13 @@ PLANS = {
 }
 
 
-def _over_a_group(rank: int, size: int) -> list[str]:
+def _over_a_group(rank: int, size: int, transport: str) -> list[str]:
     """Plans whose gathers or reductions differ from those of one message."""
+    with mock.patch.object(collectives, "transport_of", return_value=transport):
+        return _wrong_plans(rank, size)
+
+
+def _wrong_plans(rank: int, size: int) -> list[str]:
     group = dist.group.WORLD
     assert group is not None
     wrong = []
@@ -198,9 +203,11 @@ def _without_gaps(plan: GatherPlan, shard: torch.Tensor) -> torch.Tensor:
     return torch.cat([*own, plan.packed(shard)])
 
 
+@pytest.mark.parametrize("transport", ["point_to_point", "all_to_all", "library"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_over_a_group(ranks: RankPool, size: int) -> None:
-    assert ranks.run(_over_a_group, size) == [[]] * size
+def test_over_a_group(ranks: RankPool, size: int, transport: str) -> None:
+    """gloo has the calls that other backends have."""
+    assert ranks.run(_over_a_group, size, transport) == [[]] * size
 
 
 class _Uneven(nn.Module):

@@ -20,6 +20,7 @@ from modes import in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_dynamo import (
     FSDP,
@@ -32,7 +33,6 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.process_groups import Groups
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 FULL, HIERARCHICAL = ShardingStrategy.FULL_SHARD, ShardingStrategy.HIERARCHICAL_SHARD
@@ -386,10 +386,15 @@ def _whole_dtensors(rank: int, world_size: int) -> bool:
     plain = nn.Linear(5, 16)  # all ranks have rows of the weight
     composed = copy.deepcopy(plain)
     fully_shard(composed, mesh=init_device_mesh("cpu", (2, 2)), strategy=HIERARCHICAL)
-    pairs = [*zip(composed.parameters(), plain.parameters(), strict=True)]
+    pairs: Any = [*zip(composed.parameters(), plain.parameters(), strict=True)]
     same = all(torch.equal(sharded.full_tensor(), whole) for sharded, whole in pairs)
-    norms = [sharded.norm() - whole.norm() for sharded, whole in pairs]
-    return same and max(map(abs, norms)) < 1e-5
+    norms: Any = [sharded.norm().full_tensor() - whole.norm() for sharded, whole in pairs]
+    odd: Any = fully_shard(
+        nn.Linear(5, 6), mesh=init_device_mesh("cpu", (2, 2)), strategy=HIERARCHICAL
+    )
+    kinds = [param.placements for param in (composed.weight, odd.weight)]
+    expected = [(Shard(0), Shard(0)), (Replicate(), Replicate())]
+    return same and max(map(abs, norms)) < 1e-5 and kinds == expected
 
 
 def test_whole_parameters(ranks: RankPool) -> None:
@@ -398,7 +403,6 @@ def test_whole_parameters(ranks: RankPool) -> None:
         assert wrong == []
 
 
-@pytest.mark.skipif(not has_own_operators(), reason="no DTensors on torch 2.11")
 def test_whole_dtensors(ranks: RankPool) -> None:
     assert all(ranks.run(_whole_dtensors, 4))
 

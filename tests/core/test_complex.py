@@ -56,7 +56,8 @@ def test_gradients_and_norms(rank: int, mode: str, door: str) -> None:
             model(x).sum().backward()
         model(x).sum().backward()
         close = {"rtol": 1e-5, "atol": 1e-5} if low is None else {"rtol": 0.05, "atol": 0.1}
-        for order in (2.0, 3.0, float("inf")):
+        orders = (2.0, 3.0, float("inf"))  # torch's has none of empty local tensors
+        for order in orders if door == "FSDP" else orders[:2]:
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
             if door == "FSDP":
                 got = sharded.clip_grad_norm_(float("inf"), order)

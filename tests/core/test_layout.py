@@ -57,16 +57,16 @@ def test_layout(
 def test_ranks_hold_the_rows_of_torchs_chunk(
     shapes: list[tuple[int, ...]], world_size: int, align: int
 ) -> None:
+    """A scalar, which has no rows, is on all ranks."""
     names = [str(i) for i in range(len(shapes))]
     layout = make_layout(names, shapes, world_size, align, keeps_rows=True)
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
         whole = torch.arange(slot.numel).view(shape)
-        rows = whole if shape else whole.view(1)
-        chunks = rows.chunk(world_size)
+        chunks = whole.chunk(world_size) if shape else [whole] * world_size
         for rank in range(world_size):
             part = layout.shard_range(index, rank)
             assert 0 <= part.numel <= slot.shard_numel
-            expected = chunks[rank] if rank < len(chunks) else rows[:0]
+            expected = chunks[rank] if rank < len(chunks) else whole[:0]
             assert torch.equal(part.of(whole), expected)
 
 

@@ -374,7 +374,8 @@ def _frozen() -> Transformer:
     return model
 
 
-GATHER, WAIT = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor"
+GATHER = "fsdp_dynamo_collectives::all_gather_into_tensor"
+WAIT = "_c10d_functional::wait_tensor"
 _MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _CASES: dict[str, Callable[[], FSDP]] = {
     "plain": lambda: wrap(make_transformer(num_blocks=2)),

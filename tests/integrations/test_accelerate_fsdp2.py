@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 from pool import RankPool
 
-from fsdp_dynamo.core.row_dtensor import has_own_operators
-
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
-if not has_own_operators():
-    pytest.skip("it asks parameters for their mesh", allow_module_level=True)
 
 
 def _trained(

@@ -51,6 +51,8 @@ def _pretrained(rank: int, world_size: int, name: str, how: str, folder: str) ->
     expected = model.state_dict()
     loaded = type(plain).from_pretrained(folder)
     found = loaded.state_dict()
+    if how == "composable":
+        expected = {key: value.full_tensor() for key, value in expected.items()}
     again = FSDP(type(plain).from_pretrained(folder), auto_wrap_policy=policy)
     inner = FSDP(hf_models.make(name)[0], auto_wrap_policy=policy)
     inner.module.load_state_dict(found)

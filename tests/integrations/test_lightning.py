@@ -59,7 +59,9 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], tolerance: floa
     assert expected["norms"]
     assert got["eval"] == pytest.approx(expected["eval"], rel=tolerance)
     for fqn, value in expected["whole"].items():
-        torch.testing.assert_close(got["whole"][fqn], value, rtol=0, atol=tolerance)
+        is_low = value.dtype == torch.bfloat16  # one unit in the last place of a parameter near 1
+        atol = 8e-3 if is_low else tolerance
+        torch.testing.assert_close(got["whole"][fqn], value, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def _require_same(got: dict[str, Any], expected: dict[str, Any], tolerance: floa
 def test_precision_is_lightnings(ranks: RankPool, precision: str, kind: str, mode: str) -> None:
     """What the Trainer's precision does under DDP it does here."""
     for found in ranks.run(_call, 2, "trained", kind, MODES[mode], {"precision": precision}):
-        _require_same(found["ours"], found["ddp"], 2e-6)
+        _require_same(found["ours"], found["ddp"], 1e-3 if precision == "bf16-true" else 2e-6)
 
 
 @pytest.mark.slow

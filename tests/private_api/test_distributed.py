@@ -389,34 +389,6 @@ def test_a_subclass_of_dtensor_has_its_own_operators(group: dist.ProcessGroup) -
 
 
 @pytest.mark.private(
-    "torch.utils._python_dispatch.return_and_correct_aliasing",
-    need="what was computed from whole tensors of DTensors changes its shape in place, as the "
-    "result of a vector times a matrix does",
-    instead="an error that asks for the operator that makes a view",
-)
-def test_a_subclass_changes_its_shape_in_place() -> None:
-    from torch.utils._python_dispatch import return_and_correct_aliasing
-
-    class Own(torch.Tensor):
-        @staticmethod
-        def __new__(cls, held: torch.Tensor) -> Any:
-            made: Any = torch.Tensor._make_wrapper_subclass(cls, held.shape)  # type: ignore[attr-defined]
-            made.held = held
-            return made
-
-        @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            func(args[0].held, *args[1:])
-            return return_and_correct_aliasing(func, args, kwargs or {}, args[0])
-
-    made = Own(torch.ones(3, 2))
-    assert made.unsqueeze_(0) is made
-    assert made.shape == made.held.shape == (1, 3, 2)
-
-
-@pytest.mark.private(
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "._get_root_mesh",
     "torch.distributed.tensor.placement_types._StridedShard",
@@ -440,57 +412,6 @@ def test_two_slices_of_a_mesh_make_one(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.private(
-    "._amp_foreach_non_finite_check_and_unscale_",
-    need="an overflow in one rank's rows of a DTensor is one of all ranks for torch.amp.GradScaler",
-    instead="ShardedGradScaler for DTensors, too",
-)
-def test_a_scaler_unscales_lists_of_gradients() -> None:
-    grads, found = [torch.tensor([4.0, float("inf")])], torch.zeros(1)
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.5]))
-    assert grads[0][0] == 2
-    assert found == 1
-
-
-@pytest.mark.private(
-    "torch.optim.optimizer._foreach_supported_types",
-    "torch.utils._foreach_utils",
-    "torch.utils._foreach_utils._foreach_supported_types",
-    need="optimizers and clipping that take lists of DTensors by default, where the device can",
-    instead="nothing: they take one at a time, unless foreach=True",
-)
-def test_lists_of_dtensors_are_taken() -> None:
-    from torch.distributed.tensor import DTensor
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        assert DTensor in types
-
-
-# -- collectives in traces ------------------------------------------------------------------------
-
-
-@pytest.mark.private(
-    "torch.distributed._functional_collectives.all_gather_tensor",
-    "torch.distributed._functional_collectives.all_reduce",
-    "torch.distributed._functional_collectives.wait_tensor",
-    need="collectives of DTensors over rows in compiled code; what others write in place is not "
-    "in a trace",
-    instead="operators of our own around the collectives of comm",
-)
-def test_collectives_in_a_trace(group: dist.ProcessGroup) -> None:
-    from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, wait_tensor
-
-    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return wait_tensor(all_reduce(x, "sum", group)), wait_tensor(all_gather_tensor(x, 0, group))
-
-    x = torch.arange(4.0)
-    reduced, gathered = torch.compile(both, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(reduced, x * group.size())
-    assert torch.equal(gathered, x.repeat(group.size()))
-
-
-@pytest.mark.private(
     "Module._ddp_params_and_buffers_to_ignore",
     need="an error by name where DistributedDataParallel wraps a unit: it asks for this first, and "
     "then waits for ranks whose parameters have another size",
@@ -505,3 +426,37 @@ def test_ddp_asks_what_to_ignore_before_it_communicates() -> None:
 
     with pytest.raises(LookupError):
         nn.parallel.DistributedDataParallel(Refusing(1, 1))
+
+
+@pytest.mark.private(
+    "torch.distributed._functional_collectives.all_reduce",
+    "torch.distributed._functional_collectives.wait_tensor",
+    need="the norm of gradients in a compiled train step; what others write in place is not in a "
+    "trace",
+    instead="operators of our own around the collectives of comm",
+)
+def test_collectives_in_a_trace(group: dist.ProcessGroup) -> None:
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return wait_tensor(all_reduce(x, "sum", group))
+
+    x = torch.arange(4.0)
+    reduced = torch.compile(summed, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(reduced, x * group.size())
+
+
+@pytest.mark.private(
+    "._optimizer_step_pre_hooks",
+    "._optimizer_step_post_hooks",
+    need="hooks of a step are refused where they would see local tensors",
+    instead="register_step_pre_hook() of the instance, replaced by one that raises",
+)
+def test_an_optimizer_knows_its_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    assert not optimizer._optimizer_step_pre_hooks
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert (
+        len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+    )

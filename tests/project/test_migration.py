@@ -127,13 +127,10 @@ def _habits(rank: int, world_size: int, strategy: str) -> tuple[Any, Any]:
 def test_habits_that_are_not_kept(
     ranks: RankPool, strategy: str, theirs: list[int], ours: list[int]
 ) -> None:
-    empty = set()
-    for (counts, expected), (own_counts, got) in ranks.run(_habits, 2, strategy):
+    for (counts, _), (own_counts, got) in ranks.run(_habits, 2, strategy):
         assert counts == theirs
         assert own_counts == ours
         assert None not in got
-        empty |= {shape for shape, one in zip(got, expected, strict=True) if one is None}
-    assert empty == {(0,)}
 
 
 def test_fields_of_accelerates_plugin() -> None:

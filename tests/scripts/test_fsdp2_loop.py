@@ -16,11 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_dynamo
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 
 FullyShard = Callable[..., Any]
-
-pytestmark = pytest.mark.skipif(not has_own_operators(), reason="no DTensors on torch 2.11")
 
 
 def _sharded(fully_shard: FullyShard, seed: int) -> Any:

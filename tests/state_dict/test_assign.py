@@ -9,11 +9,16 @@ import torch
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import FSDP, FSDPValueError, MixedPrecision, StateDictType, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
+
+
+def _whole_value(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _plain() -> nn.Module:
@@ -92,7 +97,11 @@ def _assigned(
     after = dict(model.named_parameters())
     others = [name for name, tensor in held.items() if after[name] is not tensor]
     state = model.state_dict()
-    wrong = [name for name, value in _values().items() if not torch.equal(state[name], value)]
+    wrong = [
+        name
+        for name, value in _values().items()
+        if not torch.equal(_whole_value(state[name]), value)
+    ]
     return wrong, others, expected, _losses(model, optimizer)
 
 

@@ -39,11 +39,9 @@ from fsdp_dynamo import (
     checkpoint,
     fully_shard,
 )
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-DTENSORS = pytest.mark.skipif(not has_own_operators(), reason="not on torch 2.11")
 FSDP1 = upstream.FullyShardedDataParallel
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -144,16 +142,11 @@ def _through_files(rank: int, world_size: int, writer: str, reader: str, folder:
         ("FSDP2", "wrapper"),
         ("FSDP1", "wrapper"),
         ("FSDP1", "composable"),
-        *[
-            pytest.param(*pair, marks=DTENSORS)
-            for pair in (
-                ("DTensors", "FSDP2"),
-                ("FSDP2", "DTensors"),
-                ("wrapper", "DTensors"),
-                ("DTensors", "one unit"),
-                ("FSDP1", "DTensors"),
-            )
-        ],
+        ("DTensors", "FSDP2"),
+        ("FSDP2", "DTensors"),
+        ("wrapper", "DTensors"),
+        ("DTensors", "one unit"),
+        ("FSDP1", "DTensors"),
     ],
 )
 def test_through_files(ranks: RankPool, tmp_path: Path, writer: str, reader: str) -> None:
@@ -321,7 +314,7 @@ def _options(rank: int, world_size: int, how: str) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("how", ["wrapper", pytest.param("DTensors", marks=DTENSORS)])
+@pytest.mark.parametrize("how", ["wrapper", "DTensors"])
 def test_options(ranks: RankPool, how: str) -> None:
     for found in ranks.run(_options, 2, how):
         assert [what for what, holds in found.items() if not holds] == []
@@ -358,7 +351,6 @@ def _read(rank: int, world_size: int, reader: str, folder: str) -> dict[str, tor
     return _whole(fresh)
 
 
-@DTENSORS
 @pytest.mark.parametrize("pair", [("DTensors", "FSDP2"), ("FSDP2", "DTensors")], ids="-".join)
 def test_other_world_sizes(ranks: RankPool, tmp_path: Path, pair: tuple[str, str]) -> None:
     """Files of three ranks of one library, read by two of the other."""

@@ -229,8 +229,7 @@ def test_optim_input_is_not_changed(rank: int) -> None:
 def _lbfgs(door: str) -> Pair:
     model: nn.Module = make_classifier()
     if door != "plain":
-        strategy = ShardingStrategy.NO_SHARD
-        model = _front(door) if door == "fully_shard" else shard(model, sharding_strategy=strategy)
+        model = shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
     return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=2)
 
 
@@ -244,10 +243,13 @@ def _with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
     return [optimizer.step(closure).item() for _ in range(2)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("door", ["not sharded", "fully_shard"])
 @on_ranks(2)
-def test_lbfgs(rank: int, door: str) -> None:
-    """Its state is of all parameters together, and there is none without a closure."""
+def test_lbfgs(rank: int) -> None:
+    """Its state is of all parameters together, and there is none without a closure.
+
+    torch's runs on no DTensors whose rows do not divide.
+    """
+    door = "not sharded"
     plain = _lbfgs("plain")
     expected = _with_closure(*plain) + _with_closure(*plain)
     for way, resume in RESUMES.items():

@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_dynamo import FSDP, ShardingStrategy, StateDictType, fully_shard
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.errors import FSDPError
 
 DOORS = ("wrapper", "one unit", "not sharded", "fully_shard", "dtensor")
@@ -84,9 +83,8 @@ def draw(seed: int) -> ResumeProgram:
     """The program of a seed."""
     rng = random.Random(seed)
     way = rng.choice(list(RESUMES))
-    doors = DOORS if has_own_operators() else DOORS[:-2]
-    door = rng.choice(doors)
-    into = door if way in SAME_SHARDING or rng.random() < 0.5 else rng.choice(doors)
+    door = rng.choice(DOORS)
+    into = door if way in SAME_SHARDING or rng.random() < 0.5 else rng.choice(DOORS)
     numbers = rng.sample(range(NUM_PARAMETERS), NUM_PARAMETERS)
     added = numbers.pop() if rng.random() < 0.1 else None
     cuts = sorted(rng.sample(range(1, len(numbers)), rng.randint(0, 2)))

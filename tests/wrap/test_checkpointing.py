@@ -108,13 +108,16 @@ def _compare(rank: int, world_size: int, mode: str, selective: bool, autocast: b
     ],
 )
 def test_against_fsdp2(ranks: RankPool, mode: str, selective: bool, autocast: bool) -> None:
-    """The same losses, no surplus all-gathers, and a peak at most 5 % higher."""
+    """The same losses, no surplus all-gathers, and a peak at most 5 % higher, beside a message in
+    which small parameters are packed."""
+    largest = max(_checkpointed(selective).blocks, key=lambda block: 0)
+    message = sum(4 * param.numel() for param in largest.parameters())
     results = ranks.run(_compare, 2, mode, selective, autocast)
     for (losses, peak, counts), (got, own_peak, own) in results:
         assert got == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
         assert own["all_gather"] <= counts["all_gather"]
         assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
-        assert own_peak <= 1.05 * peak
+        assert own_peak <= 1.05 * peak + message
 
 
 class _Segments(nn.Module):

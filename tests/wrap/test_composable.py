@@ -30,14 +30,13 @@ from fsdp_dynamo import (
     record_events,
     replicate,
 )
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 POLICY = ModuleWrapPolicy({Block})
 
 
 def _is_sharded(param: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) if has_own_operators() else param.ndim == 1
+    return isinstance(param, DTensor)
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -178,7 +177,6 @@ def _replicated_above(rank: int, world_size: int) -> tuple[Any, Any]:
     return expected, train(model, rank)[0]
 
 
-@pytest.mark.skipif(not has_own_operators(), reason="DDP takes plain parts for whole parameters")
 def test_torchs_replicate_above_fully_shard(ranks: RankPool) -> None:
     for expected, got in ranks.run(_replicated_above, 2):
         assert got == pytest.approx(expected, rel=1e-5)
@@ -238,7 +236,7 @@ def _stays_the_users(rank: int, world_size: int) -> dict[str, bool]:
         "slices are plain": type(model.inner[:1]) is nn.Sequential,
         "a copy is another model": torch.allclose(model(x), plain(x)) and not copied(x).abs().sum(),
         "state dict": list(state) == list(plain.state_dict())
-        and all(torch.equal(v, state[k]) for k, v in plain.state_dict().items()),
+        and all(torch.equal(v, _whole(state[k])) for k, v in plain.state_dict().items()),
         "loaded": all(
             torch.equal(_whole(v), _whole(state[k]) + 1) for k, v in loaded.state_dict().items()
         ),
@@ -308,10 +306,12 @@ def _names(rank: int, world_size: int, order: tuple[str, ...]) -> tuple[bool, bo
             apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     state = {key: value.clone() for key, value in model.state_dict().items()}
     same = list(state) == list(plain.state_dict()) and all(
-        torch.equal(value, state[key]) for key, value in plain.state_dict().items()
+        torch.equal(value, _whole(state[key])) for key, value in plain.state_dict().items()
     )
     model.load_state_dict({key: value + 1 for key, value in state.items()})
-    loaded = all(torch.equal(v, state[k] + 1) for k, v in model.state_dict().items())
+    loaded = all(
+        torch.equal(_whole(v), _whole(state[k]) + 1) for k, v in model.state_dict().items()
+    )
     model.load_state_dict(plain.state_dict())
     return same, loaded, expected, train(model, rank)[0]
 
@@ -453,6 +453,6 @@ def test_arguments(ranks: RankPool) -> None:
         assert found == [
             ["SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "FULL_SHARD"],
             "torch.bfloat16",
-            [(2, 2) if has_own_operators() else (2,), (2,)],
+            [(2, 2), (2,)],
             ["torch.bfloat16", "torch.float32"],
         ]

@@ -24,11 +24,6 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_dynamo import FSDP, FSDPStateError, fully_shard
-from fsdp_dynamo.core.row_dtensor import has_own_operators
-
-pytestmark = pytest.mark.skipif(
-    not has_own_operators(), reason="plain parameters get their values when they are sharded"
-)
 
 
 def _on_meta(**kwargs: Any) -> Any:
@@ -122,6 +117,8 @@ def _trained(
     WAYS[way](model, folder)
     is_same = all(a is b for a, b in zip(params, model.parameters(), strict=True))
     plain = _reference(tied)
+    if way in ("to_empty", "module by module"):  # each rank has drawn values of its own
+        plain.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
     runs, optimizer = (
         in_mode(model, mode),
         torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
@@ -175,7 +172,6 @@ def _used_too_early(rank: int, world_size: int) -> dict[str, str]:
         "forward": lambda: loss_of(model, batch(0, rank)),
         "graph": lambda: loss_of(in_mode(model, "graph"), batch(0, rank)),
         "unshard": model.unshard,
-        "full_tensor": lambda: model.head.weight.full_tensor(),
         "whole values": lambda: get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True)
         ),
@@ -194,7 +190,6 @@ def _used_too_early(rank: int, world_size: int) -> dict[str, str]:
 def test_a_use_without_values_is_refused(ranks: RankPool) -> None:
     for errors in ranks.run(_used_too_early, 2):
         assert "Cannot copy out of meta tensor" in errors.pop("device")
-        assert "'head.weight'" in errors["full_tensor"]
         for text in errors.values():
             assert "meta device" in text
             assert "to_empty" in text
@@ -212,8 +207,10 @@ def _in_parts(rank: int, world_size: int) -> tuple[str, list[bool], float]:
     model.load_state_dict({"embed.weight": rest["embed.weight"]}, strict=False)
     model.blocks[0].qkv.to_empty(device="cpu", recurse=False)
     with torch.no_grad():
-        model.blocks[0].qkv.weight.copy_(rest["blocks.0.qkv.weight"])
-        model.blocks[0].qkv.bias.copy_(values["blocks.0.qkv.bias"])
+        for name in ("weight", "bias"):
+            param, value = getattr(model.blocks[0].qkv, name), {**values, **rest}
+            whole = value[f"blocks.0.qkv.{name}"]
+            param.copy_(distribute_tensor(whole, param.device_mesh, param.placements))
     loss = loss_of(model, batch(0, rank))
     return error, lacking, abs(loss.item() - loss_of(plain, batch(0, rank)).item())
 

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_dynamo import FSDP, fully_shard, record_events
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 
 Pick = Callable[[Transformer], list[nn.Module]]
 
@@ -233,12 +232,11 @@ def _saved(rank: int, world_size: int) -> dict[str, Any]:
     found["shares"] = copied.embed._fsdp_own_unit is copied.head._fsdp_own_unit
     found["is new"] = copied.embed._fsdp_own_unit is not model.embed._fsdp_own_unit
     found["no grad"] = model.head.weight.grad is None
-    if has_own_operators():
-        theirs = _shard(_model("embed, head", "plain"), "embed, head", upstream)
-        whole = {key: value.full_tensor() for key, value in saved.items()}
-        set_model_state_dict(theirs, whole, options=StateDictOptions(full_state_dict=True))
-        values = get_model_state_dict(theirs)
-        found["torch's"] = {key: _full(value) for key, value in values.items()}
+    theirs = _shard(_model("embed, head", "plain"), "embed, head", upstream)
+    whole = {key: value.full_tensor() for key, value in saved.items()}
+    set_model_state_dict(theirs, whole, options=StateDictOptions(full_state_dict=True))
+    values = get_model_state_dict(theirs)
+    found["torch's"] = {key: _full(value) for key, value in values.items()}
     return found
 
 

@@ -14,10 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import FSDP, fully_shard
-from fsdp_dynamo.core.row_dtensor import has_own_operators
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-
-pytestmark = pytest.mark.skipif(not has_own_operators(), reason="parameters are 1-D there")
 
 
 def _sharded() -> Any:

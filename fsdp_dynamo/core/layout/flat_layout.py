@@ -17,7 +17,7 @@ themselves come first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +40,8 @@ class Slot:
         offset: first element in the unsharded flat parameter.
         shard_start: first element in each shard.
         shard_numel: elements that a shard has room for: the same on all ranks.
+        copies: how often it is in the unsharded flat parameter: one that is not divided, such as a
+            scalar, may be in each shard.
     """
 
     fqn: str
@@ -47,6 +49,7 @@ class Slot:
     offset: int
     shard_start: int
     shard_numel: int
+    copies: int = 1
 
     @property
     def numel(self) -> int:
@@ -56,7 +59,7 @@ class Slot:
     @property
     def end(self) -> int:
         """Where it ends in the flat parameter, in elements."""
-        return self.offset + self.numel
+        return self.offset + self.numel * self.copies
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class FlatLayout:
     @cached_property
     def padding_numel(self) -> int:
         """Elements that belong to no parameter, gaps included."""
-        return self.padded_numel - sum(slot.numel for slot in self.slots)
+        return self.padded_numel - sum(slot.end - slot.offset for slot in self.slots)
 
     @property
     def split_sizes(self) -> tuple[int, ...]:
@@ -195,16 +198,33 @@ class FlatLayout:
     @cached_property
     def _shaped(self) -> list[tuple[int, tuple[int, ...] | None]]:
         """For each slot, the index of its piece and the shape to give it (``None``: it has it)."""
-        shapes = [None if len(slot.shape) == 1 else slot.shape for slot in self.slots]
+        shapes = [
+            None if len(slot.shape) == 1 or slot.copies > 1 else slot.shape for slot in self.slots
+        ]
         return list(zip(self.split_slots, shapes, strict=True))
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return _cut([(slot.offset, slot.numel) for slot in self.slots], self.padded_numel)
+        ranges = [(slot.offset, slot.end - slot.offset) for slot in self.slots]
+        return _cut(ranges, self.padded_numel)
+
+    @cached_property
+    def _copied(self) -> tuple[int, ...]:
+        """Indices of slots that are in each shard."""
+        return tuple([index for index, slot in enumerate(self.slots) if slot.copies > 1])
+
+    def repeat(self, unsharded: torch.Tensor) -> None:
+        """Let all copies of a parameter be what the first one is."""
+        for index in self._copied:
+            slot = self.slots[index]
+            copies = unsharded[slot.offset : slot.end].view(slot.copies, -1)
+            copies[1:] = copies[0]
 
     def shard_range(self, index: int, rank: int) -> ShardRange:
         """Which part of the parameter in slot ``index`` a rank holds."""
         slot = self.slots[index]
+        if slot.copies > 1 or (self.keeps_rows and not slot.shape):
+            return ShardRange(0, slot.shard_start, slot.numel, slot.shape)
         each, rows = rows_per_rank(slot.shape, self.world_size), (*slot.shape, 1)[0]
         held = max(0, min(each, rows - rank * each))
         shape = held, *slot.shape[1:]
@@ -243,13 +263,18 @@ class FlatLayout:
     def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
         """Cut a tensor ``(padded_numel,)`` into the parameters' shapes (views)."""
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
-        return [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._shaped]
+        views = [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._shaped]
+        for index in self._copied:
+            slot = self.slots[index]
+            views[index] = views[index][: slot.numel].view(slot.shape)
+        return views
 
     def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write values in the parameters' shapes into ``(padded_numel,)``, in one pass.
 
         Gaps and padding become zero, parameters without a value ``NO_VALUE``.
         """
+        values = self._with_copies(values)
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
         for i in self.split_gaps:
             pieces[i].zero_()
@@ -291,6 +316,7 @@ class FlatLayout:
             flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
             self.fill(flat, values)
             return flat
+        values = self._with_copies(values)
         fills_all = self.padding_numel == 0 and not plan.packed_start
         if fills_all and all(value is not None for value in values):
             return self._concatenated(values, size, dtype)
@@ -325,7 +351,8 @@ class FlatLayout:
         else:
             columns = plan.packed(flat, size).view(size, -1)[:, first - plan.packed_start :]
             column = columns[:, :width]
-            full, rest = divmod(slot.numel, width) if width else (0, 0)
+            numel = slot.end - slot.offset
+            full, rest = divmod(numel, width) if width else (0, 0)
             places = [column[:full], column[full, :rest] if rest else column[:0]]
             gaps = [column[full, rest:] if rest else column[:0], column[full + bool(rest) :]]
             gaps.append(columns[:, width:room])
@@ -337,6 +364,18 @@ class FlatLayout:
         bounds = sorted({slot.shard_start for slot in self.slots if slot.numel})
         following = dict(zip(bounds, [*bounds[1:], self.shard_numel], strict=True))
         return [following[s.shard_start] - s.shard_start if s.numel else 0 for s in self.slots]
+
+    def _with_copies(self, values: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Values, each as often as it is in the flat parameter."""
+        if not self._copied:
+            return values
+        expanded = [*values]
+        for index in self._copied:
+            value = expanded[index]
+            if value is not None:
+                expanded[index] = value.reshape(1, -1).expand(self.slots[index].copies, -1)
+                expanded[index] = expanded[index].reshape(-1)  # type: ignore[union-attr]
+        return expanded
 
     def _concatenated(
         self, values: Sequence[torch.Tensor | None], size: int, dtype: torch.dtype
@@ -366,6 +405,7 @@ def make_layout(
     direct_numel: int | None = None,
     *,
     keeps_rows: bool = False,
+    undivided: Collection[int] = (),
 ) -> FlatLayout:
     """Lay parameters out, those that are gathered by themselves first.
 
@@ -376,9 +416,19 @@ def make_layout(
         align_numel: every parameter starts at a multiple of it.
         direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
             none is.
-        keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
+        keeps_rows: whether parts have the shape of rows, and scalars are in each shard; otherwise
+            parts are 1-D.
+        undivided: indices of others that are in each shard.
     """
-    numels = [rows_per_rank(shape, world_size) * math.prod(shape[1:]) for shape in shapes]
+    copies = [
+        world_size if index in undivided or (keeps_rows and not shape) else 1
+        for index, shape in enumerate(shapes)
+    ]
+    rows = [rows_per_rank(shape, world_size) for shape in shapes]
+    numels = [
+        math.prod(shape) if number > 1 else each * math.prod(shape[1:])
+        for shape, number, each in zip(shapes, copies, rows, strict=True)
+    ]
     is_direct = [direct_numel is not None and numel >= max(1, direct_numel) for numel in numels]
     starts, ends, packed_start = [0] * len(shapes), [0], 0
     for wanted in (True, False):
@@ -387,8 +437,17 @@ def make_layout(
             ends.append(starts[index] + numels[index])
         packed_start = packed_start if not wanted else -(-ends[-1] // align_numel) * align_numel
     slots = tuple(
-        Slot(fqn, tuple(shape), world_size * start, start, numel)
-        for fqn, shape, start, numel in zip(fqns, shapes, starts, numels, strict=True)
+        Slot(
+            fqn,
+            tuple(shape),
+            world_size * start,
+            start,
+            numel,
+            number,
+        )
+        for fqn, shape, start, numel, number in zip(
+            fqns, shapes, starts, numels, copies, strict=True
+        )
     )
     end = max(1, ends[-1])
     plan = one_slice(end) if world_size == 1 else _plan(slots, is_direct, packed_start, end)
