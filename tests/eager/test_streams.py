@@ -429,13 +429,13 @@ def _wait_on_the_wrong_stream(unit: Unit) -> None:
         WAIT_GATHERS(unit)
 
 
-def _allocate_on_the_computing_stream(unit: Unit, phase: Any) -> None:
+def _allocate_on_the_computing_stream(unit: Unit, phase: Any) -> Any:
     streams = unit._side_streams()
     assert streams is not None
     with streams._module.stream(streams._module.default_stream()):
         for flat in unit.flats:
             flat.allocate()
-    ISSUE(unit, phase)
+    return ISSUE(unit, phase)
 
 
 def _forget_buffers(handle: Any, works: Any, buffers: Any = (), *args: Any, **kwargs: Any) -> None:
