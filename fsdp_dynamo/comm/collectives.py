@@ -245,7 +245,7 @@ def issue_reduce_mean(
         if wire is not None and output is unsharded:
             return _issue_encoded_all_reduce(output, unsharded, group, event, entry, wire, may_lack)
         if wire is not None:
-            if plan is not None and not plan.is_one_slice and not has_message:
+            if plan is not None and not has_message:
                 unsharded = plan.message_of(unsharded.data, group.size())
             return _issue_encoded_mean(output, unsharded, group, event, entry, wire, may_lack)
         return _issue_reduce_mean(

@@ -140,7 +140,12 @@ class GatherPlan:
             torch.split_with_sizes_copy(rows, self.widths, 1, out=self.places(unsharded, size))
 
     def message_of(self, unsharded: torch.Tensor, size: int) -> torch.Tensor:
-        """The packed pieces of a buffer as a message: rank-major, ``(size * packed_numel,)``."""
+        """The packed pieces of a buffer as a message: rank-major, ``(size * packed_numel,)``.
+
+        A buffer of one slice is a message as it is.
+        """
+        if self.is_one_slice:
+            return unsharded
         packed = self.packed(unsharded, size)
         if _is_indexed(packed):
             _, order = self._orders(size, packed.device)

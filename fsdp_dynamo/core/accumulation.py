@@ -274,7 +274,6 @@ class UnshardedSum:
         """
         if self.total is None:
             return
-        self._layout.repeat(self.total.data)
         grads = [param.grad for _, param in self._shown]
         for original, grad, shown in zip(self._originals, grads, self._grads, strict=True):
             if grad is not None and grad is not shown:
@@ -288,8 +287,8 @@ class UnshardedSum:
         for index, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
             if grad is None:
                 view.fill_(NO_VALUE)
-                self._layout.repeat(self.total.data)
                 self._reduced[index] = None
+        self._layout.repeat(self.total.data)  # what the user has done to the first copies
 
     def _show(self, unused: Collection[int]) -> None:
         for index, ((_, param), grad) in enumerate(zip(self._shown, self._grads, strict=True)):

@@ -320,39 +320,39 @@ class FlatParameter:
         least = collectives.DIRECT_BYTES[collectives.transport_of(self.group, device)]
         return None if least is None else least // self.param_dtype.itemsize
 
-    def gather_plan(self, shard: torch.Tensor, *, is_packed: bool) -> GatherPlan:
+    def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
         """How it is gathered.
 
         Args:
-            shard: what this rank sends: its shard, or a piece.
+            numel: elements that this rank sends: of its shard, or of a piece.
             is_packed: whether everything is one message.
         """
         plan = self.layout.plan.all_packed if is_packed else self.layout.plan
-        return plan.scaled(shard.numel() // self.layout.shard_numel)
-
-    def plans_in_graph(self, is_full_precision: bool) -> tuple[GatherPlan, list[GatherPlan]]:
-        """How a graph gathers it, and how its reduce-scatters divide its gradient, in order."""
-        wires, plan = self.wires(is_full_precision), self.layout.plan
-        reduce = plan if wires.reduce is None else plan.all_packed
-        if self.hierarchy is not None:
-            of_node = plan.scaled(self.hierarchy.across.size())
-            return of_node, [of_node, reduce]
-        return (plan if wires.gather is None else plan.all_packed), [reduce]
+        return plan.scaled(numel // self.layout.shard_numel)
 
     @property
     def needs_copy_out(self) -> bool:
         """Whether what is gathered is copied, or decoded, before it is read."""
-        if self.gather_wire is not None or self.grad_sum.settings.all_gather is not None:
-            return self.is_sharded
-        return self.is_sharded and bool(self.layout.plan.widths)
+        is_packed = self.gather_wire is not None or self.grad_sum.settings.all_gather is not None
+        return self.is_sharded and (is_packed or bool(self.layout.plan.widths))
+
+    def reduce_plans(self, wires: Wires) -> tuple[GatherPlan, ...]:
+        """How its gradient is reduced: where ranks have a hierarchy, in a node, then between them.
+
+        Args:
+            wires: the formats; one of reductions packs everything, and so do the user's own.
+        """
+        plan, is_custom = self.layout.plan, self.comm_hook or self.grad_sum.settings.reduce_scatter
+        last = plan.all_packed if is_custom or wires.reduce is not None else plan
+        if self.hierarchy is None:
+            return (last,)
+        first = plan.all_packed if is_custom else plan
+        return first.scaled(self.hierarchy.across.size()), last
 
     @property
     def reduce_plan(self) -> GatherPlan:
-        """How its gradient is reduced, first of all in a node where ranks have a hierarchy."""
-        plan, is_custom = self.layout.plan, self.comm_hook or self.grad_sum.settings.reduce_scatter
-        if self.hierarchy is not None:
-            return (plan.all_packed if is_custom else plan).scaled(self.hierarchy.across.size())
-        return plan.all_packed if is_custom or self.reduce_wire is not None else plan
+        """The first of ``reduce_plans`` now."""
+        return self.reduce_plans(self.wires(self.is_full_precision))[0]
 
     @property
     def unsharded_bytes(self) -> int:
@@ -581,9 +581,8 @@ class FlatParameter:
             old, new = (self.shard_layout.split(one) for one in (self.sharded, shard))
             for index in kept:
                 new[index].copy_(old[index])
-        if (
-            self.layout.padding_numel and not shard.is_meta
-        ):  # what belongs to no parameter stays zero
+        if self.layout.padding_numel and not shard.is_meta:
+            # What belongs to no parameter stays zero.
             given, shard = shard, torch.zeros_like(shard)
             for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
                 place.copy_(part)

@@ -95,7 +95,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         increment_version(_dtensors_of(optimizer))
 
 
-def _dtensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [param for param in params if isinstance(param, DTensor)]
 
@@ -182,10 +182,8 @@ def _refuse_sums(optimizer: Optimizer) -> None:
     A plain scalar torch would take for one that all ranks have.
     """
     for param in _dtensors_of(optimizer):
-        grad = param.grad
-        if grad is None or (isinstance(grad, DTensor) and grad.device_mesh is param.device_mesh):  # type: ignore[attr-defined]
-            continue
-        if not isinstance(grad, DTensor) or grad.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+        grad, mesh = param.grad, param.device_mesh
+        if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == mesh):
             raise FSDPStateError(
                 expected="gradients that are reduced, DTensors as their parameters",
                 got="a plain tensor, as steps under no_sync() leave it",

@@ -117,7 +117,7 @@ def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = Tru
     if flat.is_sharded:
         output = flat.layout.plan.new_shard(unsharded_grad)
         if flat.comm_hook is not None and not given.has_message:
-            unsharded_grad = _rank_major(unsharded_grad, flat.reduce_plan, flat.group)
+            unsharded_grad = flat.reduce_plan.message_of(unsharded_grad, flat.group.size())
     if flat.comm_hook is not None:
         event = _begin(flat, output, unsharded_grad)
         began_ns = events.blocked_since(event)
@@ -136,9 +136,9 @@ def _issue_on_levels(
     flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
 ) -> PendingReduce:
     """Start the mean inside a node; that between nodes, which may have a format, follows."""
-    plan, settings = flat.layout.plan, flat.grad_sum.settings
-    secondary = flat.reduce_plan.new_shard(given.flat)
-    in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=flat.reduce_plan)
+    in_node, plan = flat.reduce_plans(flat.wires(flat.is_full_precision))
+    secondary = in_node.new_shard(given.flat)
+    in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
     output = plan.new_shard(given.flat)
     between = partial(
         _issue_mean,
@@ -148,14 +148,9 @@ def _issue_on_levels(
         UnshardedGrad(secondary),
         flat.reduce_wire,
         may_lack,
-        plan.all_packed if settings.reduce_scatter or flat.reduce_wire else plan,
+        plan,
     )
     return PendingReduce(flat, in_flight, output, between)
-
-
-def _rank_major(grad: torch.Tensor, plan: GatherPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """An unsharded gradient as the user's own collectives expect it; ``plan`` packs everything."""
-    return grad if plan.is_one_slice else plan.message_of(grad, group.size())
 
 
 @torch.no_grad()
@@ -259,7 +254,7 @@ def _issue_mean(
             has_message=given.has_message,
         )
     if plan is not None and not given.has_message:
-        grad = _rank_major(grad, plan, group)
+        grad = plan.message_of(grad, group.size())
     op, divisor = collectives.divide_first(grad, group, settings.sums_only)
     divide = collectives.divide_after(output, op, divisor)
     return collectives.issue_custom(

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.comm.process_groups import Groups, served_device
 from fsdp_dynamo.core.layout.flat_layout import FlatLayout, ShardRange, Slot
-from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.errors import FSDPStateError
 
 
@@ -33,7 +32,6 @@ class Rows:
         parts: one per rank.
         group: the ranks, in the order of the parts.
         fqn: of the parameter, for messages.
-        parallel: how tensor parallelism has split it before, if it has.
     """
 
     def __init__(
@@ -42,13 +40,10 @@ class Rows:
         parts: Sequence[ShardRange],
         group: dist.ProcessGroup,
         fqn: str,
-        parallel: TensorParallel | None = None,
     ) -> None:
         self.fqn = fqn
         self.group = group
-        self.parallel = parallel
         self.slot, self.parts = slot, tuple(parts)
-        self.part: ShardRange = self.parts[group.rank()]
 
     def __reduce__(self) -> Any:
         """In a file there are no ranks."""
@@ -57,16 +52,6 @@ class Rows:
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         """Groups of ranks are shared between copies."""
         return self
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole parameter in the plain model."""
-        return torch.Size(self.slot.shape) if self.parallel is None else self.parallel.shape
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over which its elements are spread: those of a sum over all of them."""
-        return (self.group, *(self.parallel.splitting_groups if self.parallel else ()))
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Rank in the default group, first element and end of each part, in order."""
@@ -98,21 +83,14 @@ class Rows:
         each = received.view(-1, longest)
         order = sorted(range(len(sizes)), key=lambda rank: self.parts[rank].param_start)
         held = [each[rank][: sizes[rank]] for rank in order]
-        whole = torch.cat(held).to(local.device).view(self.slot.shape)
-        return whole if self.parallel is None else self.parallel.whole(whole)
+        return torch.cat(held).to(local.device).view(self.slot.shape)
 
 
-def rows_in(
-    layout: FlatLayout,
-    index: int,
-    groups: Groups,
-    fqn: str,
-    parallel: TensorParallel | None = None,
-) -> Rows:
+def rows_in(layout: FlatLayout, index: int, groups: Groups, fqn: str) -> Rows:
     """``Rows`` of the parameter in slot ``index`` of a flat parameter."""
     if layout.world_size == 1:  # in its own shape, also where rows would be other ones
         parts = [layout.whole().ranges[index]]
     else:
         ranks = range(layout.world_size)
         parts = [layout.shard_range(index, groups.shard_of(rank)) for rank in ranks]
-    return Rows(layout.slots[index], parts, groups.shard, fqn, parallel)
+    return Rows(layout.slots[index], parts, groups.shard, fqn)

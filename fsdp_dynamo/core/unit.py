@@ -289,7 +289,7 @@ class Unit:
     ) -> InFlight:
         event = events.begin(self.fqn, "all_gather", phase, output.nbytes)
         custom = self.settings.all_gather
-        plan = flat.gather_plan(shard, is_packed=custom is not None or wire is not None)
+        plan = flat.gather_plan(shard.numel(), is_packed=custom is not None or wire is not None)
         if custom is None:
             return collectives.issue_all_gather(
                 output, shard, group, event, self.fqn, wire=wire, plan=plan

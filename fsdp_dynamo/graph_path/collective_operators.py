@@ -50,8 +50,7 @@ def reduce_scatter_tensor(
         group_name: its registered name.
         plan: the gather plan, encoded.
     """
-    packed = decode(plan).all_packed
-    message = grad if packed.is_one_slice else packed.message_of(grad, group_size)
+    message = decode(plan).all_packed.message_of(grad, group_size)
     reduced = _C10D.reduce_scatter_tensor(message, reduce_op, group_size, group_name)
     own: torch.Tensor = _C10D.wait_tensor(reduced)
     return own

@@ -104,9 +104,11 @@ def _describe_views(flat: FlatParameter) -> ViewConstants:
 def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:
     gathers, reductions = groups_in_graph(flat)
     num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
-    gather_plan, reduce_plans = flat.plans_in_graph(unit.wants_full_precision)
     dtypes = flat.dtypes(unit.wants_full_precision)
     wires = flat.wires(unit.wants_full_precision)
+    gather_wire = wires.gather if flat.hierarchy is None else None  # that between nodes is over
+    num_shards = 1 if flat.hierarchy is None else flat.hierarchy.across.size()  # that it sends
+    num_sent = num_shards * flat.layout.shard_numel
     return FlatConstants(
         unit=unit.fqn,
         group_name=gathers.group_name,
@@ -115,8 +117,8 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
         scatters=tuple(
             [group.size() if i < num_scatters else 0 for i, group in enumerate(reductions)]
         ),
-        gather_plan=gather_plan.encode(),
-        reduce_plans=tuple([plan.encode() for plan in reduce_plans[:num_scatters]]),
+        gather_plan=flat.gather_plan(num_sent, is_packed=gather_wire is not None).encode(),
+        reduce_plans=tuple([plan.encode() for plan in flat.reduce_plans(wires)[:num_scatters]]),
         is_sharded=flat.is_sharded,
         requires_grad=flat.requires_grad,
         param_dtype=_name(dtypes.param),
@@ -130,7 +132,7 @@ def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool
             "forward",
             ordinal,
             reshards,
-            text_of(wires.gather if flat.hierarchy is None else None),  # that between nodes is over
+            text_of(gather_wire),
         ).encode(),
         reduce_marks=_reduce_marks(unit, ordinal, len(reductions), num_scatters, wires),
         offloaded_from=str(flat.device) if flat.is_offloaded else "",

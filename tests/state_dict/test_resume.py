@@ -226,9 +226,9 @@ def test_optim_input_is_not_changed(rank: int) -> None:
     assert all(groups[0][key] is value for key, value in before[0].items())
 
 
-def _lbfgs(door: str) -> Pair:
+def _lbfgs(is_wrapped: bool) -> Pair:
     model: nn.Module = make_classifier()
-    if door != "plain":
+    if is_wrapped:
         model = shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
     return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=2)
 
@@ -249,11 +249,10 @@ def test_lbfgs(rank: int) -> None:
 
     torch's runs on no DTensors whose rows do not divide.
     """
-    door = "not sharded"
-    plain = _lbfgs("plain")
+    plain = _lbfgs(is_wrapped=False)
     expected = _with_closure(*plain) + _with_closure(*plain)
     for way, resume in RESUMES.items():
-        trained, fresh = _lbfgs(door), _lbfgs(door)
+        trained, fresh = _lbfgs(is_wrapped=True), _lbfgs(is_wrapped=True)
         losses = _with_closure(*trained)
         if way in TEMPLATES:
             with pytest.raises((UnsupportedError, TypeError), match="closure"):

@@ -312,7 +312,7 @@ class FlatLayout:
             ``(padded_numel,)``: direct slices as in the unsharded flat parameter, packed pieces as
             their message (``GatherPlan``).
         """
-        if plan.is_one_slice or not plan.widths:
+        if not plan.widths:
             flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
             self.fill(flat, values)
             return flat
