@@ -80,9 +80,7 @@ def test_model_states_come_from_one_function(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.private(
     "DefaultLoadPlanner.set_up_planner",
-    need="replaced, so that DTensors on the meta device get memory for the rows that they have, "
-    "not for those that torch's division would give them, and states of which a template has none "
-    "are not ignored",
+    need="replaced, so that states of which a template has none are not ignored",
     instead="a planner of our own, which users pass to dcp.load",
 )
 def test_planners_are_told_what_is_in_a_file(
