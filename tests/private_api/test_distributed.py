@@ -362,8 +362,8 @@ def test_a_sharded_tensor_says_who_holds_what(group: dist.ProcessGroup) -> None:
     "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
     "._local_tensor",
-    need="a parameter that is a DTensor over a view of the shard, whose memory is another one after "
-    "a conversion, without a check of what other ranks have",
+    need="a parameter that is a DTensor over a view of the shard, whose memory is another one "
+    "after a conversion, without a check of what other ranks have",
     instead="DTensor.from_local(), a new parameter at each conversion",
 )
 def test_a_dtensor_is_a_local_tensor_and_a_description(group: dist.ProcessGroup) -> None:
