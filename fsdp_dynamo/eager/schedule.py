@@ -205,7 +205,7 @@ class Root:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
         self._around = steps.begin_forward(self.accumulation.model)
-        self._hook = let_forwards_register_parametrizations()
+        self._add_hook()
         self.execution_order.begin()
         if self.trained is not None:
             self.note_trained()
@@ -345,7 +345,7 @@ class Root:
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
-        self._hook = let_forwards_register_parametrizations()
+        self._add_hook()
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
         self._stays_unsharded |= self._creates_graph
         self._backward_id += 1
@@ -379,10 +379,17 @@ class Root:
         self._remove_hook()
         steps.enter_backward(None)
 
+    def _add_hook(self) -> None:
+        if self._hook is None:  # a backward that raised leaves it
+            self._hook = let_forwards_register_parametrizations()
+
     def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def __del__(self) -> None:
+        self._remove_hook()
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gathers that the user wants, or of what ended before in the forward."""
