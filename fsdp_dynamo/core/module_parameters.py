@@ -12,14 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
-from fsdp_dynamo.untraced import untraced
 
 UNREADABLE = 1 << 30
 """Added to the version of a tensor while its memory holds no parameters."""
@@ -434,21 +430,8 @@ def note_version(unsharded: torch.Tensor) -> None:
 _NOTED = "_fsdp_dynamo_version"
 
 
-def let_forwards_register_parametrizations() -> RemovableHandle:
-    """Let parametrizations be registered on views, until the handle is removed."""
-    return register_module_buffer_registration_hook(_buffer_registered)
-
-
-@untraced("Dynamo traces no registration of a parametrization")
-def _buffer_registered(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Put the version of a buffer back when a parametrization has been registered on a view of it.
-
-    It has called ``set_()`` on the view, with itself. That writes nothing, but counts as a write,
-    after which autograd refuses all views of the buffer.
-    """
-    base = None if tensor is None else tensor._base
-    if base is None or type(module) is not ParametrizationList:
-        return
-    noted = getattr(base, _NOTED, None)
-    if noted is not None and base._version == noted + 1:
-        _set_versions((base,), (noted,))
+def put_version_back(unsharded: torch.Tensor) -> None:
+    """Let a buffer have the version that was noted, if it was raised by one since."""
+    noted = getattr(unsharded, _NOTED, None)
+    if noted is not None and unsharded._version == noted + 1:
+        _set_versions((unsharded,), (noted,))

@@ -16,12 +16,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_dynamo import events, steps
 from fsdp_dynamo.config import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
-from fsdp_dynamo.core.module_parameters import let_forwards_register_parametrizations
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
 from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
 from fsdp_dynamo.core.unit import Unit
@@ -30,6 +28,7 @@ from fsdp_dynamo.eager.calls_in_a_row import CallsInARow
 from fsdp_dynamo.eager.end_of_calls import EndOfCalls
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
+from fsdp_dynamo.eager.parametrizations import let_forwards_register_parametrizations
 from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
 from fsdp_dynamo.eager.secondary_shards import SecondaryShards
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -64,7 +63,6 @@ class Root:
         self._depth = 0
         self._around: steps.Step | None = None  # of another model, which calls this one
         self._step: steps.Step | None = None  # the newest whose backward has begun
-        self._hook: RemovableHandle | None = None  # for parametrizations, while units run
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs
         self._stays_unsharded = False  # for the backward of such a graph
@@ -74,6 +72,7 @@ class Root:
         self._ends: dict[Unit, EndOfCalls] = {}
         self._in_a_row = CallsInARow()
         self.execution_order = ExecutionOrder()
+        let_forwards_register_parametrizations()
         for paths, unit in units:
             unit.rename(paths)
             self.units.append(unit)
@@ -205,7 +204,6 @@ class Root:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
         self._around = steps.begin_forward(self.accumulation.model)
-        self._add_hook()
         self.execution_order.begin()
         if self.trained is not None:
             self.note_trained()
@@ -220,7 +218,6 @@ class Root:
 
     def _end_forward(self) -> None:
         self.machine.advance(RootState.IDLE)
-        self._remove_hook()
         self._in_a_row.end()
         root = self.units[0]
         self.secondary.end_forward()
@@ -345,7 +342,6 @@ class Root:
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
-        self._add_hook()
         self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
         self._stays_unsharded |= self._creates_graph
         self._backward_id += 1
@@ -376,20 +372,7 @@ class Root:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
-        self._remove_hook()
         steps.enter_backward(None)
-
-    def _add_hook(self) -> None:
-        if self._hook is None:  # a backward that raised leaves it
-            self._hook = let_forwards_register_parametrizations()
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def __del__(self) -> None:
-        self._remove_hook()
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gathers that the user wants, or of what ended before in the forward."""
@@ -451,7 +434,6 @@ class Root:
         self.execution_order.begin()
         self._depth = 0
         self.machine.reset()
-        self._remove_hook()
 
     def recover(self) -> None:
         """Reset if a backward raised: the engine then never called ``_end_backward``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import itertools
@@ -76,7 +75,6 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     os.environ.setdefault("FSDP_DYNAMO_FLIGHT", "0")  # what fails in tests is meant to
     import torch
     import torch.distributed as dist
-    import torch.nn.modules.module as module_hooks
 
     from fsdp_dynamo.graph_path import calibration
 
@@ -119,10 +117,6 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
         if not torch.is_grad_enabled():  # the next job would compare less, without a word
             torch.set_grad_enabled(True)
             unhandled.append("the job left gradients disabled")
-        gc.collect()
-        if module_hooks._global_buffer_registration_hooks:
-            module_hooks._global_buffer_registration_hooks.clear()
-            unhandled.append("the job left hooks of modules")
         if unhandled:  # in this job, or since the one before
             texts = [*unhandled, *([] if answer[0] else [answer[1]])]
             answer = (False, "\n".join(texts))
