@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp_dynamo.core.dtensors import local_of, with_local
 from fsdp_dynamo.state_dict.optim_state import copied
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 
@@ -31,6 +33,8 @@ def in_host_memory(state: Any) -> Any:
         if id(leaf) not in staged:
             return copied(leaf, to_cpu=True, is_deep=True)
         values = staged[id(leaf)]
+        if isinstance(leaf, DTensor):
+            return with_local(leaf, values)
         return leaf.like(values) if isinstance(leaf, TensorShard) else values
 
     return tree_map(in_host, state)
@@ -42,7 +46,8 @@ def _is_on_device(leaf: Any) -> bool:
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has memory: torch's stager copies whole storages, each once."""
-    return tensor.held_elements() if isinstance(tensor, TensorShard) else tensor.detach()
+    own = tensor.held_elements() if isinstance(tensor, TensorShard) else local_of(tensor)
+    return own.detach()
 
 
 @cache

@@ -135,6 +135,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(value: DTensor, local: torch.Tensor) -> DTensor:
+    """The DTensor of another local tensor, on another device perhaps."""
+    made: Any = DTensor.__new__(DTensor, local, value._spec, requires_grad=False)
+    return note_copy(made, value)  # type: ignore[return-value]
+
+
 _given = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 """Values of state dicts that are ours, and not those of another library."""
 

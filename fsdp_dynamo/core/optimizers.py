@@ -85,13 +85,20 @@ def _register() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, may_have_sums=_has_closure(args, kwargs))
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step runs backwards itself, which may be the last ones of a sum."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Let units notice that their DTensors were written: lists of them and fused steps leave no
     trace in a DTensor's version."""
     if optimizer in _of_dtensors and not torch.compiler.is_compiling():
+        if _has_closure(args, kwargs):
+            _refuse_sums(optimizer)
         increment_version(_dtensors_of(optimizer))
 
 
@@ -100,11 +107,11 @@ def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
     return [param for param in params if isinstance(param, DTensor)]
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Check an optimizer, if it was not since its state was loaded last."""
+def check_optimizer(optimizer: Optimizer, may_have_sums: bool = False) -> None:
+    """Check an optimizer, if it was not since its state was loaded last, and its gradients."""
     if _checked.get(optimizer) is not optimizer.state:
         _check(optimizer)
-    if optimizer in _of_dtensors:
+    if optimizer in _of_dtensors and not may_have_sums:
         _refuse_sums(optimizer)
 
 

@@ -8,7 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pool import on_ranks
 from staged_copies import as_if_on_a_device
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_dynamo.checkpoint import staging
 from fsdp_dynamo.state_dict.tensor_shard import TensorShard
@@ -63,3 +66,22 @@ def test_tensors_of_the_host_are_copied_each_time() -> None:
     with mock.patch.object(staging, "_stager", side_effect=AssertionError):
         first, second = staging.in_host_memory(state), staging.in_host_memory(state)
     assert first["a"].data_ptr() != second["a"].data_ptr()
+
+
+@on_ranks(1)
+def test_dtensors_are_copied_with_their_placements(rank: int) -> None:
+    """Of two matrices in one memory, as parameters of a unit are."""
+    flat, mesh = torch.arange(6.0), init_device_mesh("cpu", (1,))
+    parts = {"a": flat[:4].view(2, 2), "b": flat[4:].view(1, 2)}
+    state = {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in parts.items()}
+    with as_if_on_a_device():
+        first = staging.in_host_memory(state)
+        flat.add_(1)
+        second = staging.in_host_memory(state)
+    flat.zero_()
+    assert second["a"].to_local().tolist() == [[1, 2], [3, 4]]
+    assert second["b"].to_local().tolist() == [[5, 6]]
+    for name, value in second.items():
+        assert value.placements == (Shard(0),)
+        assert value.shape == state[name].shape
+        assert value.to_local().data_ptr() == first[name].to_local().data_ptr()

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pool import RankPool
+from loops import error_of
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -250,3 +251,34 @@ def test_norms_where_only_tensor_parallelism_splits(ranks: RankPool) -> None:
     for norms in ranks.run(_split_by_tensor_parallelism_only, 2):
         expected, got = norms
         assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ends_sum", [True, False])
+@on_ranks(2)
+def test_a_closure_may_end_a_sum(rank: int, ends_sum: bool) -> None:
+    """The step's own backward is the last one of an accumulation, or another one of it."""
+    torch.manual_seed(0)
+    plain, shards = nn.Linear(4, 4), nn.Linear(4, 4)
+    shards.load_state_dict(plain.state_dict())
+    model = fully_shard(shards)
+    x = torch.arange(8.0).view(2, 4)
+
+    def closure(one: nn.Module) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = one(x + 1).square().mean()
+            loss.backward()
+        return loss
+
+    plain(x).square().mean().backward()
+    with model.no_sync():
+        model(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.01).step(lambda: closure(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if ends_sum:
+        optimizer.step(lambda: closure(model))
+        for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)  # type: ignore[operator]
+        return
+    with model.no_sync():
+        message = error_of(lambda: optimizer.step(lambda: closure(model)))
+    assert "mixed torch.Tensor and DTensor" in message or "no_sync()" in message
