@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import json
 import weakref
@@ -252,7 +253,11 @@ def _trained(backend: str, limit: int, explains: bool) -> list[Explanation] | No
 
 def _beside_training(rank: int, world_size: int, backend: str) -> tuple[list[int], bool, int]:
     """Recompiles for sizes, whether the graphs are as many, and how many backends stay."""
-    limit = next(n for n in range(1, 12) if _trained(backend, n, explains=False) is not None)
+    limits = range(1, 12)
+    enough = bisect.bisect_left(
+        limits, True, key=lambda n: _trained(backend, n, explains=False) is not None
+    )
+    limit = limits[enough]
     made = []
 
     def note(*arguments: Any) -> Any:

@@ -75,6 +75,8 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     os.environ.setdefault("FSDP_DYNAMO_FLIGHT", "0")  # what fails in tests is meant to
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map_only
 
     from fsdp_dynamo.graph_path import calibration
 
@@ -106,7 +108,9 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
             # A rank whose job communicates nothing may end before another has connected to it.
             dist.barrier()
             torch.manual_seed(0)
-            answer = (True, _resolve(name)(rank, world_size, *args))
+            found = _resolve(name)(rank, world_size, *args)
+            # A DTensor has no memory of its own, and cannot be sent.
+            answer = (True, tree_map_only(DTensor, lambda value: value.detach().to_local(), found))
         except BaseException:  # noqa: BLE001  # the test gets the traceback, whatever it was
             answer = (False, traceback.format_exc())
         finally:
