@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import join_fqn
 
@@ -69,7 +70,7 @@ class DeferredInit:
             slots = [slot for slot in _slots_of(fqn, module) if slot.owned.is_meta]
             if slots:
                 self._slots[module] = slots
-        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._taken: dict[torch.Tensor, list[torch.Tensor]] = {}  # by what was on the meta device
         self._unwritten: dict[str, None] = {}
 
     @property
@@ -185,11 +186,26 @@ class DeferredInit:
                 where=f"deferred initialisation of '{slot.fqn}'",
                 fix="Build the model anew on the meta device, and wrap it before it is used.",
             ) from error
-        self._taken.append((slot.owned, given))
+        self._taken.setdefault(slot.owned, []).append(given)
+
+    def release(self, modules: Iterable[nn.Module]) -> None:
+        """Free the values of parameters in whose place DTensors are now, as a unit has them.
+
+        The parameters are on the meta device again: an optimizer may hold them, and so does this.
+        """
+        for slot in (slot for module in modules for slot in self._slots.get(module, ())):
+            if hasattr(slot.owned, REPLACED):
+                marks = slot.owned.__dict__
+                self._give_back(slot.owned)
+                slot.owned.__dict__.update(marks)
+
+    def _give_back(self, owned: torch.Tensor) -> None:
+        for given in reversed(self._taken.pop(owned, ())):
+            torch.utils.swap_tensors(owned, given)
 
     def _undo(self) -> None:
-        for owned, given in reversed(self._taken):
-            torch.utils.swap_tensors(owned, given)
+        for owned in [*self._taken]:
+            self._give_back(owned)
         for slot in self._all_slots():
             slot.tensors[slot.name] = slot.owned
 

@@ -86,6 +86,7 @@ class InitialValues:
                     missing.remove(next(steps))
             self._broadcast([original.param for original in owned[owner]])
             yield owner
+            self._deferred.release(holders[owner])
         with together(sources, self.device, "deferred initialisation"):
             for _ in steps:
                 pass  # modules that hold buffers only

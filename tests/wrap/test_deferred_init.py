@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, Transformer, batch, loss_of, wrap
+from allocations import peak_bytes
+from loops import error_of
+from models import DOORS, Block, Transformer, batch, loss_of, wrap
 from modes import in_mode
 from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_dynamo import FSDP, FSDPError, FSDPValueError, ShardingStrategy, StateDictType
+from fsdp_dynamo import (
+    FSDP,
+    FSDPError,
+    FSDPValueError,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -76,6 +85,38 @@ def test_units_are_sharded_as_soon_as_they_have_values(ranks: RankPool) -> None:
         assert a3 == a2
         assert b3 < whole
         assert c3 == whole
+
+
+NUM_LAYERS, DIM = 8, 64
+
+
+def _bytes_while_sharded(rank: int, world_size: int, door: str, sync: bool) -> tuple[int, str]:
+    """Peak, and what an optimizer says that was made before."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*[nn.Linear(DIM, DIM, bias=False) for _ in range(NUM_LAYERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = ModuleWrapPolicy({nn.Linear})
+
+    def init(module: nn.Module) -> None:
+        module.reset_parameters()  # type: ignore[operator]
+
+    with peak_bytes() as peak:
+        if door == "wrapper":
+            FSDP(model, auto_wrap_policy=policy, param_init_fn=init, sync_module_states=sync)
+        else:
+            fully_shard(model, policy=policy, param_init_fn=init, sync_module_states=sync)
+    return peak[0], error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("door", DOORS)
+def test_no_rank_holds_the_model(ranks: RankPool, door: str, sync: bool) -> None:
+    """Beside the shards there are three units at most: the one that is sharded, copies of it."""
+    unit = DIM * DIM * 4
+    for peak, message in ranks.run(_bytes_while_sharded, 2, door, sync):
+        assert peak <= (NUM_LAYERS / 2 + 3) * unit
+        assert (message == "") is (door == "wrapper")
+        assert door == "wrapper" or "parameters of the sharded model" in message
 
 
 class WithTable(nn.Module):
