@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDPError, fully_shard
 
@@ -253,32 +256,52 @@ def test_norms_where_only_tensor_parallelism_splits(ranks: RankPool) -> None:
         assert got == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("ends_sum", [True, False])
-@on_ranks(2)
-def test_a_closure_may_end_a_sum(rank: int, ends_sum: bool) -> None:
-    """The step's own backward is the last one of an accumulation, or another one of it."""
-    torch.manual_seed(0)
-    plain, shards = nn.Linear(4, 4), nn.Linear(4, 4)
-    shards.load_state_dict(plain.state_dict())
-    model = fully_shard(shards)
+class _Scaled(nn.Linear):
+    """With a scalar, beside which torch takes a plain gradient without a word."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def _stepped(model: Any, optimizer: torch.optim.Optimizer, around: Any) -> None:
+    """A backward that is not reduced, and a step whose closure runs the next one."""
     x = torch.arange(8.0).view(2, 4)
 
-    def closure(one: nn.Module) -> torch.Tensor:
-        with torch.enable_grad():
-            loss = one(x + 1).square().mean()
+    @torch.enable_grad()
+    def closure() -> torch.Tensor:
+        with around():
+            loss = model(x + 1).square().mean()
             loss.backward()
-        return loss
+        return loss  # type: ignore[no-any-return]
 
-    plain(x).square().mean().backward()
     with model.no_sync():
         model(x).square().mean().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.01).step(lambda: closure(plain))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if ends_sum:
-        optimizer.step(lambda: closure(model))
-        for expected, got in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(got.full_tensor(), expected)  # type: ignore[operator]
-        return
-    with model.no_sync():
-        message = error_of(lambda: optimizer.step(lambda: closure(model)))
-    assert "mixed torch.Tensor and DTensor" in message or "no_sync()" in message
+    optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_a_closure_may_end_a_sum(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = _Scaled()
+    models = DistributedDataParallel(copy.deepcopy(plain)), fully_shard(plain)
+    for model in models:
+        _stepped(model, torch.optim.SGD(model.parameters(), lr=0.01), nullcontext)
+    expected, got = (model.parameters() for model in models)
+    for value, one in zip(expected, got, strict=True):
+        torch.testing.assert_close(one.full_tensor(), value)  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_a_closure_that_does_not_end_the_sum(rank: int) -> None:
+    """Whether torch refuses the plain gradient (of rows) or does not (of a scalar)."""
+    model: Any = fully_shard(_Scaled())
+    for params, expected in (
+        (model.parameters(), "mixed torch.Tensor and DTensor"),
+        ([model.scale], "Run the last backward outside of no_sync()"),
+    ):
+        optimizer = torch.optim.SGD(params, lr=0.01)
+        assert expected in error_of(partial(_stepped, model, optimizer, model.no_sync))
