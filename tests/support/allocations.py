@@ -31,10 +31,10 @@ def peak_bytes() -> Iterator[list[int]]:
     alive: dict[int, int] = {}
     total = peak = 0
     for _, address, num_bytes in sorted(events):
+        # What was there before does not count; what another thread freed, the profiler missed.
+        total -= alive.pop(address, 0)
         if num_bytes > 0:
             alive[address] = num_bytes
             total += num_bytes
             peak = max(peak, total)
-        else:
-            total -= alive.pop(address, 0)  # what was there before does not count
     found.append(peak)
