@@ -12,7 +12,7 @@ rank's parts; the fraction is of FSDP2's whole step.
 
     python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours,ours_DTensors
 
-``--on-shards`` lets DTensors of ours be stepped by ``fsdp_dynamo.step_on_shards``.
+``--on-shards`` lets our eager mode's DTensors be stepped by ``fsdp_dynamo.step_on_shards``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def measure(
         rounds: how often each peer is measured.
         keys: peers' keys, joined by commas; ``plain`` and ``fsdp2`` must be among them.
         step: how AdamW's step runs, to measure that; ``None``: forward and backward.
-        on_shards: whether DTensors of ours are stepped on by ``step_on_shards``.
+        on_shards: whether those of our eager mode are stepped on by ``step_on_shards``.
 
     Returns:
         Rows by the peers' keys.
@@ -148,7 +148,7 @@ def measure(
         if key not in models:
             raise BadInputError(f"--peers: expected {key} among them, got {keys}")
     timers = {
-        key: _Timer(model, batch, task, step, on_shards and key == "ours_DTensors")
+        key: _Timer(model, batch, task, step, on_shards and key == "ours")
         for key, model in models.items()
     }
     first = {key: timer() for key, timer in timers.items()}

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/muon.py
 
-Muon orthogonalizes the momentum of each matrix, for which it needs the whole of it. A rank holds a
-range of its elements; ``update_whole`` brings each matrix to one rank, which updates it, and gives
-every rank its part of the result. All matrices together are spread over the ranks by size.
+Muon orthogonalizes the momentum of each matrix, for which it needs the whole matrix. A rank holds
+some rows; ``update_whole`` brings each matrix to one rank, which updates it, and gives every rank
+its rows of the result. All matrices together are spread over the ranks by size.
 """
 
 from __future__ import annotations

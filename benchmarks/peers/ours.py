@@ -30,7 +30,6 @@ def wrap(
     model: nn.Module,
     setting: Setting,
     reshard: bool = True,
-    use_dtensor: bool = False,
     collective_precision: CollectivePrecision | None = None,
 ) -> FSDP:
     """The wrapper, one unit per block and a root."""
@@ -46,7 +45,6 @@ def wrap(
         mixed_precision=precision,
         device_id=device,
         sharding_strategy=strategy,
-        use_dtensor=use_dtensor,
         collective_precision=collective_precision,
     )
 
@@ -68,7 +66,6 @@ def ours(
     variant: str = "",
     reshard: bool = True,
     options: Options = None,
-    use_dtensor: bool = False,
     collective_precision: CollectivePrecision | None = None,
 ) -> Peer:
     """Mode of a backend: eager, graph mode (our backends) or hooks mode (others).
@@ -78,7 +75,6 @@ def ours(
         variant: in key and title.
         reshard: after the forward.
         options: of graph mode.
-        use_dtensor: let parameters be DTensors.
         collective_precision: formats in which shards travel.
     """
     is_graph = backend in GRAPH_BACKENDS
@@ -94,7 +90,7 @@ def ours(
 
     def shard(model: nn.Module, setting: Setting) -> nn.Module:
         chosen = {**_link(), **(options or {})} if is_graph else None
-        wrapped_model = wrap(model, setting, reshard, use_dtensor, collective_precision)
+        wrapped_model = wrap(model, setting, reshard, collective_precision)
         return compiled(wrapped_model, backend, is_graph, chosen)
 
     return Peer(key, title, wrapped(shard), ours=True)
@@ -102,7 +98,6 @@ def ours(
 
 PEERS = (
     ours(None),
-    ours(None, "DTensors", use_dtensor=True),
     ours(None, "int8", collective_precision=INT8),
     ours(None, "bf16", collective_precision=BF16),
     ours("fsdp_dynamo", "int8", collective_precision=INT8),

@@ -24,6 +24,7 @@ from benchmarks.streams.program import (
     Record,
     Wait,
 )
+from fsdp_dynamo.core.dtensors import local_of
 from graph_passes.cost_model import operator_flops
 
 NAN_BYTE = 0xFF
@@ -111,9 +112,10 @@ class Recorder:
     def buffers(self, values: Any) -> dict[int, int]:
         """Numbers of all tensors in ``values``, with their bytes; views of one storage together."""
         found: dict[int, int] = {}
-        for one in tree_leaves(values):
-            if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+        for leaf in tree_leaves(values):
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 continue
+            one = local_of(leaf)
             storage = one.untyped_storage()
             if storage.nbytes():
                 number = self.buffer(storage)

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_dynamo.core.dtensors import local_of, with_local
 from fsdp_dynamo.state_dict.optim_state import copied
-from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 
 
 def in_host_memory(state: Any) -> Any:
@@ -23,7 +22,7 @@ def in_host_memory(state: Any) -> Any:
     whoever makes it and on whichever stream.
     """
     elements: dict[Any, torch.Tensor] = {
-        id(leaf): _elements(leaf) for leaf in tree_leaves(state) if _is_on_device(leaf)
+        id(leaf): local_of(leaf).detach() for leaf in tree_leaves(state) if _is_on_device(leaf)
     }
     staged: Any = _stager().stage(elements, non_blocking=True) if elements else {}
     for device in {tensor.device for tensor in elements.values()}:
@@ -33,21 +32,13 @@ def in_host_memory(state: Any) -> Any:
         if id(leaf) not in staged:
             return copied(leaf, to_cpu=True, is_deep=True)
         values = staged[id(leaf)]
-        if isinstance(leaf, DTensor):
-            return with_local(leaf, values)
-        return leaf.like(values) if isinstance(leaf, TensorShard) else values
+        return with_local(leaf, values) if isinstance(leaf, DTensor) else values
 
     return tree_map(in_host, state)
 
 
 def _is_on_device(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has memory: torch's stager copies whole storages, each once."""
-    own = tensor.held_elements() if isinstance(tensor, TensorShard) else local_of(tensor)
-    return own.detach()
 
 
 @cache

@@ -145,9 +145,7 @@ class UnshardedSum:
         self._add_parts(total, grads)
         self._views = self._layout.split(total.data)
         self._grads = [
-            view
-            if original.placing is None or original.parallel is None
-            else original.parallel.as_dtensor(view)
+            view if original.parallel is None else original.parallel.as_dtensor(view)
             for original, view in zip(self._originals, self._views, strict=True)
         ]
         self._shown = [(original, original.param) for original in self._originals]

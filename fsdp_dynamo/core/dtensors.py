@@ -8,8 +8,9 @@ Under tensor parallelism mesh and placements have its dimensions too, as FSDP2 h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -157,23 +158,32 @@ def is_given(value: object) -> bool:
     return isinstance(value, DTensor) and value in _given
 
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_Meshes = WeakKeyDictionary[dist.ProcessGroup, ReferenceType[DeviceMesh]]
+_meshes: _Meshes = WeakKeyDictionary()
+_grids: _Meshes = WeakKeyDictionary()
+"""Meshes in use; they hold their groups."""
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The mesh of one dimension that is a group, the same object each time."""
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device.type)
-    return _meshes[group]
+    """The mesh of one dimension that is a group, the same object as long as it is in use."""
+    return _kept(_meshes, group, lambda: DeviceMesh.from_group(group, device.type))
 
 
 def mesh_of_levels(hierarchy: Hierarchy, device: torch.device) -> DeviceMesh:
     """The mesh of two dimensions, position in the node and node, in the order of the shards."""
-    if hierarchy.node not in _meshes:
-        _meshes[hierarchy.node] = DeviceMesh.from_group(
-            [hierarchy.node, hierarchy.across],
-            device.type,
-            mesh=torch.tensor(hierarchy.grid),
-            mesh_dim_names=("position", "node"),
-        )
-    return _meshes[hierarchy.node]
+    levels = [hierarchy.node, hierarchy.across]
+    grid, names = torch.tensor(hierarchy.grid), ("position", "node")
+    return _kept(
+        _grids,
+        hierarchy.node,
+        lambda: DeviceMesh.from_group(levels, device.type, mesh=grid, mesh_dim_names=names),
+    )
+
+
+def _kept(meshes: _Meshes, group: dist.ProcessGroup, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    known = meshes.get(group)
+    mesh = known() if known is not None else None
+    if mesh is None:
+        mesh = make()
+        meshes[group] = ref(mesh)
+    return mesh

@@ -14,8 +14,8 @@ tensor                     shape                lives
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
                                                 see them (``ModuleParameters``)
-original parameters        (range.numel,)       always; views of ``sharded`` (of rows: ``(rows,
-                                                *shape[1:])``; with NO_SHARD: original shapes)
+local tensors of the       (rows, *shape[1:])   always; views of ``sharded``
+original parameters
 unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the reduction's end;
                                                 under ``no_sync()`` in ``grad_sum``
 =========================  ===================  =============================================
@@ -115,8 +115,7 @@ class FlatParameter:
         sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
         precision: data types, or ``None`` for those of the parameters.
         offload: keep the shard and its gradient in host memory.
-        mesh: let them be DTensors on it, if it is sharded or there is one rank only; on one that is
-            made, if it is ``True``.
+        mesh: of their DTensors; ``None``: one is made.
         device: of originals that are on the meta device, when they have values.
         collective_precision: formats in which its shards travel; ``None``: as they are.
     """
@@ -129,7 +128,7 @@ class FlatParameter:
         sharded_strategy: bool,
         precision: MixedPrecision | None,
         offload: bool = False,
-        mesh: DeviceMesh | bool | None = None,
+        mesh: DeviceMesh | None = None,
         device: torch.device | None = None,
         collective_precision: CollectivePrecision | None = None,
     ) -> None:
@@ -157,8 +156,7 @@ class FlatParameter:
             num_shards,
             max(1, align),
             self._direct_numel() if num_shards > 1 else None,
-            keeps_rows=bool(mesh),
-            undivided=self._undivided(num_shards) if mesh else (),
+            undivided=self._undivided(num_shards),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
         self.sharded = self._make_shard()
@@ -169,11 +167,10 @@ class FlatParameter:
         self.paths = UnitPaths(("",))
         self.ordinal = 0  # in its unit
         self.runs_hooks = True
-        if mesh and (sharded_strategy or self.group.size() == 1):
-            self._show_dtensors(None if mesh is True else mesh)
+        self._show_dtensors(mesh)
         self.point_originals_to_shard()
         self._is_readable = False
-        self.unsharded = self._make_unsharded()  # when the originals' storage is free
+        self.unsharded: torch.Tensor  # by make_buffer
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
         self.piece: Piece | None = None
 
@@ -181,8 +178,7 @@ class FlatParameter:
         """Set where its unit is below the root."""
         self.paths, self.unit_fqn = paths, paths.name
         for original in self.originals:
-            if original.placing is not None:
-                original.placing.fqn = paths.fqn_of(original.fqn)
+            original.placing.fqn = paths.fqn_of(original.fqn)
         self.grad_sum.paths = self.module_parameters.paths = paths
 
     # -- construction ------------------------------------------------------------------
@@ -209,6 +205,7 @@ class FlatParameter:
     def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
         """Let the originals be DTensors over this rank's parts."""
         levels = self.groups.hierarchy if self.layout.world_size > 1 else None
+        is_whole = not self.is_sharded and self.group.size() > 1
         if levels is not None:
             mesh = mesh_of_levels(levels, self.device)
         elif mesh is None:
@@ -216,11 +213,15 @@ class FlatParameter:
         parts = self.shard_layout.split(self.sharded.detach())
         found = zip(self.originals, parts, self.layout.slots, self.shard_layout.ranges, strict=True)
         for original, part, slot, held in found:
-            is_whole = slot.copies > 1 or not slot.shape
-            num_sharding = 0 if is_whole else 1 if levels is None else 2
+            on_each = is_whole or slot.copies > 1 or not slot.shape
+            num_sharding = 0 if on_each else 1 if levels is None else 2
             part = part.to("meta") if original.param.is_meta else part
             placing = Placing(slot.shape, held, mesh, num_sharding, original.parallel, original.fqn)
             original.become_dtensor(placing, part)
+
+    def make_buffer(self) -> None:
+        """Make the unsharded flat parameter, once the originals' values before are gone."""
+        self.unsharded = self._make_unsharded()
 
     @torch.inference_mode(False)  # or the next training step could not save views of it
     def _make_unsharded(self) -> torch.Tensor:
@@ -599,5 +600,5 @@ class FlatParameter:
         elif shard.device.type != "cpu":
             self.device, shard = shard.device, shard.to(self.home).pin_memory()
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
-        self.unsharded = self._make_unsharded()
+        self.make_buffer()
         self.point_originals_to_shard()

@@ -135,12 +135,11 @@ class ModuleParameters:
         """Let modules hold whole, plain parameters in place of DTensors, to be read."""
         self.hide_gathered()
         for original, view in zip(self._originals, views, strict=True):
-            if original.placing is not None:
-                value = view.data  # has a version of its own
-                if original.parallel is not None:
-                    value = original.parallel.as_dtensor(value)
-                whole = original.show_whole(value, self.paths.fqn_of(original.fqn))
-                self._gathered.append((original, whole._version))
+            value = view.data  # has a version of its own
+            if original.parallel is not None:
+                value = original.parallel.as_dtensor(value)
+            whole = original.show_whole(value, self.paths.fqn_of(original.fqn))
+            self._gathered.append((original, whole._version))
 
     def hide_gathered(self) -> None:
         """Let modules hold DTensors again.
@@ -206,7 +205,7 @@ class ModuleParameters:
         self._as_left = []
         for original in self._originals:
             param = original.param
-            memory = param if original.placing is None else original.part
+            memory = original.part
             facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
                 self._as_left.append((module._parameters, name, *facts))
@@ -220,7 +219,7 @@ class ModuleParameters:
         """Add numbers that are others once an original was written in place, moved or replaced."""
         versions.append(self._times_noted)
         versions += [param._version for param in self._params]
-        if self._parts and self._originals[0].placing is not None:
+        if self._parts:
             versions.append(self._parts[0]._version)  # of all: what is written through DTensors
 
     def check(self) -> None:
@@ -283,9 +282,9 @@ class ModuleParameters:
     def write_back(self) -> None:
         """Take into the shard what was put in the place of an original since it was last used.
 
-        That is other storage (``param.data = ...``), whose values are copied, or another
-        ``nn.Parameter``, which is the original from now on, as upstream has it. Of an original
-        without values it is what is not on the meta device any more.
+        That is other local memory, or another ``nn.Parameter``, whole or a DTensor: its values are
+        copied, and the original is in its place again. Of an original without values it is what is
+        not on the meta device any more.
 
         Raises:
             FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
@@ -305,7 +304,7 @@ class ModuleParameters:
             return
         parts = self._parts
         originals = self._originals
-        new = {i: self.replacement(originals[i], originals[i].shape_of(parts[i])) for i in replaced}
+        new = {i: self.replacement(originals[i], originals[i].param.shape) for i in replaced}
         # Copies: a new value may lie in another one's place.
         values = [originals[i].part_of(param).clone() for i, param in new.items()]
         for (i, param), value in zip(new.items(), values, strict=True):
@@ -378,7 +377,7 @@ class ModuleParameters:
     ) -> FSDPStateError:
         expected = "the wrapped parameter unchanged"
         if shape is not None:
-            expected += f", or new values of this rank's shape {tuple(shape)} and {self._dtype}"
+            expected += f", or new values of shape {tuple(shape)} and {self._dtype}"
         return FSDPStateError(
             expected=expected,
             got=got,

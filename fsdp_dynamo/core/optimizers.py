@@ -1,9 +1,8 @@
 """What an optimizer of sharded parameters is checked for before its first step.
 
-Element by element, an update of this rank's parts is that of the whole parameters. Optimizers that
-take norms or dot products of parameters do something else on parts, and a gradient scaler may see
-this rank's parts only. State that was made before the parameters were sharded is whole, and is cut
-here; state of another rank's parts is refused.
+It must hold the DTensors, with gradients that were reduced. State that was made before the
+parameters were sharded is whole, and is cut here; what a version with 1-D parts has saved is
+refused.
 """
 
 from __future__ import annotations
@@ -23,42 +22,12 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.gradient_scalers import refuse_plain_scaler
 from fsdp_dynamo.core.original_parameter import REPLACED
-from fsdp_dynamo.core.parts import has_plain_parts
-from fsdp_dynamo.core.state_origin import ADVICE, Place, check_origins, write_origins
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
+from fsdp_dynamo.errors import FSDPStateError
 from fsdp_dynamo.untraced import untraced
 
-_LIBRARIES = frozenset(
-    {
-        "apex",
-        "bitsandbytes",
-        "pytorch_optimizer",
-        "timm",
-        "torch",
-        "torch_optimizer",
-        "transformers",
-    }
-)
-_NAMES = frozenset(
-    [
-        "adafactor",
-        "adafactorbigvision",
-        "fusedlamb",
-        "fusednovograd",
-        "lamb",
-        "lamb32bit",
-        "lamb8bit",
-        "lars",
-        "lars32bit",
-        "lars8bit",
-        "lbfgs",
-        "novograd",
-        "nvnovograd",
-    ]
-)
-"""Their optimizers that look across the elements of a parameter, or across parameters."""
+FORMER_ORIGIN = "fsdp_dynamo_parts_of"
+"""Key in parameter groups that versions with 1-D parts have saved."""
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are numbers, not of the parameter's shape."""
@@ -67,8 +36,6 @@ _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 """By optimizer, the state that was checked; a loaded one is another object."""
 _of_dtensors: WeakSet[Optimizer] = WeakSet()
-_saying_origin: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose state dicts say whose parts they hold."""
 
 
 def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
@@ -90,7 +57,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Whether a step runs backwards itself, which may be the last ones of a sum."""
-    return any(map(callable, (*args[1:], *kwargs.values())))
+    return any(callable(one) for one in (*args[1:], *kwargs.values()))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -124,25 +91,13 @@ def note_checked(optimizer: Optimizer) -> None:
 def _check(optimizer: Optimizer) -> None:
     _refuse_replaced(optimizer)
     managed = list(_managed_parameters(optimizer))
-    sharded = _sharded_places(optimizer)
-    if sharded:
-        first = _name(*next(iter(sharded.values())))
-        check_origins(optimizer, sharded, first)
-        refuse_plain_scaler(optimizer, first)
-        if optimizer not in _saying_origin:
-            optimizer.register_state_dict_post_hook(_after_state_dict)
-            _saying_origin.add(optimizer)
+    _refuse_former_states(optimizer)
     for param, flat, index in managed:
-        _refuse_across_elements(optimizer, flat, index)
         if param in optimizer.state:
             _fit(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
-    if any(isinstance(param, DTensor) for param, _, _ in managed):
+    if managed:
         _of_dtensors.add(optimizer)
-
-
-def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    write_origins(optimizer, state_dict, _sharded_places(optimizer))
 
 
 def _managed_parameters(
@@ -159,13 +114,17 @@ def _managed_parameters(
                 yield param, *places[id(param)]
 
 
-def _sharded_places(optimizer: Optimizer) -> dict[int, Place]:
-    """By the ``id`` of each of its parameters that is a plain part, the place."""
-    return {
-        id(param): (flat, index)
-        for param, flat, index in _managed_parameters(optimizer)
-        if has_plain_parts(flat)
-    }
+def _refuse_former_states(optimizer: Optimizer) -> None:
+    """Raise for state of this rank's 1-D parts, which a former version has saved by number."""
+    for group in optimizer.param_groups:
+        if FORMER_ORIGIN in group:
+            raise FSDPStateError(
+                expected="state of DTensors",
+                got=f"state of 1-D parts, {group[FORMER_ORIGIN]}, as former versions saved it",
+                where=f"{type(optimizer).__name__}.step()",
+                fix="Load it with the version that has saved it, save what FSDP.optim_state_dict("
+                "model, optimizer) gives there, and load that.",
+            )
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
@@ -200,54 +159,13 @@ def _refuse_sums(optimizer: Optimizer) -> None:
             )
 
 
-def _refuse_across_elements(optimizer: Optimizer, flat: FlatParameter, index: int) -> None:
-    if not flat.is_sharded or flat.originals[index].placing is not None:
-        return  # a DTensor refuses by itself what it cannot do
-    for cls in type(optimizer).__mro__:
-        if cls.__name__.lower() in _NAMES and cls.__module__.partition(".")[0] in _LIBRARIES:
-            raise UnsupportedError(
-                expected="an optimizer that updates element by element, such as AdamW or SGD",
-                got=f"{cls.__module__}.{cls.__qualname__}, which takes norms or dot products: "
-                "each rank would take those of its own parts",
-                where=_name(flat, index),
-                fix="Wrap with use_dtensor=True, use another optimizer or "
-                "ShardingStrategy.NO_SHARD, or update whole matrices with update_whole(), as "
-                "examples/muon.py does.",
-            )
-
-
 @torch.no_grad()
 def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
-    """Cut state of the whole parameter to this rank's part of it.
-
-    Raises:
-        FSDPStateError: state of torch's own optimizers is of neither size where a plain parameter
-            is split. Elsewhere it is of no rank, such as LBFGS's, which is of all parameters.
-    """
+    """Cut state of the whole parameter to this rank's part of it."""
     state = optimizer.state[param]
-    tensors = {
-        k: v
-        for k, v in state.items()
-        if isinstance(v, torch.Tensor) and not isinstance(v, DTensor)
-        if v.dim() or (not param.dim() and k not in SCALAR_STATES)
-    }
-    is_dtensor = isinstance(param, DTensor)
-    if not is_dtensor and any(value.shape == param.shape for value in tensors.values()):
-        return
     whole = flat.layout.slots[index].shape
-    part = flat.shard_layout.ranges[index]
-    for key, value in tensors.items():
-        if value.shape == whole:
-            state[key] = flat.originals[index].as_param(part.of(value).clone())
-        elif has_plain_parts(flat) and type(optimizer).__module__.startswith("torch.optim."):
-            raise FSDPStateError(
-                expected=f"state of this rank's part, {tuple(param.shape)}, or of the whole "
-                f"parameter, {tuple(whole)}",
-                got=f"'{key}' of shape {tuple(value.shape)}: another rank's, perhaps",
-                where=_name(flat, index),
-                fix=ADVICE,
-            )
-
-
-def _name(flat: FlatParameter, index: int) -> str:
-    return f"optimizer of parameter '{flat.paths.fqn_of(flat.originals[index].fqn)}'"
+    for key, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_plain and value.shape == whole and (value.dim() or key not in SCALAR_STATES):
+            part = flat.shard_layout.ranges[index].of(value)
+            state[key] = flat.originals[index].as_param(part.clone())

@@ -28,14 +28,13 @@ class OriginalParameter:
     """One parameter of the user's model and every place that holds it.
 
     Attributes:
-        param: the object that optimizers hold. Another one takes its place only if the user has put
-            it into the module after wrapping.
+        param: the object that optimizers hold.
         fqn: FQN relative to the unit.
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
-        placing: of its DTensors, if ``param`` is one.
-        whole: a plain parameter that modules hold in the place of a DTensor while it is summoned.
+        placing: of its DTensors.
+        whole: a plain parameter that modules hold in its place while it is summoned.
         guard: raises where a gradient of a whole parameter would be lost; ``None``: sharded.
     """
 
@@ -44,7 +43,7 @@ class OriginalParameter:
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
     keeps_dtype: bool = False
-    placing: Placing | None = None
+    placing: Placing = field(init=False)
     whole: nn.Parameter | None = None
     guard: _WholeGradientGuard | None = None
 
@@ -54,7 +53,7 @@ class OriginalParameter:
         if self.parallel is not None:
             self._put_into_modules(self.param)
 
-    # -- this rank's part, a plain tensor whether the parameter is one or a DTensor ----------------
+    # -- this rank's part --------------------------------------------------------------------------
 
     def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
         """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
@@ -69,16 +68,11 @@ class OriginalParameter:
     @property
     def part(self) -> torch.Tensor:
         """This rank's elements."""
-        return self.param.detach() if self.placing is None else local_of(self.param)
-
-    def shape_of(self, part: torch.Tensor) -> torch.Size:
-        """The parameter's shape where this rank has ``part``."""
-        return part.shape if self.placing is None else self.param.shape
+        return local_of(self.param)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
-        value = value.detach()
-        return value if self.placing is None else self.placing.part_of(value)
+        return self.placing.part_of(value.detach())
 
     @property
     def address(self) -> int:
@@ -89,8 +83,6 @@ class OriginalParameter:
         """Let the parameter be ``part``."""
         if self.param.is_meta is not part.is_meta:
             self._swap(nn.Parameter(self.as_param(part), requires_grad=self.param.requires_grad))
-        elif self.placing is None:
-            self.param.data = part
         else:
             move_to(self.param, _of_its_own(part), self.placing)
 
@@ -98,8 +90,8 @@ class OriginalParameter:
     def grad(self) -> torch.Tensor | None:
         """This rank's elements of the gradient."""
         grad = self.param.grad
-        if grad is None or self.placing is None:
-            return grad
+        if grad is None:
+            return None
         if not isinstance(grad, DTensor) or not self.placing.holds(grad):
             # of a use outside of the model's forward
             grad = self.param.grad = self.placing.dtensor(self.placing.part_of(grad).clone())
@@ -107,8 +99,7 @@ class OriginalParameter:
 
     @grad.setter
     def grad(self, part: torch.Tensor | None) -> None:
-        is_dtensor = self.placing is not None and part is not None
-        self.param.grad = self.as_param(part) if is_dtensor else part  # type: ignore[arg-type]
+        self.param.grad = None if part is None else self.as_param(part)
 
     def add_grad(self, part: torch.Tensor) -> None:
         """Add this rank's elements of a gradient, which may become the gradient."""
@@ -120,27 +111,23 @@ class OriginalParameter:
 
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's kind of which this rank has ``part``."""
-        return part if self.placing is None else self.placing.dtensor(_of_its_own(part))
+        return self.placing.dtensor(_of_its_own(part))
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each of the ranks that share the unit holds it, as a scalar that is a DTensor."""
-        return self.placing is not None and self.placing.is_replicated
+        """Whether each of the ranks that share the unit holds all of it."""
+        return self.placing.is_replicated
 
     def copy(self, memo: dict[int, Any]) -> None:
-        """Put a copy of a DTensor into the memo of a deep copy, with values of its own.
+        """Put a copy of the DTensor into the memo of a deep copy, as of any parameter without its
+        gradient.
 
-        torch's copies the memory of one only that has no storage offset.
+        torch's own copies the memory of one only that has no storage offset.
         """
-        if self.placing is None or id(self.param) in memo:
+        if id(self.param) in memo:
             return
         copied = nn.Parameter(self.as_param(self.part.clone()), self.param.requires_grad)
         memo[id(self.param)] = copied
-        grad = self.param.grad
-        if isinstance(grad, DTensor):
-            copied.grad = self.as_param(local_of(grad).clone())
-        elif grad is not None:  # a sum that waits for its reduction
-            put_grad(copied, deepcopy(grad, memo))
         copied.__dict__.update(deepcopy(self.param.__dict__, memo))
 
     def show_whole(self, value: torch.Tensor, fqn: str) -> nn.Parameter:
@@ -150,12 +137,9 @@ class OriginalParameter:
             value: the whole parameter's.
             fqn: relative to the root, for messages.
         """
-        if self.placing is None:
-            self.param.data = value
-        else:
-            self.whole = nn.Parameter(value, requires_grad=self.param.requires_grad)
-            self.whole.__dict__.update(self.param.__dict__)
-            self._put_into_modules(self.whole)
+        self.whole = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        self.whole.__dict__.update(self.param.__dict__)
+        self._put_into_modules(self.whole)
         is_guarded = self.held.requires_grad and not self.held.is_inference()
         self.guard = _WholeGradientGuard(self, fqn) if is_guarded else None
         return self.held
@@ -166,6 +150,7 @@ class OriginalParameter:
         if self.whole is not None:
             if guard is not None:
                 guard.stay_on(self.whole)
+            setattr(self.whole, REPLACED, self.fqn)
             self.whole = None
             self._put_into_modules(self.param)
 
@@ -192,22 +177,11 @@ class OriginalParameter:
         return list({id(param): param for param in found if param is not None}.values())
 
     def replace(self, new: nn.Parameter) -> None:
-        """Hold ``new``, which the modules hold already; the object before it is free again.
-
-        It keeps its values, in storage of its own, and no gradient goes to it any more. A DTensor
-        stays: only values of ``new`` are taken.
-        """
-        if self.placing is not None:
-            setattr(new, REPLACED, self.fqn)
-            if self.whole is not None:
-                self.whole = new
-            self._put_into_modules(self.held)
-            return
-        old, self.param = self.param, new
-        old.data = old.data.clone()
-        for mark in (_OWNER, _UPSTREAMS_MARK):
-            setattr(new, mark, getattr(old, mark))
-            delattr(old, mark)
+        """Let modules hold the DTensor again, of which ``new`` is to give the values."""
+        setattr(new, REPLACED, self.fqn)
+        if self.whole is not None:
+            self.whole = new
+        self._put_into_modules(self.held)
 
 
 class _WholeGradientGuard:
@@ -236,10 +210,11 @@ class _WholeGradientGuard:
 
     def stay_on(self, param: nn.Parameter) -> None:
         """Raise for uses to come, too, of an object that the modules hold no more."""
+        raises = self._refuse  # not this object, whose node holds the parameter
 
         def refuse(used: torch.Tensor) -> None:
             used.grad = None
-            self._refuse([])
+            raises([])
 
         param.register_post_accumulate_grad_hook(refuse)
 

@@ -34,8 +34,7 @@ class ParameterShard:
     """What one rank holds of an original parameter.
 
     Attributes:
-        param: the parameter: this rank's part, 1-D, or a DTensor; in its original shape where it is
-            not sharded.
+        param: the parameter, a DTensor.
         shape: its original, global shape.
         start: where the part begins in the parameter, flattened row by row.
         numel: elements of the part; 0 where this rank holds nothing of it.

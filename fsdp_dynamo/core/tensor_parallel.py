@@ -7,9 +7,8 @@ over another dimension::
     dp 0     W[:4] [0:8]   W[4:] [0:8]      a row of the mesh holds all of W,
     dp 1     W[:4] [8:16]  W[4:] [8:16]     a column shards one local tensor
 
-The parameter that optimizers see is this rank's part of the local tensor: a plain one, or a DTensor
-on both dimensions. While the unit is unsharded, its modules see a DTensor over the whole local
-tensor.
+The parameter that optimizers see is a DTensor on both dimensions. While the unit is unsharded, its
+modules see a DTensor over the whole local tensor.
 """
 
 from __future__ import annotations
@@ -71,18 +70,6 @@ class TensorParallel:
         split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
         return split.to_local()
 
-    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Where this rank's local tensor begins in the whole parameter."""
-        like = self.as_dtensor(torch.empty(local_shape, device="meta"))
-        (chunk,) = like.__create_chunk_list__()  # type: ignore[attr-defined]
-        return tuple(chunk.offsets)
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether this rank's local tensor is that of another rank, the first of those alike."""
-        at = self.mesh.get_coordinate() or ()
-        return any(at[i] for i, one in enumerate(self.placements) if one.is_replicate())
-
     @property
     def num_pieces_of_rows(self) -> int:
         """Into how many pieces its rows are split."""
@@ -97,13 +84,12 @@ class TensorParallel:
 
 
 def check_parallel(
-    param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | bool
+    param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None
 ) -> None:
     """Raise if a parameter is a DTensor that a unit of these groups cannot shard.
 
     Args:
-        mesh: of the DTensors that the unit's parameters become; ``True``: one that is made,
-            ``False``: they stay plain.
+        mesh: of the DTensors that the unit's parameters become; ``None``: one that is made.
     """
     if not isinstance(param, DTensor):
         return
@@ -126,11 +112,11 @@ def check_parallel(
                 fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
                 "...), then FSDP(model, device_mesh=mesh['dp']).",
             )
-    if mesh and not (isinstance(mesh, DeviceMesh) and _have_one_root(mesh, param.device_mesh)):
+    if mesh is None or not _have_one_root(mesh, param.device_mesh):
         raise FSDPValueError(
             expected="a unit on named dimensions of the mesh that tensor parallelism uses: its "
             "DTensors have both",
-            got="a process_group" if mesh is True else str(mesh),
+            got="a process_group" if mesh is None else str(mesh),
             where=where,
             fix="Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and shard with "
             "device_mesh=mesh['dp'] (fully_shard: mesh=mesh['dp']).",

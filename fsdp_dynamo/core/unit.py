@@ -28,12 +28,8 @@ from fsdp_dynamo.config import (
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
-    settings_of,
 )
 from fsdp_dynamo.core.flat_parameter import FlatParameter, Piece
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
@@ -44,13 +40,6 @@ from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.wire_format import WireFormat
 
-_DTENSORS = settings_of(
-    StateDictType.SHARDED_STATE_DICT,
-    ShardedStateDictConfig(shares_memory=True),
-    ShardedOptimStateDictConfig(shares_memory=True),
-)
-"""Of state dicts with DTensors, as FSDP2's are."""
-
 
 @dataclass(frozen=True)
 class UnitConfig:
@@ -60,7 +49,8 @@ class UnitConfig:
         offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
         limit_all_gathers: as given; nothing depends on it.
         full_precision_in_eval: whether evaluation leaves ``precision`` out.
-        dtensor_mesh: of DTensors that parameters are; ``True``: one to be made, ``False``: none.
+        state_dict_settings: of its state dicts, until the user sets others.
+        mesh: of the DTensors that parameters are; ``None``: one is made.
         collective_precision: formats in which shards travel; ``None``: as they are.
     """
 
@@ -73,7 +63,8 @@ class UnitConfig:
     cpu_offload: CPUOffload
     limit_all_gathers: bool
     full_precision_in_eval: bool
-    dtensor_mesh: DeviceMesh | bool
+    state_dict_settings: StateDictSettings
+    mesh: DeviceMesh | None
     collective_precision: CollectivePrecision | None = None
 
 
@@ -135,7 +126,7 @@ class Unit:
         self._is_unsharded_by_hand = False
         self.is_summoned = False
         self.may_call_operators: bool | None = None
-        self.state_dict_settings = _DTENSORS if config.dtensor_mesh else StateDictSettings()
+        self.state_dict_settings = config.state_dict_settings
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
         self._readers: list[Any] = []  # streams that have waited for what is unsharded now

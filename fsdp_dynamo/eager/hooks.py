@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from fsdp_dynamo.dynamo.private_api import refuse_tracers, with_side_effects
 from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.eager.used_outside import explained, hint_at_use_outside, used_outside
 from fsdp_dynamo.eager.views_while_traced import shared_inputs, views_while_traced
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_tensors, tensors_of
@@ -73,7 +71,7 @@ def run_unit(
         unit.require_kept_views()
         output = _in_memory_of_its_own(unit, output)
     except BaseException as error:
-        cause = used_outside(error, run_unit.__code__) or shared_inputs(error, unit.fqn)
+        cause = shared_inputs(error, unit.fqn)
         root.fail_forward(unit)
         if cause is not None:
             raise cause from error
@@ -100,16 +98,6 @@ def _lies_in(tensor: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
     except (NotImplementedError, RuntimeError):  # no memory of its own
         return False
     return any(0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in buffers)
-
-
-def hint_at_cause(error: BaseException) -> None:
-    """Say on stderr, where an error ends this rank, that it is no forward of a unit (if so)."""
-    hint_at_use_outside(error, run_unit.__code__)
-
-
-def explained_method(method: MethodType) -> MethodType:
-    """Return a wrapped module's method whose error names ``register_forward_method``."""
-    return explained(method, run_unit.__code__)
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:

@@ -73,7 +73,6 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
         "strategy": sharding.strategy,
         "mixed_precision": sharding.mixed_precision,
         "sync_module_states": True,
-        "use_dtensor": False,  # an optimizer may have been made before
         "device_id": None if device.type == "cpu" else device,
     }
     fully_shard(model, **{**settings, **sharding.others})

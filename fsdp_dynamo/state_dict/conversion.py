@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.rows import rows_in
 from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.state_dict.tensor_shard import RankLocalTensor, TensorShard, require_same_shard
+from fsdp_dynamo.state_dict.rank_local import RankLocalTensor
 from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
 
@@ -55,30 +54,14 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
             yield view if original.parallel is None else original.parallel.whole(view)
 
 
-def as_tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
-    """A tensor as large as a local original parameter, as a shard of the unsharded tensor.
+def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
+    """A tensor as large as this rank's part of a parameter, as a DTensor of the whole one.
 
-    Memory is shared. A DTensor where the parameter is one. If nothing is sharded, the result is a
-    plain tensor of the original shape.
+    Memory is shared. Of a parameter without elements, a plain tensor.
     """
-    original = flat.originals[index]
-    if original.placing is not None and flat.layout.slots[index].numel:
-        return original.placing.without_address(local_of(local))
-    return _tensor_shard(flat, index, local)
-
-
-def _tensor_shard(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
-    original = flat.originals[index]
-    part, slot = flat.shard_layout.ranges[index], flat.layout.slots[index]
-    parallel = original.parallel
-    if parallel is not None:
-        within = (tuple(parallel.shape), parallel.offsets(slot.shape))
-        is_copy = parallel.is_copy
-        return TensorShard(local.view(-1), slot.shape, part.param_start, within, is_copy=is_copy)
-    if flat.is_sharded and slot.numel:
-        holders = rows_in(flat.layout, index, flat.groups, flat.unit_fqn)
-        return TensorShard(local.view(-1), slot.shape, part.param_start, holders=holders)
-    return local_of(local).view(slot.shape)
+    if not flat.layout.slots[index].numel:
+        return local_of(local).view(flat.layout.slots[index].shape)
+    return flat.originals[index].placing.without_address(local_of(local))
 
 
 def mark_rank_local(flat: FlatParameter, value: Any) -> Any:
@@ -103,22 +86,17 @@ def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
 
 
 def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
-    """This rank's part of an unsharded tensor or ``TensorShard``, without communication.
+    """The DTensor of an unsharded tensor, without communication.
 
-    Of a ShardedTensor or DTensor too, which all ranks gather together. The part is a DTensor where
-    the parameter is one.
+    Of a ShardedTensor, or a DTensor that is placed otherwise, too: all ranks gather it together.
 
     Raises:
-        FSDPValueError: the shape or the shard is a different one; names ``key``.
+        FSDPValueError: the shape is a different one; names ``key``.
     """
     part, original = flat.shard_layout.ranges[index], flat.originals[index]
     is_dtensor = isinstance(value, DTensor) and value.shape == unsharded_shape(flat, index)
-    if is_dtensor and original.placing is not None:
+    if is_dtensor:
         return original.as_param(original.placing.part_of(value))
-    if isinstance(value, TensorShard):
-        own = _tensor_shard(flat, index, original.part)
-        require_same_shard(own, value, f"key '{key}'")
-        return original.as_param(value.local.view(part.shape))
     value = whole_tensor(value)
     shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
     if shape != unsharded_shape(flat, index):

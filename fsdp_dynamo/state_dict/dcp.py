@@ -40,7 +40,6 @@ from fsdp_dynamo.state_dict import methods, optim_state
 from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
 from fsdp_dynamo.state_dict.flattened import flatten, fqns_of, unflatten
 from fsdp_dynamo.state_dict.methods import uncompiled
-from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -287,7 +286,7 @@ def _require_all_states(template: Any, saved: Any) -> None:
     if not (isinstance(states, dict) and isinstance(groups, list)):
         return
     values = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
-    is_ours = any(isinstance(value, TensorShard) or is_given(value) for value in values)
+    is_ours = any(map(is_given, values))
     members = {fqn for group in groups if is_ours for fqn in group["params"]}
     for fqn, state in saved.get("state", {}).items():
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()

@@ -18,20 +18,17 @@ from torch.overrides import is_tensor_like
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.config import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.parts import parts_now
 from fsdp_dynamo.core.training_state import UnitState
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import (
     COMPILED,
-    is_unit,
     join_fqn,
     plain_fqn,
-    raw_named_modules,
     without_wrapper_names,
 )
 from fsdp_dynamo.state_dict.conversion import (
-    as_tensor_shard,
+    as_value,
     extract_local,
     from_rank_local,
     gather_params,
@@ -98,29 +95,6 @@ def save_unit(
                     state_dict[base + name] = value
 
 
-def refuse_parts(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
-) -> None:
-    """Raise if ``state_dict()`` of a module inside a unit was called: its values are 1-D parts.
-
-    A hook of every module in a unit. The first entry of torch's own metadata tells which module's
-    ``state_dict()`` the user has called.
-    """
-    if next(iter(getattr(state_dict, "_metadata", ())), None) != prefix.rstrip("."):
-        return
-    inside = raw_named_modules(module, lambda below: not is_unit(below))
-    held = {id(param) for _, below in inside for param in below._parameters.values()}
-    for part, fqn in parts_now():
-        if id(part) in held:
-            raise FSDPStateError(
-                expected="state_dict() of a unit, or of the model",
-                got=f"that of a {type(module).__name__} inside a unit: 1-D parts of this rank",
-                where=f"parameter '{fqn}'",
-                fix="Take the entry from the model's state_dict(), make the module a unit, or call "
-                "it inside summon_full_params().",
-            )
-
-
 def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
     """A value as the settings require it; ``None`` if they require none on this rank."""
     config = settings.state_dict_config
@@ -158,7 +132,7 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
 def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
     """This rank's part of each original parameter, or all of it if it is not sharded."""
     for index, original in enumerate(flat.originals):
-        yield as_tensor_shard(flat, index, original.part)
+        yield as_value(flat, index, original.part)
 
 
 def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:

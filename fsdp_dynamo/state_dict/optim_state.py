@@ -29,19 +29,17 @@ from fsdp_dynamo.core.dtensors import local_of, note_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.optimizers import SCALAR_STATES
 from fsdp_dynamo.core.original_parameter import owner_of
-from fsdp_dynamo.core.state_origin import with_origins_of, without_origin
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.conversion import (
-    as_tensor_shard,
+    as_value,
     extract_local,
     from_rank_local,
     gather_states,
     mark_rank_local,
     unsharded_shape,
 )
-from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
 Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
@@ -167,7 +165,7 @@ def _groups_to_save(
     given: Mapping[str, Any],
     settings: StateDictSettings,
 ) -> list[dict[str, Any]]:
-    groups = [{**without_origin(group), "params": []} for group in given["param_groups"]]
+    groups = [{**group, "params": []} for group in given["param_groups"]]
     if settings.copies_optim:  # including learning rates, which may be tensors
         groups = [copied(group) for group in groups]
     for group_number, _, place in places:
@@ -242,9 +240,7 @@ def _value_to_save(place: ParamPlace, value: Any, form: StateDictType) -> Any:
         return value
     if form is StateDictType.LOCAL_STATE_DICT:
         return mark_rank_local(place.flat, tree_map(local_of, value))
-    return (
-        as_tensor_shard(place.flat, place.index, value) if _is_like_param(place, value) else value
-    )
+    return as_value(place.flat, place.index, value) if _is_like_param(place, value) else value
 
 
 def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
@@ -346,6 +342,14 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
 
 def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
     """A JSON value that differs between different values."""
+    if isinstance(value, DTensor):
+        raise UnsupportedError(
+            expected="states that are as large as the parameter, or plain tensors",
+            got=f"a DTensor of shape {tuple(value.shape)}",
+            where=_WHERE,
+            fix="Save optimizer.state_dict() of each rank, for as many ranks; or let the optimizer "
+            "keep full_tensor() of such a state.",
+        )
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return numbers[id(value)] if id(value) in numbers else float(value)
     if isinstance(value, torch.Tensor):
@@ -401,8 +405,6 @@ def load(
     if "param_groups" in given:
         saved = given["param_groups"]
         result["param_groups"] = _groups(places, keys, optim, saved, may_lack)
-        if is_named:
-            with_origins_of(optim, result["param_groups"])
     return result
 
 
@@ -414,7 +416,7 @@ def _loaded(
     if place.flat is not None and isinstance(value, torch.Tensor):
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):
-            copies = copies or not isinstance(value, TensorShard)  # lets the unsharded one go
+            copies = copies or not isinstance(value, DTensor)  # lets the unsharded one go
             part = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
             return copied(part) if copies else part
     value = whole_tensor(value)
@@ -441,7 +443,7 @@ def empty_like_saved(
     if place.flat is None or not _is_like_whole(place, name, shape):
         return torch.empty(shape, dtype=dtype)
     local = torch.empty_like(place.param, dtype=dtype, requires_grad=False)
-    return as_tensor_shard(place.flat, place.index, local.detach())
+    return as_value(place.flat, place.index, local.detach())
 
 
 def _groups(
@@ -469,7 +471,7 @@ def _groups(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its parameters and their names, which are the optimizer's own."""
-    return {k: v for k, v in without_origin(group).items() if k not in ("params", "param_names")}
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _sources(

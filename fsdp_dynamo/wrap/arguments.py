@@ -145,7 +145,7 @@ def warn_of_padding(
         fqn: param.to_local() if isinstance(param, DTensor) else param
         for fqn, param in params.items()
     }
-    is_divided = config.groups.hierarchy is None or not config.dtensor_mesh
+    is_divided = config.groups.hierarchy is None
     padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in local.items()}
     total, whole = sum(padding.values()), sum(param.nbytes for param in local.values())
     if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
@@ -347,3 +347,14 @@ def input_dtype_of(unit: Unit, is_root: bool) -> torch.dtype | None:
     own = precision.cast_forward_inputs and bool(unit.flats)
     wanted = own or (is_root and precision.cast_root_forward_inputs)
     return precision.param_dtype if wanted else None
+
+
+def note_use_dtensor(given: bool | None) -> None:
+    """Warn of an argument that chose between two kinds of parameters, of which one is left."""
+    if given is not None:
+        warnings.warn(
+            f"use_dtensor={given} has no effect: parameters are DTensors, as FSDP2's. It is "
+            "deprecated: leave it out.",
+            FutureWarning,
+            stacklevel=3,
+        )

@@ -189,7 +189,7 @@ def plan_units(
             fqn = join_fqn(paths[owner], original.fqn)
             _check_parameter(original.param, fqn)
             config = config_of(owner)
-            check_parallel(original.param, fqn, config.groups.all, config.dtensor_mesh)
+            check_parallel(original.param, fqn, config.groups.all, config.mesh)
             _check_embeddings(original, fqn)
             original.keeps_dtype = keeps_dtype(original.param, fqn, config_of(owner).precision)
     values.check([original for originals in owned.values() for original in originals])
@@ -208,6 +208,9 @@ def build_units(
         owner: _build_unit(owner, owned[owner], config_of(owner), planned.late, values.device)
         for owner in values.in_order_of_completion(owned)
     }
+    for unit in built.values():
+        for flat in unit.flats:
+            flat.make_buffer()
     for owner, originals in owned.items():
         for original in originals:
             mark_managed(original.param, join_fqn(planned.paths[owner], original.fqn))
@@ -381,7 +384,7 @@ def _build_unit(
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
             precision=(precision, overridden, None)[chosen],
             offload=config.offload,
-            mesh=config.dtensor_mesh,
+            mesh=config.mesh,
             device=device,
             collective_precision=config.collective_precision,
         )

@@ -22,11 +22,15 @@ from fsdp_dynamo.config import (
     CollectivePrecision,
     CPUOffload,
     MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictType,
+    settings_of,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.wrap.arguments import check_module, without_forward
+from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor, without_forward
 from fsdp_dynamo.wrap.build import Together
 from fsdp_dynamo.wrap.construct import Arguments, construct
 from fsdp_dynamo.wrap.fsdp2_arguments import (
@@ -39,6 +43,13 @@ from fsdp_dynamo.wrap.fsdp2_arguments import (
 )
 from fsdp_dynamo.wrap.fsdp2_identity import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
+
+_SHARDED = settings_of(
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(shares_memory=True),
+    ShardedOptimStateDictConfig(shares_memory=True),
+)
+"""Of state dicts with DTensors, as FSDP2's are."""
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):
@@ -121,7 +132,7 @@ def fully_shard(
         reduction_group: its argument of this name.
         collective_precision: its argument of this name.
         unsharded_budget_bytes: its argument of this name, with ``reshard_after_forward=False`` too.
-        use_dtensor: its argument of this name; ``True`` by default.
+        use_dtensor: deprecated; parameters are DTensors.
 
     Returns:
         What was given; the class of each module is now a subclass of ``FSDPModule`` and of its own.
@@ -134,7 +145,7 @@ def fully_shard(
     (arXiv:2304.11277).
     """
     num_ranks = ranks_after_forward(reshard_after_forward, mesh, process_group)
-    gives_dtensors = use_dtensor is None or use_dtensor
+    note_use_dtensor(use_dtensor)
     given = Arguments(
         process_group=process_group,
         sharding_strategy=strategy_for(strategy, reshard_after_forward, mesh),
@@ -150,10 +161,10 @@ def fully_shard(
         forward_prefetch=forward_prefetch,
         device_mesh=mesh,
         reduction_group=reduction_group,
-        use_dtensor=gives_dtensors,
+        state_dict_settings=_SHARDED,
         collective_precision=collective_precision,
         unsharded_budget_bytes=unsharded_budget_bytes,
-        may_lack_values=gives_dtensors,
+        may_lack_values=True,
         shard_placement_fn=shard_placement_fn,
     )
     if not isinstance(module, (list, tuple)):

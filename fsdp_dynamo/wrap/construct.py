@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,13 @@ from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
-from fsdp_dynamo.config import coerce_collective_precision, coerce_mixed_precision
-from fsdp_dynamo.core.norms_of_parts import replace_total_norm
+from fsdp_dynamo.config import (
+    StateDictSettings,
+    coerce_collective_precision,
+    coerce_mixed_precision,
+)
 from fsdp_dynamo.core.optimizers import watch_optimizers
-from fsdp_dynamo.core.parts import has_parts, note_parts
 from fsdp_dynamo.core.unit import Unit, UnitConfig
-from fsdp_dynamo.eager.hooks import hint_at_cause
 from fsdp_dynamo.module_tree import join_fqn
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
@@ -58,7 +59,7 @@ class Arguments:
     reduction_group: dist.ProcessGroup | None
     limit_all_gathers: bool = True
     shard_placement_fn: PlacementFn | None = None
-    use_dtensor: bool = False
+    state_dict_settings: StateDictSettings = field(default_factory=StateDictSettings)
     may_lack_values: bool = False
     collective_precision: object | None = None
     unsharded_budget_bytes: int | None = None
@@ -110,7 +111,6 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     link_groups(groups.every)
     let_gloo_settle_at_exit()
     register_exit_callback(announce_failure)
-    register_exit_callback(hint_at_cause)
     record_flight_by_default()
     mesh = None if groups.hierarchy else given.device_mesh  # whose order of shards is another one
     config = UnitConfig(
@@ -123,7 +123,8 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         cpu_offload=cpu_offload,
         limit_all_gathers=given.limit_all_gathers,
         full_precision_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
-        dtensor_mesh=given.use_dtensor and (mesh or True),
+        state_dict_settings=given.state_dict_settings,
+        mesh=mesh,
         collective_precision=coerce_collective_precision(given.collective_precision),
     )
     sources = groups if given.sync_module_states else None
@@ -134,9 +135,6 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     keep_within(module, units, given.unsharded_budget_bytes)
     flats = [flat for unit in units.values() for flat in unit.flats]
     watch_optimizers(flats)
-    note_parts(flats)
-    if any(map(has_parts, flats)):
-        replace_total_norm()
     return Constructed(units, plan.ignored)
 
 

@@ -110,7 +110,7 @@ class DeferredInit:
     def run(self) -> Iterator[nn.Module]:
         """Give all modules their values, one after the other; yields each when it has them.
 
-        Parameters and buffers stay the objects that they were: an optimizer that holds them fits.
+        Parameters and buffers stay the objects that they were, until DTensors take their places.
 
         Raises:
             FSDPValueError: at the end, listing every tensor that was not written; a tensor that
@@ -208,6 +208,7 @@ class DeferredInit:
             self._give_back(owned)
         for slot in self._all_slots():
             slot.tensors[slot.name] = slot.owned
+            slot.owned.__dict__.pop(REPLACED, None)  # where its unit was made already
 
     def _all_slots(self) -> Iterator[_Slot]:
         return (slot for slots in self._slots.values() for slot in slots)

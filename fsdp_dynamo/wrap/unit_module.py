@@ -17,7 +17,6 @@ from fsdp_dynamo.core.accumulation import REDUCES
 from fsdp_dynamo.core.late_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed
-from fsdp_dynamo.core.parts import has_plain_parts, note_parts
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import register
 from fsdp_dynamo.dynamo.private_api import (
@@ -103,10 +102,6 @@ class UnitModule(UserMethods):
         if inner is not self:
             inner.register_state_dict_post_hook(_inner_save_hook)  # type: ignore[no-untyped-call]
             inner.register_load_state_dict_pre_hook(_inner_load_hook)  # type: ignore[no-untyped-call]
-        if any(map(has_plain_parts, unit.flats)):
-            for _, below in managed:
-                if below is not inner:
-                    below.register_state_dict_post_hook(model.refuse_parts)  # type: ignore[no-untyped-call]
         self._fsdp_tell_inner()
 
     def _fsdp_tell_inner(self) -> None:
@@ -354,7 +349,6 @@ class UnitModule(UserMethods):
         for flat in unit.flats:
             flat.point_originals_to_shard()
         watch_optimizers(unit.flats)
-        note_parts(unit.flats)
         for original in unit.originals():
             mark_managed(original.param, unit.paths.fqn_of(original.fqn))
         self._fsdp_tell_inner()

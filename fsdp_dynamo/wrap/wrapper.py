@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from fsdp_dynamo.config import (
     ShardingStrategy,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
-from fsdp_dynamo.eager.hooks import explained_method
 from fsdp_dynamo.state_dict import methods, optim_variants
 from fsdp_dynamo.wrap import build
-from fsdp_dynamo.wrap.arguments import check_module
+from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
 from fsdp_dynamo.wrap.construct import Arguments, Constructed, construct
 from fsdp_dynamo.wrap.user_methods import summon_full_params
@@ -38,8 +36,8 @@ class FullyShardedDataParallel(WrapperAttributes):
     ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
 
     Args:
-        module: the module to wrap. Its parameters stay the same objects; each becomes a 1-D
-            view of this rank's part (``NO_SHARD``: a view in its original shape).
+        module: the module to wrap. DTensors take the place of its parameters (``Shard(0)``;
+            ``Replicate()`` with ``NO_SHARD``): make optimizers afterwards.
         process_group: ranks to shard over; the default group if not given. With a hybrid
             strategy a pair (shard group, replicate group); not given, each node is a replica.
         sharding_strategy: see ``ShardingStrategy``; one rank is always ``NO_SHARD``.
@@ -66,11 +64,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         reduction_group: another process group of the ranks that shard, for the gradients: its
             reduce-scatters do not queue behind all-gathers in one communicator. By default the
             two share a group.
-        use_dtensor: let parameters, gradients and optimizer states be DTensors of the whole shape
-            over this rank's rows; where nothing is sharded they stay plain. torch's clipping,
-            norms, gradient scaler and optimizers that work element by element are right then, other
-            operators raise, and ``state_dict()`` has DTensors, too. New objects are put in the
-            place of the parameters: make the optimizer afterwards.
+        use_dtensor: deprecated; parameters are DTensors.
         collective_precision: formats with fewer bits in which shards of parameters and gradients
             travel; a policy's dict of arguments may have one for a unit.
         unsharded_budget_bytes: with ``SHARD_GRAD_OP`` and ``HYBRID_SHARD_ZERO2``, bytes of
@@ -105,11 +99,12 @@ class FullyShardedDataParallel(WrapperAttributes):
         ignored_states: Iterable[nn.Parameter | nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         reduction_group: dist.ProcessGroup | None = None,
-        use_dtensor: bool = False,
+        use_dtensor: bool | None = None,
         collective_precision: CollectivePrecision | None = None,
         unsharded_budget_bytes: int | None = None,
     ) -> None:
         check_module(module)
+        note_use_dtensor(use_dtensor)
         compiled = None
         if isinstance(module, torch._dynamo.OptimizedModule):
             compiled, module = module, module._orig_mod
@@ -131,7 +126,6 @@ class FullyShardedDataParallel(WrapperAttributes):
                 forward_prefetch=forward_prefetch,
                 device_mesh=device_mesh,
                 reduction_group=reduction_group,
-                use_dtensor=use_dtensor,
                 collective_precision=collective_precision,
                 unsharded_budget_bytes=unsharded_budget_bytes,
                 limit_all_gathers=limit_all_gathers,
@@ -180,10 +174,7 @@ class FullyShardedDataParallel(WrapperAttributes):
                 "_modules", {}
             ):
                 raise
-            value = getattr(self._modules[module_tree.WRAPPED], name)
-            if not isinstance(value, MethodType) or torch.compiler.is_dynamo_compiling():
-                return value
-            return explained_method(value)
+            return getattr(self._modules[module_tree.WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that the wrapped module has, and a wrapper has not, are set there."""

@@ -163,11 +163,10 @@ def _sharded(peer: str) -> nn.Module:
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
-    options = {} if peer == "fsdp2" else {"use_dtensor": False}
     shard = upstream.fully_shard if peer == "fsdp2" else fully_shard
     for layer in model:
-        shard(layer, **options)
-    return shard(model, **options)
+        shard(layer)
+    return shard(model)
 
 
 def _step(rank: int, world_size: int, peer: str, steps: int) -> Timeline:

@@ -359,7 +359,7 @@ def _special_models(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         refused = False
     except FSDPValueError:
         refused = True
-    inner_copy = copy.deepcopy(FSDP(nn.Linear(4, 4)).module)
+    inner_copy = copy.deepcopy(FSDP(nn.Linear(4, 4, bias=False)).module)
     with torch.no_grad():
         inner_copy.weight.fill_(2.0)
     outer = parts()

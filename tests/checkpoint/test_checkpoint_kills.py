@@ -18,6 +18,7 @@ from pool import RankPool
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDP, checkpoint
+from fsdp_dynamo.core.dtensors import local_of
 
 RANKS = 2
 SURVIVORS_SAY = re.compile(
@@ -31,13 +32,13 @@ Record = dict[int, tuple[float, int]]
 
 def _checksum(model: FSDP, optimizer: torch.optim.Optimizer) -> int:
     """Of this rank's parameters and states."""
-    tensors = [p.detach() for p in model.parameters()]
+    tensors: list[torch.Tensor] = [p.detach() for p in model.parameters()]
     for param in model.parameters():
         states = optimizer.state.get(param, {})
         tensors += [torch.as_tensor(states[name]) for name in sorted(states)]
     crc = 0
     for tensor in tensors:
-        crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+        crc = zlib.crc32(local_of(tensor).numpy().tobytes(), crc)
     return crc
 
 

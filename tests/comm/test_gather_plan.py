@@ -27,7 +27,7 @@ LEAST = st.sampled_from([None, 1, 4, 9, 30])
 
 def _layout(shapes: list[tuple[int, ...]], size: int, align: int, least: int | None) -> FlatLayout:
     names = [str(i) for i in range(len(shapes))]
-    return make_layout(names, shapes, size, align, least, keeps_rows=True)
+    return make_layout(names, shapes, size, align, least)
 
 
 def _params(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:

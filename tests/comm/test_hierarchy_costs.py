@@ -73,12 +73,13 @@ def test_memory(ranks: RankPool, low: bool) -> None:
     """The formula of docs/fewer-bytes.md: secondary shards come on top of FULL_SHARD's memory."""
     for full, found in ranks.run(_memory, NODES * PER_NODE, low):
         padded = found["padded"]
-        assert padded == full["padded"]
-        assert found["shards"] == full["shards"] == 4 * padded // (NODES * PER_NODE)
+        assert padded >= full["padded"]  # rows that do not divide are on each rank
+        for each in (full, found):
+            assert each["shards"] == 4 * each["padded"] // (NODES * PER_NODE)
         wanted = (2 if low else 4) * padded // PER_NODE
         assert found["secondary"] == found["least secondary"] == wanted
         assert found["left"] == 0
-        assert found["unsharded"] == full["unsharded"] < (2 if low else 4) * padded
+        assert full["unsharded"] <= found["unsharded"] < (2 if low else 4) * padded
 
 
 # -- bytes between two hosts -----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.wrap_policy import (
     ModuleWrapPolicy,
 )
@@ -73,7 +74,7 @@ def _accumulated_bytes(rank: int, world_size: int, mode: str) -> tuple[int, int,
     flats = [flat for unit in model._fsdp_root.units for flat in unit.flats]
 
     def kept() -> int:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [local_of(p.grad) for p in model.parameters() if p.grad is not None]
         sums = [f.grad_sum.total for f in flats if f.grad_sum.total is not None]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*grads, *sums]}
         return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import error_of
 from models import Block, batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, UnsupportedError
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.norms import power_sum
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
@@ -85,9 +86,9 @@ def _spoilt(rank: int, world_size: int) -> list[float]:
     for norm_type in NORM_TYPES:
         wrapped.zero_grad()
         loss_of(wrapped, batch(rank, 0)).backward()
-        grads = [p.grad for p in wrapped.parameters() if p.grad is not None and p.grad.numel()]
+        grads = [local_of(p.grad) for p in wrapped.parameters() if p.grad is not None]
         if rank == 1:
-            grads[0].fill_(torch.nan)
+            next(grad for grad in grads if grad.numel()).fill_(torch.nan)
         norms.append(float(wrapped.clip_grad_norm_(BOUND, norm_type)))
     return norms
 
@@ -172,50 +173,33 @@ def test_a_unit_that_differs_between_ranks_of_the_root(ranks: RankPool) -> None:
         assert "expected one norm on all ranks of the root" in message
 
 
-def _by_torch(rank: int, world_size: int) -> tuple[dict[str, str], tuple[float, float]]:
-    """Messages of torch's functions; and the norm that DDP gives under ``no_sync()``, and ours."""
-    nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], BOUND)
-    wrapped = wrap(make_transformer(num_blocks=1))
+def _by_torch(rank: int, world_size: int, strategy: str) -> list[tuple[float, float]]:
+    """Norms that torch finds for DDP, and for our parameters; a sum that waits is this rank's."""
+    wrapped = wrap(make_transformer(num_blocks=1), sharding_strategy=ShardingStrategy[strategy])
     ddp = DistributedDataParallel(make_transformer(num_blocks=1))
-    norms = []
+    norms: list[list[float]] = []
     for model in (ddp, wrapped):
         with model.no_sync():
             loss_of(model, batch(rank, 0)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), BOUND)))
+        found: list[Any] = [CLIP(model.parameters(), BOUND)]
         model.zero_grad()
         loss_of(model, batch(rank, 0)).backward()
-    own = list(wrapped.parameters())
-    grads = [p.grad for p in own if p.grad is not None]
-    found = {
-        "clip": error_of(lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), BOUND)),
-        "clip one": error_of(lambda: nn.utils.clip_grad_norm_(own[-1], BOUND)),
-        "imported before": error_of(lambda: CLIP(own, BOUND)),
-        "gradients": error_of(lambda: nn.utils.get_total_norm(grads)),
-        "parameters": error_of(lambda: nn.utils.get_total_norm(own)),
-        "a copy's": error_of(lambda: nn.utils.get_total_norm(copy.deepcopy(wrapped).parameters())),
-    }
-    whole = make_transformer(num_blocks=1)
-    held = wrap(whole, sharding_strategy=ShardingStrategy.NO_SHARD)
-    loss_of(held, batch(rank, 0)).backward()
-    passing = [
-        error_of(lambda: nn.utils.clip_grad_norm_(held.parameters(), BOUND)),
-        error_of(lambda: nn.utils.clip_grad_norm_(ddp.parameters(), BOUND)),
-    ]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found += [nn.utils.get_total_norm(grads), nn.utils.get_total_norm(model.parameters())]
+        found += [CLIP(model.parameters(), bound) for bound in (BOUND, 1e9)]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in found]
+        norms.append([float(norm) for norm in whole])
     with FSDP.summon_full_params(wrapped, with_grads=True):
-        passing.append(error_of(lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9)))
-        theirs, ours = ([p.grad for p in m.parameters()] for m in (ddp.module, wrapped))
-        if not all(g is not None and g.shape == h.shape for g, h in zip(ours, theirs, strict=True)):
-            passing.append("gradients that are not whole")
-    assert passing == ["", "", ""]
-    return found, (norms[0], norms[1])
+        norms[0].append(norms[0][-1])
+        norms[1].append(float(CLIP(wrapped.parameters(), 1e9)))
+    return list(zip(*norms, strict=True))
 
 
-def test_torchs_norms_of_parts_are_refused(ranks: RankPool) -> None:
-    for found, (expected, got) in ranks.run(_by_torch, 2):
-        for message in found.values():
-            assert "parameter '" in message
-            assert "Call model.clip_grad_norm_(max_norm)" in message
-        assert got == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_torchs_norms(ranks: RankPool, strategy: str) -> None:
+    for norms in ranks.run(_by_torch, 2, strategy):
+        for expected, got in norms:
+            assert got == pytest.approx(expected, rel=1e-6)
 
 
 def _low_precision(rank: int, world_size: int) -> tuple[list[torch.dtype], list[str]]:
@@ -267,11 +251,11 @@ def _rows(rank: int, dim: int) -> torch.Tensor:
     return torch.randn(3, dim, generator=torch.Generator().manual_seed(rank))
 
 
-def _launches(rank: int, world_size: int, mode: str, use_dtensor: bool) -> list[int]:
+def _launches(rank: int, world_size: int, mode: str) -> list[int]:
     """Of ``clip_grad_norm_`` with units of two and of nine parameters."""
     numbers = []
     for num_layers in (2, 9):
-        wrapped = FSDP(_stack(num_layers, 8), use_dtensor=use_dtensor)
+        wrapped = FSDP(_stack(num_layers, 8))
         in_mode(wrapped, mode)(_rows(rank, 8)).square().sum().backward()
         with _Launches() as launches:
             wrapped.clip_grad_norm_(BOUND)
@@ -279,13 +263,9 @@ def _launches(rank: int, world_size: int, mode: str, use_dtensor: bool) -> list[
     return numbers
 
 
-@pytest.mark.parametrize(
-    ("mode", "use_dtensor"), [("eager", False), ("eager", True), ("graph", False)]
-)
-def test_launches_are_those_of_flat_parameters(
-    ranks: RankPool, mode: str, use_dtensor: bool
-) -> None:
-    for numbers in ranks.run(_launches, 2, mode, use_dtensor):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_launches_are_those_of_flat_parameters(ranks: RankPool, mode: str) -> None:
+    for numbers in ranks.run(_launches, 2, mode):
         half = len(numbers) // 2
         assert numbers[:half] == numbers[half:]
 
@@ -330,7 +310,9 @@ def _edited(rank: int, world_size: int, strategy: str) -> list[str]:
         wrapped(inputs[rank]).square().sum().backward()
         _edit(dict(plain.named_parameters()))
         _edit(dict(wrapped.module.named_parameters()))
-        if not _spoil_the_rest([p.grad for p in wrapped.parameters() if p.grad is not None]):
+        if not _spoil_the_rest(
+            [local_of(p.grad) for p in wrapped.parameters() if p.grad is not None]
+        ):
             wrong.append(f"{norm_type}: nothing to spoil")
         expected = nn.utils.clip_grad_norm_(plain.parameters(), BOUND, norm_type)
         got = wrapped.clip_grad_norm_(BOUND, norm_type)
@@ -349,9 +331,9 @@ def _different(plain: nn.Module, wrapped: FSDP) -> list[str]:
         if (param.grad is None) != (part.grad is None):
             names.append(name)
         elif param.grad is not None and part.grad is not None:
-            begin = shards[name].start
-            own = param.grad.reshape(-1)[begin : begin + part.numel()]
-            if not torch.allclose(part.grad.reshape(-1), own, rtol=1e-5, atol=1e-7):
+            begin, grad = shards[name].start, local_of(part.grad).reshape(-1)
+            own = param.grad.reshape(-1)[begin : begin + grad.numel()]
+            if not torch.allclose(grad, own, rtol=1e-5, atol=1e-7):
                 names.append(name)
     return names
 

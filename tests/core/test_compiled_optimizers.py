@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def _models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 6))
-    return copy.deepcopy(plain), fully_shard(plain, use_dtensor=True)
+    return copy.deepcopy(plain), fully_shard(plain)
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _compiled_reductions(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     layer = nn.Linear(6, 5)
     whole = layer.weight.detach().clone()
-    fully_shard(layer, use_dtensor=True)
+    fully_shard(layer)
     row: Any = layer.weight.detach()
     functions: dict[str, Callable[[torch.Tensor], Any]] = {
         "sum": torch.sum,

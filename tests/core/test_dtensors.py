@@ -20,7 +20,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp_dynamo import FSDP, MixedPrecision, fully_shard
+from fsdp_dynamo import FSDP, MixedPrecision, StateDictType, fully_shard
 from fsdp_dynamo.core.original_parameter import owner_of
 
 Tensors = dict[str, torch.Tensor]
@@ -30,10 +30,10 @@ def _sharded(composable: bool, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
     """The model to call, and the module with its names."""
     plain = make_transformer(num_blocks=2)
     if not composable:
-        return wrap(plain, use_dtensor=True, **kwargs), plain
+        return wrap(plain, **kwargs), plain
     for block in plain.blocks:
-        fully_shard(block, use_dtensor=True, **kwargs)
-    return fully_shard(plain, use_dtensor=True, **kwargs), plain
+        fully_shard(block, **kwargs)
+    return fully_shard(plain, **kwargs), plain
 
 
 def _whole(tensors: dict[str, Any]) -> Tensors:
@@ -67,11 +67,7 @@ def _as_distributed(rank: int, world_size: int, mode: str, composable: bool) -> 
     reference = _Odd()
     plain = copy.deepcopy(reference)
     mesh = init_device_mesh("cpu", (world_size,))
-    model: Any = (
-        fully_shard(plain, mesh=mesh)
-        if composable
-        else FSDP(plain, use_dtensor=True, device_mesh=mesh)
-    )
+    model: Any = fully_shard(plain, mesh=mesh) if composable else FSDP(plain, device_mesh=mesh)
     inputs = [torch.linspace(-1, 1, 10).view(2, 5) * (r + 1) for r in range(world_size)]
     sum(reference(x).square().mean() / world_size for x in inputs).backward()  # type: ignore[union-attr]
     in_mode(model, mode)(inputs[rank]).square().mean().backward()
@@ -167,7 +163,7 @@ def _optimizers(rank: int, world_size: int) -> dict[str, float]:
     def models() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(7, 11), nn.LayerNorm(11), nn.Tanh(), nn.Linear(11, 5))
-        return copy.deepcopy(plain), fully_shard(plain, use_dtensor=True)
+        return copy.deepcopy(plain), fully_shard(plain)
 
     def step(name: str, reference: nn.Module, model: nn.Module, **kwargs: Any) -> float:
         matrices = name == "Muon"
@@ -209,7 +205,7 @@ def _operators(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     layer = nn.Linear(5, 7)
     whole = layer.weight.detach().clone()
-    fully_shard(layer, use_dtensor=True)
+    fully_shard(layer)
     row: Any = layer.weight.detach()
     values = {
         "sum": lambda w: w.sum(),
@@ -255,7 +251,7 @@ def _penalty(rank: int, world_size: int) -> float:
     """Gradients of a loss with penalties on parameters, beside one process."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 7)
-    model = fully_shard(copy.deepcopy(plain), use_dtensor=True)
+    model = fully_shard(copy.deepcopy(plain))
     inputs = [torch.full((2, 5), float(r + 1)) for r in range(world_size)]
 
     def penalty(module: nn.Module) -> Any:
@@ -321,7 +317,8 @@ def _habits(rank: int, world_size: int) -> dict[str, bool]:
     halves = {name: value / 2 for name, value in whole.items()}
     got = _whole({n.replace("module.", ""): p for n, p in average.named_parameters()})
     seen["averages"] = _max_difference(got, halves) < 1e-6
-    state = model.state_dict()
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
     seen["a state dict has DTensors"] = all(isinstance(v, DTensor) for v in state.values())
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -379,7 +376,7 @@ def test_accumulation(ranks: RankPool, is_low: bool) -> None:
 def _scaled(rank: int, world_size: int) -> tuple[float, list[float], bool]:
     """An overflow in one rank's rows: torch's own scaler skips the step on all ranks alike."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(4, 8), use_dtensor=True)
+    model = fully_shard(nn.Linear(4, 8))
     before = model.weight.full_tensor().detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -426,14 +423,14 @@ def _meshes(rank: int, world_size: int) -> dict[str, float]:
         reference = _Pair()
         model = copy.deepcopy(reference)
         if kind == "replicas":
-            fully_shard(model, mesh=mesh, use_dtensor=True)
+            fully_shard(model, mesh=mesh)
             index = rank
             assert model.up.weight.placements == (Replicate(), Shard(0))
             assert model.up.weight.device_mesh == mesh
         else:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(model, mesh["inner"], plan)
-            fully_shard(model, mesh=mesh["outer"], use_dtensor=True)
+            fully_shard(model, mesh=mesh["outer"])
             index = mesh.get_local_rank("outer")
         count = 4 if kind == "replicas" else 2
         inputs = [torch.linspace(-1, 1, 12).view(2, 6) * (i + 1) for i in range(count)]

@@ -152,15 +152,12 @@ def test_the_order_of_registration() -> None:
 
 
 def _torchs_optimizers_in_backward(
-    rank: int, world_size: int, mode: str, when: str
+    rank: int, world_size: int, mode: str
 ) -> tuple[list[float], list[float]]:
     """Losses with one optimizer, and with those that torch runs inside backward."""
     expected, _ = train(in_mode(wrap(make_transformer(num_blocks=1)), mode), rank, steps=STEPS)
-    model = make_transformer(num_blocks=1)
-    wrapped = wrap(model) if when == "after" else None
-    parameters = (wrapped or model).parameters()
-    _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
-    wrapped = wrapped or wrap(model)
+    wrapped = wrap(make_transformer(num_blocks=1))
+    _apply_optimizer_in_backward(torch.optim.SGD, wrapped.parameters(), {"lr": 0.1})
     call = in_mode(wrapped, mode)
     losses = []
     for step in range(STEPS):
@@ -170,9 +167,7 @@ def _torchs_optimizers_in_backward(
     return expected, losses
 
 
-@pytest.mark.parametrize(
-    ("mode", "when"), [("eager", "before"), *((mode, "after") for mode in MODES)]
-)
-def test_torchs_optimizers_step_in_backward(ranks: RankPool, mode: str, when: str) -> None:
-    for expected, losses in ranks.run(_torchs_optimizers_in_backward, 2, mode, when):
+@pytest.mark.parametrize("mode", MODES)
+def test_torchs_optimizers_step_in_backward(ranks: RankPool, mode: str) -> None:
+    for expected, losses in ranks.run(_torchs_optimizers_in_backward, 2, mode):
         assert losses == pytest.approx(expected, rel=1e-5)

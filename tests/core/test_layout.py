@@ -46,7 +46,9 @@ def test_layout(
     assert shard_position <= layout.shard_numel
     assert [slot.numel for slot in layout.slots] == [math.prod(shape) for shape in shapes]
     pieces = [layout.split_sizes[i] for i in layout.split_slots]
-    assert pieces == [slot.numel for slot in layout.slots]
+    assert pieces == [slot.numel * slot.copies for slot in layout.slots]
+    copies = [world_size if shape == () else 1 for shape in shapes]
+    assert [slot.copies for slot in layout.slots] == copies
     assert len(layout.split_gaps) + len(layout.split_slots) == len(layout.split_sizes)
     if least is not None and world_size > 1:
         direct = [slot.shard_numel for slot in layout.slots if slot.shard_numel >= least]
@@ -59,7 +61,7 @@ def test_ranks_hold_the_rows_of_torchs_chunk(
 ) -> None:
     """A scalar, which has no rows, is on all ranks."""
     names = [str(i) for i in range(len(shapes))]
-    layout = make_layout(names, shapes, world_size, align, keeps_rows=True)
+    layout = make_layout(names, shapes, world_size, align)
     for index, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
         whole = torch.arange(slot.numel).view(shape)
         chunks = whole.chunk(world_size) if shape else [whole] * world_size

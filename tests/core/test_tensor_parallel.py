@@ -174,7 +174,7 @@ def test_equals_one_process(
         for mine, theirs in zip(got, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
         assert wrong == []
-        assert kinds == ["DTensor" if composable else "Parameter"]
+        assert kinds == ["DTensor"]
 
 
 def _checkpointed_by_a_function(layer: Layer) -> None:
@@ -338,16 +338,12 @@ def test_meta_device(ranks: RankPool, give_values: str) -> None:
     ranks.run(_on_meta, 4, give_values)
 
 
-def _exchange(rank: int, world_size: int, folder: str, composable: bool) -> None:
+def _exchange(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard as fsdp2
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = fsdp2(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
-    plain = _parallelize(_model(), mesh["tp"])
-    if composable:
-        ours: nn.Module = fully_shard(plain, mesh=mesh["dp"])
-    else:
-        ours = FSDP(plain, device_mesh=mesh["dp"])
+    ours = FSDP(_parallelize(_model(), mesh["tp"]), device_mesh=mesh["dp"])
     full = StateDictOptions(full_state_dict=True)
     for number, (source, target) in enumerate([(ours, theirs), (theirs, ours)]):
         with torch.no_grad():
@@ -363,11 +359,10 @@ def _exchange(rank: int, world_size: int, folder: str, composable: bool) -> None
         assert all(found[fqn].equal(wanted[fqn]) for fqn in wanted)
 
 
-@pytest.mark.parametrize("composable", [False, True])
-def test_checkpoints_of_fsdp2(ranks: RankPool, tmp_path: Path, composable: bool) -> None:
+def test_checkpoints_of_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
     """Both directions through torch.distributed.checkpoint. The vocabulary does not divide, so
     units of the two tensor-parallel ranks have other sizes, and cut what both hold elsewhere."""
-    ranks.run(_exchange, 4, str(tmp_path), composable)
+    ranks.run(_exchange, 4, str(tmp_path))
 
 
 def _refused(rank: int, world_size: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import different, whole_gradients
+from loops import different, error_of, whole_gradients
 from models import (
     DOORS,
     Transformer,
@@ -22,6 +22,7 @@ from models import (
 from modes import MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy
 
@@ -36,16 +37,17 @@ def _new_values() -> dict[str, torch.Tensor]:
 
 
 def _replace(wrapped: FSDP, kind: str) -> None:
-    """Put new values in the place of this rank's parts."""
-    shards = wrapped.parameter_shards()
+    """Put new values into parameters, or a whole parameter or a DTensor in their place."""
     for fqn, whole in _new_values().items():
-        shard = shards[fqn]
-        part = whole.flatten()[shard.start : shard.start + shard.numel].view(shard.param.shape)
-        if kind == "data":
-            shard.param.data = part.clone()
+        owner, _, name = fqn.rpartition(".")
+        module = wrapped.module.get_submodule(owner)
+        param = getattr(module, name)
+        placed = distribute_tensor(whole, param.device_mesh, param.placements)
+        if kind == "in place":
+            with torch.no_grad():
+                param.copy_(placed)
         else:
-            owner, _, name = fqn.rpartition(".")
-            setattr(wrapped.module.get_submodule(owner), name, nn.Parameter(part.clone()))
+            setattr(module, name, nn.Parameter(whole if kind == "object" else placed))
 
 
 def _step(model: nn.Module, rank: int, step: int) -> float:
@@ -64,7 +66,8 @@ def _summon(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_state_dict(model: FSDP) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = [original.param for unit in model._fsdp_root.units for original in unit.originals()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
     assert FSDP.optim_state_dict(model, optimizer)["param_groups"]
     return _from_shards(model)
 
@@ -119,14 +122,14 @@ def _written_back(
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("kind", ["data", "object"])
+@pytest.mark.parametrize("kind", ["in place", "object", "DTensor"])
 def test_every_use_sees_new_values(ranks: RankPool, kind: str, strategy: str) -> None:
     for wrong in ranks.run(_written_back, 2, "eager", kind, strategy, list(USES)):
         assert wrong == []
 
 
 @pytest.mark.parametrize("mode", ["hooks", "graph"])
-@pytest.mark.parametrize("kind", ["data", "object"])
+@pytest.mark.parametrize("kind", ["in place", "object"])
 def test_compiled_models_see_new_values(ranks: RankPool, kind: str, mode: str) -> None:
     uses = ["forward", "summon", "state_dict"]
     for wrong in ranks.run(_written_back, 2, mode, kind, "FULL_SHARD", uses):
@@ -134,25 +137,29 @@ def test_compiled_models_see_new_values(ranks: RankPool, kind: str, mode: str) -
 
 
 def _objects(rank: int, world_size: int) -> dict[str, bool]:
-    """A new parameter is the model's, as in a plain one; the one before it is free."""
+    """The DTensor stays the model's and takes the values of a new parameter, which is free."""
     wrapped = wrap(make_transformer(num_blocks=2))
     up = wrapped.module.blocks[0].up
-    old, new = up.bias, nn.Parameter(torch.full_like(up.bias, 2.0))
+    old, new = up.bias, nn.Parameter(torch.full(up.bias.shape, 2.0))
     up.bias = new
-    before = old.detach().clone()
     loss_of(wrapped, batch(rank, 0)).backward()
-    optimizer = torch.optim.SGD([new], lr=1.0)
+    optimizer = torch.optim.SGD([old], lr=1.0)
+    taken = wrapped.state_dict()["blocks.0.up.bias"].clone()
     optimizer.step()
     whole = wrapped.state_dict()["blocks.0.up.bias"]
+    new.grad = torch.ones_like(new)
+    refused = error_of(torch.optim.SGD([new]).step)
     return {
-        "it is in the module": up.bias is new,
-        "it has this rank's gradient": new.grad is not None and new.grad.shape == new.shape,
-        "it is trained": not torch.equal(whole, torch.full_like(whole, 2.0)),
-        "the old one keeps its values": torch.equal(old, before) and old.grad is None,
+        "it is in the module": up.bias is old,
+        "it has the values": torch.equal(taken, torch.full_like(whole, 2.0)),
+        "it has the gradient": old.grad is not None and old.grad.shape == old.shape,
+        "it is trained": not torch.equal(whole, taken),
+        "an optimizer of the other one is refused": "in whose place a DTensor is" in refused,
+        "the other one keeps its values": torch.equal(new, torch.full_like(new, 2.0)),
     }
 
 
-def test_another_parameter_takes_the_place(ranks: RankPool) -> None:
+def test_another_parameter_gives_its_values(ranks: RankPool) -> None:
     for found in ranks.run(_objects, 2):
         assert all(found.values()), found
 
@@ -177,10 +184,12 @@ def test_replaced_while_whole(ranks: RankPool, kind: str) -> None:
 
 
 def _exchanged(rank: int, world_size: int) -> bool:
-    """Two parameters that take each other's storage."""
+    """Two parameters in whose places are others that have each other's memory."""
     wrapped = wrap(make_transformer(num_blocks=2), sharding_strategy=ShardingStrategy.NO_SHARD)
-    first, second = wrapped.module.blocks[0].norm1.weight, wrapped.module.blocks[0].norm2.bias
-    first.data, second.data = second.data, first.data
+    block = wrapped.module.blocks[0]
+    first, second = block.norm1.weight.detach(), block.norm2.bias.detach()
+    block.norm1.weight = nn.Parameter(second.to_local())
+    block.norm2.bias = nn.Parameter(first.to_local())
     values = wrapped.state_dict()
     plain = make_transformer(num_blocks=2).blocks[0]
     return torch.equal(values["blocks.0.norm1.weight"], plain.norm2.bias) and torch.equal(
@@ -200,13 +209,11 @@ class Tied(Transformer):
 
 
 def _another_shape(model: FSDP) -> None:
-    model.module.norm.weight.data = torch.zeros(17)
+    model.module.norm.weight = nn.Parameter(torch.zeros(17))
 
 
 def _another_dtype(model: FSDP) -> None:
-    for name, param in model.named_parameters():
-        if not name.startswith("blocks"):  # of the root unit: each rank has a part of some
-            param.data = param.data.double()
+    model.module.norm.weight = nn.Parameter(torch.zeros(16, dtype=torch.float64))
 
 
 def _one_of_two(model: FSDP) -> None:
@@ -230,7 +237,6 @@ def _refused(rank: int, world_size: int, name: str) -> list[str]:
     wrapped = wrap(Tied())
     before = {fqn: value.clone() for fqn, value in wrapped.state_dict().items()}
     holders = [(m, dict(m._parameters)) for m in wrapped.modules()]
-    datas = [p.data for p in wrapped.parameters()]
     REFUSED[name][0](wrapped)
     messages = []
     for use in ("forward", "summon", "state_dict", "shards", "deepcopy", "conversion"):
@@ -239,8 +245,6 @@ def _refused(rank: int, world_size: int, name: str) -> list[str]:
         messages.append(str(caught.value))
     for module, parameters in holders:
         module._parameters.update(parameters)
-    for param, data in zip(wrapped.parameters(), datas, strict=True):
-        param.data = data
     after = wrapped.state_dict()
     assert all(torch.equal(after[fqn], value) for fqn, value in before.items())
     loss_of(wrapped, batch(rank, 0)).backward()
@@ -260,7 +264,7 @@ def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> li
     model = in_mode(wrapped, mode)
     loss_of(expected, batch(0, 0)).backward()
     loss = loss_of(model, batch(0, 0))
-    _replace(wrapped, "data")
+    _replace(wrapped, "object")
     loss.backward()
     wrong = []
     with FSDP.summon_full_params(wrapped, with_grads=True):
@@ -283,7 +287,7 @@ def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mod
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) -> None:
-    """The backward is that of its forward; the new parameter is the next forward's."""
+    """The backward is that of its forward; the new parameter's values are the next forward's."""
     models: list[Any] = [make_transformer(num_blocks=2)]
     models.append(through(door, copy.deepcopy(models[0])))
     losses = []
@@ -299,9 +303,8 @@ def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) 
             average_gradients(model)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
-    got = whole_gradients(models[1])
-    if door == "fully_shard":  # the DTensor stays and takes the values, so its gradient stays, too
-        got = {name: grad for name, grad in got.items() if name in expected}
+    got = whole_gradients(models[1])  # DTensors stay, so their gradients stay, too
+    got = {name: grad for name, grad in got.items() if name in expected}
     assert different(got, expected) == []
 
 
@@ -311,8 +314,7 @@ def _unit_without_a_backward(rank: int, world_size: int) -> bool:
     model = FSDP(layer)
     x = torch.ones(2, 4, requires_grad=True)
     model(x)
-    shard = model.parameter_shards()["weight"]
-    shard.param.data = torch.full_like(shard.param, 2.0)
+    layer.weight = nn.Parameter(torch.full((4, 4), 2.0), requires_grad=False)
     return torch.equal(model(x), torch.full((2, 4), 8.0))
 
 

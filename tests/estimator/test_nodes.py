@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_dynamo import FSDP, CollectivePrecision, ShardingStrategy, record_events
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.estimator import Cluster, ElementSizes, Prediction, predict, take_inventory
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -128,7 +129,7 @@ def _real(rank: int, world_size: int, mode: str) -> dict[str, int]:
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     return {
         "shards": sum(flat.sharded.untyped_storage().nbytes() for flat in flats),
-        "optimizer": sum(state.nbytes for state in states),
+        "optimizer": sum(local_of(state).nbytes for state in states),
         "secondary": secondary,
         "unsharded": log.peak_unsharded_bytes(),
         "left": sum(flat.piece is not None for flat in flats),

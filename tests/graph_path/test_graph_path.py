@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fsdp_dynamo import FSDP, ShardingStrategy
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.graph_path.cache_keys import marks_key
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -82,12 +83,13 @@ def _gradients(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     loss_of(models[0], batch(rank, 0)).backward()
     loss_of(compiled, batch(rank, 0)).backward()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    close = all(torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7) for a, b in pairs)
+    grads = [(local_of(a.grad), local_of(b.grad)) for a, b in pairs]
+    close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in grads)
     unit = models[1]._fsdp_root.units[1]
     storages = {
-        o.param.grad.untyped_storage().data_ptr()
+        o.grad.untyped_storage().data_ptr()
         for o in unit.originals()
-        if o.param.grad is not None and o.param.numel()
+        if o.grad is not None and o.grad.numel()
     }
     leaf_untouched = all(
         f.sharded.grad is None for u in models[1]._fsdp_root.units for f in u.flats

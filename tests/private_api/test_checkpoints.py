@@ -14,17 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import default_planner, filesystem, metadata, state_dict
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 Options = state_dict.StateDictOptions
 
@@ -242,87 +239,7 @@ def test_the_name_of_a_wrapper_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
         assert found["0.0.weight"] is inner.weight
 
 
-# -- tensors that are written in pieces -----------------------------------------------------------
-
-
-class _Pieces(torch.Tensor):
-    """A matrix of which this process has the first and the last row."""
-
-    local: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, local: torch.Tensor) -> _Pieces:
-        made: _Pieces = torch.Tensor._make_wrapper_subclass(
-            cls, (3, local.shape[1]), dtype=local.dtype, device=local.device
-        )
-        made.local = local
-        return made
-
-    def __init__(self, local: torch.Tensor) -> None:
-        super().__init__()
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        sizes = torch.Size((1, self.shape[1]))
-        return [ChunkStorageMetadata(torch.Size((row, 0)), sizes) for row in (0, 2)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.local[index.offset[0] // 2].view(1, -1)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            args[0].local.copy_(args[1].local)
-            return args[0]
-        return cls(func(args[0].local, *args[1:], **(kwargs or {})))
-
-
-@pytest.mark.private(
-    "torch.Tensor._make_wrapper_subclass",
-    need="a value of a sharded state dict: the unsharded tensor's shape, this rank's memory; there "
-    "is no public way to make a tensor without memory whose operators we choose",
-    instead="a DTensor, where a shard is one box; a tensor for each box under a key of its own, "
-    "where it is not",
-)
-def test_a_tensor_of_a_shape_without_memory() -> None:
-    made = _Pieces(torch.ones(2, 4))
-    assert (made.shape, made.dtype, made.device.type) == ((3, 4), torch.float32, "cpu")
-    half = made.detach().clone().to(torch.float16)
-    assert type(half) is _Pieces
-    assert (half.shape, half.dtype) == ((3, 4), torch.float16)
-    assert half.local.dtype == torch.float16
-    made.copy_(_Pieces(torch.zeros(2, 4)))
-    assert not made.local.any()
-
-
-@pytest.mark.private(
-    "Tensor.__create_write_items__",
-    "Tensor.__create_chunk_list__",
-    "Tensor.__get_tensor_shard__",
-    need="a value that torch.distributed.checkpoint writes and reads box by box; the protocol's "
-    "class is private",
-    instead="create_local_plan and resolve_data of SavePlanner and LoadPlanner, overridden",
-)
-def test_a_value_is_written_and_read_in_pieces(tmp_path: Path) -> None:
-    saved = _Pieces(torch.arange(8.0).view(2, 4))
-    dcp.save({"a": saved}, checkpoint_id=tmp_path, no_dist=True)
-    entry: Any = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"]
-    assert entry.size == (3, 4)
-    assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(0, 0), (2, 0)]
-    loaded = _Pieces(torch.zeros(2, 4))
-    dcp.load({"a": loaded}, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(loaded.local, saved.local)
+# -- tensors of which no rank has the whole --------------------------------------------------------
 
 
 class _Refused(torch.Tensor):
@@ -349,32 +266,6 @@ def test_a_value_can_refuse_to_be_written_or_read(tmp_path: Path) -> None:
     dcp.save({"a": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
     with pytest.raises(dcp.CheckpointException, match="read"):
         dcp.load({"a": refused}, checkpoint_id=tmp_path / "plain", no_dist=True)
-
-
-@pytest.mark.private(
-    "DTensor.__create_chunk_list__",
-    need="where a rank's local tensor begins in a DTensor (tensor parallelism below a unit)",
-    instead="offsets from the mesh's coordinates and the placements, by the rule of torch.chunk",
-)
-def test_a_dtensor_knows_where_its_part_begins() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    dist.init_process_group("fake", rank=2, world_size=4)
-    try:
-        mesh = init_device_mesh("cpu", (4,))
-        made: Any = DTensor.from_local(
-            torch.empty(3, 2, device="meta"),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size((11, 2)),
-            stride=(2, 1),
-        )
-        (chunk,) = made.__create_chunk_list__()
-        assert tuple(chunk.offsets) == (6, 0)
-    finally:
-        dist.destroy_process_group()
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -1019,27 +1019,6 @@ def test_one_dimension_is_dynamic() -> None:
 
 
 @pytest.mark.private(
-    "torch._dynamo.variables.nn_module",
-    "UnspecializedNNModuleVariable.value",
-    need="which module could not be traced, to say that its parameters are used outside of their "
-    "unit",
-    instead="nothing: Dynamo's own error about shapes takes the place of ours",
-)
-def test_frames_of_a_failed_trace_have_the_module() -> None:
-    model = nn.Sequential(Double(), nn.Linear(3, 3))
-    found = []
-    try:
-        torch.compile(model, backend="eager")(X)
-    except RuntimeError as error:
-        traceback = error.__traceback__
-        while traceback is not None:
-            frame, traceback = traceback.tb_frame, traceback.tb_next
-            if frame.f_globals.get("__name__") == "torch._dynamo.variables.nn_module":
-                found.append(frame.f_locals["self"].value)
-    assert found[-1] is model[1]
-
-
-@pytest.mark.private(
     "torch._C._set_grad_enabled",
     need="where a region without gradients begins and ends in a graph of Dynamo's: a segment is "
     "compiled in the grad mode in which it begins",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -697,65 +696,7 @@ def test_wrapper_subclasses_are_told_from_plain_tensors() -> None:
     assert not is_traceable_wrapper_subclass(nn.Parameter(plain))
 
 
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.private(
-    "GradScaler._unscale_grads_",
-    "GradScaler._maybe_opt_step",
-    need="whether a subclass of torch.amp.GradScaler may share overflows among ranks; torch's own "
-    "does not, and is found in the frames above a step of the optimizer",
-    instead="ShardedGradScaler by its class, and every other scaler refused",
-)
-def test_a_scaler_is_found_above_a_step() -> None:
-    class Own(torch.amp.GradScaler):
-        def _unscale_grads_(self, *arguments: Any) -> Any:
-            return super()._unscale_grads_(*arguments)
-
-    found: list[Any] = []
-
-    class Looking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            frame = inspect.currentframe()
-            while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-                frame = frame.f_back
-            found.append(None if frame is None else frame.f_locals["self"])
-
-    scaler = Own("cpu", init_scale=2.0)
-    param = nn.Parameter(torch.ones(2))
-    optimizer = Looking([param], lr=1.0)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    assert found == [scaler]
-    assert param.grad is not None
-    assert param.grad.tolist() == [1.0, 1.0]
-    assert Own._maybe_opt_step is torch.amp.GradScaler._maybe_opt_step
-    assert Own._unscale_grads_ is not torch.amp.GradScaler._unscale_grads_
-
-
-@pytest.mark.private(
-    "torch.nn.utils.clip_grad._get_total_norm",
-    need="replaced, so that torch's norms over several tensors raise where one is a part of a "
-    "sharded parameter: each rank would clip by the norm of its own parts",
-    instead="clip_grad_norm_ and get_total_norm of torch.nn.utils replaced themselves, which "
-    "misses what was imported before",
-)
-def test_norms_come_from_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.utils import clip_grad, clip_grad_norm_
-
-    seen: list[list[torch.Tensor]] = []
-    original = clip_grad._get_total_norm
-    assert torch.nn.utils.get_total_norm is original
-
-    def ours(tensors: Any, *arguments: Any, **named: Any) -> torch.Tensor:
-        seen.append(list(tensors))
-        return original(tensors, *arguments, **named)
-
-    monkeypatch.setattr(clip_grad, "_get_total_norm", ours)
-    param = nn.Parameter(torch.ones(2))
-    param.sum().backward()
-    assert clip_grad_norm_([param], 1.0).item() == pytest.approx(2**0.5)
-    assert seen[0][0] is param.grad
+# -- versions and bases ----------------------------------------------------------------------------
 
 
 @pytest.mark.private(
@@ -808,18 +749,6 @@ def test_a_hook_on_the_base_of_a_view_changed_in_place() -> None:
     view += 1
     view.sum().backward()
     assert ran == ["base"]
-
-
-@pytest.mark.private(
-    "OrderedDict._metadata",
-    need="which module's state_dict() was called: its first entry",
-    instead="refuse 1-D parts from every module but the root, by the prefix",
-)
-def test_metadata_of_a_state_dict_begin_with_the_module_called() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
-    for module, first in ((model, ""), (model[0], ""), (model[0][0], "")):
-        assert next(iter(module.state_dict()._metadata)) == first
-    assert next(iter(model[0].state_dict(prefix="0.")._metadata)) == "0"
 
 
 @pytest.mark.private(

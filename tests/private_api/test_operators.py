@@ -272,8 +272,8 @@ def test_collectives_are_nodes(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.private(
     "torch.ops.aten._to_copy",
-    need="what .to() is to a tensor subclass: dtype and device of a shard in a sharded state dict",
-    instead="__torch_function__ for torch.Tensor.to, beside __torch_dispatch__",
+    need="what .to() is in a graph: the estimator and the passes take it for a copy or a cast",
+    instead="the name that this operator has then, in their tables of copies",
 )
 def test_a_conversion_is_one_operator() -> None:
     seen: list[Any] = []

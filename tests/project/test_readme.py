@@ -61,7 +61,7 @@ def _run(rank: int, world_size: int, code: str) -> tuple[float, float, bool]:
     names["MyTransformer"] = lambda: make_transformer(num_blocks=1)
     with mock.patch.object(dist, "init_process_group"):  # the ranks of the pool have one
         exec(code, names)
-    held = sum(p.numel() for p in names["model"].parameters())
+    held = sum(p.to_local().numel() for p in names["model"].parameters())
     whole = sum(p.numel() for p in make_transformer(num_blocks=1).parameters())
     after = _loss(names["step"](names["batch"]).float(), names["targets"])
     return losses[0].item(), after.item(), held < 0.6 * whole

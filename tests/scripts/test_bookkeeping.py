@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,14 @@ def _looked_at(rank: int, world_size: int, mode: str) -> dict[str, bool]:
     plain = make_transformer(num_blocks=2)
     named = {name: p.numel() for name, p in plain.named_parameters()}
     model = in_mode(wrap(plain), mode)
-    here = torch.tensor(sum(p.numel() for p in model.parameters()))
+    here = torch.tensor(sum(p.to_local().numel() for p in model.parameters()))
     dist.all_reduce(here)
     first = next(model.parameters())
     llama, layer = hf_models.make("llama")
     wrapped_llama = in_mode(FSDP(llama, auto_wrap_policy=ModuleWrapPolicy({layer})), mode)
     model.note = "set by a script"
     return {
+        "numbers": sum(p.numel() for p in model.parameters()) == sum(named.values()),
         "numbers add up over ranks": here.item() == sum(named.values()),
         "names": [name for name, _ in model.named_parameters()] == list(named),
         "device and dtype": (first.device.type, first.dtype) == ("cpu", torch.float32),
@@ -60,12 +62,13 @@ def test_attributes_through_the_wrapper(ranks: RankPool, mode: str) -> None:
 
 
 def _as_vectors(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """All weights as one vector of this rank's elements: halved, and put back."""
+    """All weights as one vector of whole parameters: halved, and put back."""
     losses = []
     plain = make_classifier()
     for model in (plain, shard(make_classifier())):
-        vector = parameters_to_vector(model.parameters())
-        vector_to_parameters(0.5 * vector.detach(), model.parameters())
+        with nullcontext() if model is plain else FSDP.summon_full_params(model):
+            vector = parameters_to_vector(model.parameters())
+            vector_to_parameters(0.5 * vector.detach(), model.parameters())
         with torch.no_grad():
             losses.append(classification_loss(model, examples(rank)).item())
         if model is plain:
@@ -358,7 +361,7 @@ def test_a_bias_before_a_batch_norm_has_a_gradient_of_rounding() -> None:
 
 
 def _orders(rank: int, world_size: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Compiled for one graph before or after wrapping, an optimizer made in between."""
+    """Compiled for one graph before or after wrapping."""
     how: dict[str, Any] = {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True}
     expected = _plain_losses(rank, world_size)
     found = {}
@@ -371,8 +374,8 @@ def _orders(rank: int, world_size: int) -> tuple[list[float], dict[str, list[flo
             compiled.compile(**how)
         else:
             compiled = plain
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
         model = shard(compiled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if order == "wrap, module.compile":
             model.compile(**how)
         found[order] = fit(model, optimizer, rank, range(5))

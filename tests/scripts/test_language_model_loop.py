@@ -84,38 +84,35 @@ def _train(
 
 
 def _as_ddp(
-    rank: int, world_size: int, mode: str, accumulate: str, grouped: str
+    rank: int, world_size: int, mode: str, accumulate: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     reference = DistributedDataParallel(make_transformer(num_blocks=1))
     adamw = torch.optim.AdamW(_decay_groups(reference), betas=(0.9, 0.95))
     expected = _train(reference, adamw, rank, range(STEPS), accumulate)
 
     plain = make_transformer(num_blocks=1)
-    before = _decay_groups(plain)
-    wrapped = wrap(plain, use_dtensor=grouped == "after")
+    wrapped = wrap(plain)
     names: dict[str, Any] = {"model": wrapped, "torch": torch}
     exec(recipe("Decay matrices only"), names)
     optimizer = names["optimizer"]
-    if grouped == "before":
-        optimizer = torch.optim.AdamW(before, betas=(0.9, 0.95))
     model = in_mode(wrapped, mode)
     return expected, _train(model, optimizer, rank, range(STEPS), accumulate)
 
 
 @pytest.mark.parametrize(
-    ("mode", "accumulate", "grouped"),
+    ("mode", "accumulate"),
     [
-        ("eager", "flag", "before"),
-        ("eager", "no_sync", "after"),
-        ("hooks", "flag", "after"),
-        ("graph", "no_sync", "before"),
-        ("hooks", "no_sync", "before"),
-        ("graph", "flag", "after"),
+        ("eager", "flag"),
+        ("eager", "no_sync"),
+        ("hooks", "flag"),
+        ("hooks", "no_sync"),
+        ("graph", "flag"),
+        ("graph", "no_sync"),
     ],
 )
-def test_trains_as_ddp(ranks: RankPool, mode: str, accumulate: str, grouped: str) -> None:
-    """Losses, norms and samples, with groups made by dimension before and after wrapping."""
-    for expected, got in ranks.run(_as_ddp, 2, mode, accumulate, grouped):
+def test_trains_as_ddp(ranks: RankPool, mode: str, accumulate: str) -> None:
+    """Losses, norms and samples, with groups made by dimension."""
+    for expected, got in ranks.run(_as_ddp, 2, mode, accumulate):
         assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(got["norms"]) > 0.5  # all steps were clipped
@@ -127,8 +124,8 @@ def test_trains_as_ddp(ranks: RankPool, mode: str, accumulate: str, grouped: str
 
 def _new_run(mode: str) -> tuple[FSDP, nn.Module, torch.optim.Optimizer]:
     plain = make_transformer(num_blocks=1)
-    optimizer = torch.optim.AdamW(_decay_groups(plain), betas=(0.9, 0.95))
     model = wrap(plain)
+    optimizer = torch.optim.AdamW(_decay_groups(model), betas=(0.9, 0.95))
     return model, in_mode(model, mode), optimizer
 
 

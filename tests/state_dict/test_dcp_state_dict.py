@@ -39,7 +39,6 @@ from fsdp_dynamo import (
     checkpoint,
     fully_shard,
 )
-from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 FSDP1 = upstream.FullyShardedDataParallel
@@ -64,9 +63,7 @@ MODES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "wrapper": wrap,
     "one unit": FSDP,
     "composable": lambda plain: fully_shard(plain, policy=ModuleWrapPolicy({Block})),
-    "DTensors": lambda plain: fully_shard(
-        plain, policy=ModuleWrapPolicy({Block}), use_dtensor=True
-    ),
+    "DTensors": lambda plain: fully_shard(plain, policy=ModuleWrapPolicy({Block})),
     "compiled": lambda plain: torch.compile(wrap(plain), backend="fsdp_dynamo_aot_eager"),
     "FSDP2": _in_fsdp2,
     "FSDP1": lambda plain: FSDP1(
@@ -272,7 +269,6 @@ def test_torchs_optimizer_reader(ranks: RankPool, tmp_path: Path) -> None:
 
 def _options(rank: int, world_size: int, how: str) -> dict[str, bool]:
     pair = _trained(how, rank)
-    kind = DTensor if how == "DTensors" else TensorShard
     model, optimizer = pair
     expected = _whole(pair)
     first = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -303,9 +299,9 @@ def _options(rank: int, world_size: int, how: str) -> dict[str, bool]:
     )
     return {
         "rank 0 alone": bool(alone) is bool(optim_alone) is (rank == 0),
-        "flat": isinstance(flat["state.head.weight.exp_avg"], kind),
+        "flat": isinstance(flat["state.head.weight.exp_avg"], DTensor),
         "flat groups": flat["param_groups.head.weight.lr"] == 1e-2,
-        "parts": all(isinstance(value, kind) for value in parts.values()),
+        "parts": all(isinstance(value, DTensor) for value in parts.values()),
         "frozen left out": sorted(set(parts) - set(trained_only))
         == ["blocks.1.norm1.bias", "blocks.1.norm1.weight"],
         "received": _same(_whole(receiver), expected) == [],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import pickle
 from typing import Any
 
 import torch
@@ -23,10 +21,8 @@ from fsdp_dynamo import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     StateDictType,
-    UnsupportedError,
     checkpoint,
 )
-from fsdp_dynamo.state_dict.tensor_shard import TensorShard
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -57,64 +53,6 @@ def _whole(pair: Pair) -> dict[str, torch.Tensor]:
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
-
-
-# -- values of sharded state dicts -----------------------------------------------------------------
-
-
-def _put_together(value: TensorShard) -> torch.Tensor:
-    """This rank's shards in a tensor that is NaN elsewhere."""
-    filled = torch.full(value.shape, torch.nan)
-    for shard in value.local_shards():
-        bounds = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        filled[tuple(slice(begin, begin + size) for begin, size in bounds)] = shard.tensor
-    return filled
-
-
-def _as_a_sharded_tensor(rank: int, world_size: int) -> dict[str, bool]:
-    pair = _made()
-    _step(pair, rank)
-    whole = _whole(pair)
-    with FSDP.state_dict_type(pair[0], SHARDED):
-        parts = _whole(pair)
-    parts = {name: one for name, one in parts.items() if isinstance(one, TensorShard)}
-    own = parts["embed.weight"]
-    assert isinstance(own, TensorShard)
-    described = own.metadata()
-    mine = [one for one in described.shards_metadata if one.placement.rank() == rank]
-    refused = False
-    try:
-        pickle.loads(pickle.dumps(own)).full_tensor()
-    except UnsupportedError:
-        refused = True
-    together = {name: _put_together(one) for name, one in parts.items()}
-    return {
-        "model and optimizer": len(parts) > len(whole) / 2,
-        "whole": all(torch.equal(one.full_tensor(), whole[k]) for k, one in parts.items()),
-        "converted": torch.equal(own.half().full_tensor(), whole["embed.weight"].half()),
-        "local shards": all(
-            ((one == whole[name]) | one.isnan()).all() for name, one in together.items()
-        ),
-        "all of them": all(
-            int((~one.isnan()).sum()) == parts[name].to_local().numel()
-            for name, one in together.items()
-        ),
-        "metadata": described.size == own.shape
-        and mine == [shard.metadata for shard in own.local_shards()]
-        and sum(math.prod(s.shard_sizes) for s in described.shards_metadata) == own.numel(),
-        "local tensor": all(
-            torch.equal(one.local_tensor(), one.tensors()[0])
-            for one in parts.values()
-            if len(one.chunks) == 1
-        ),
-        "like": not torch.zeros_like(own).to_local().any(),
-        "from a file": refused,
-    }
-
-
-def test_as_a_sharded_tensor(ranks: RankPool) -> None:
-    for found in ranks.run(_as_a_sharded_tensor, 3):
-        assert [what for what, holds in found.items() if not holds] == []
 
 
 # -- a model on some of the ranks ------------------------------------------------------------------

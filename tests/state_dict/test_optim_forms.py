@@ -24,6 +24,7 @@ from torch.distributed.optim import _NamedOptimizer
 
 import fsdp_dynamo
 from fsdp_dynamo import FSDP
+from fsdp_dynamo.core.dtensors import local_of
 
 Library = Any
 State = dict[str, Any]
@@ -205,6 +206,7 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
     if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         return [d for a, b in zip(theirs, ours, strict=True) for d in _differences(a, b, path)]
     if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        theirs, ours = local_of(theirs), local_of(ours)  # whole ones, where nothing is sharded
         is_like = theirs.dtype is ours.dtype and theirs.shape == ours.shape
         return [] if is_like and torch.allclose(theirs, ours) else [path]
     return [] if type(theirs) is type(ours) and theirs == ours else [path]

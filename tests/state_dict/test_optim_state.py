@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, batch, loss_of, make_transformer, wrap
-from pool import RankPool
+from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,9 +21,11 @@ from fsdp_dynamo import (
     FullOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    UnsupportedError,
     checkpoint,
     fully_shard,
 )
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -88,20 +90,21 @@ class _Factored(torch.optim.Optimizer):
         for param, shape, start in self._places():
             if param.grad is None:
                 continue
+            part, grad = local_of(param), local_of(param.grad)
             if len(shape) < 2:
-                param.sub_(param.grad, alpha=0.01)
+                part.sub_(grad, alpha=0.01)
                 continue
-            flat_grad = param.grad.reshape(-1)
-            positions = torch.arange(start, start + param.numel())
+            flat_grad = grad.reshape(-1)
+            positions = torch.arange(start, start + part.numel())
             rows, columns = positions // shape[1], positions % shape[1]
             state = self.state[param]
             for name, size, index in (("row", shape[0], rows), ("column", shape[1], columns)):
                 sums = torch.zeros(size).index_add_(0, index, flat_grad.square())
-                if param.numel() < shape[0] * shape[1] or dist.get_world_size() > 1:
+                if part.numel() < shape[0] * shape[1] or dist.get_world_size() > 1:
                     dist.all_reduce(sums)
                 state[name] = 0.9 * state.get(name, torch.zeros(size)) + 0.1 * sums
             scale = (state["row"][rows] * state["column"][columns] + 1e-6).rsqrt()
-            param.sub_((flat_grad * scale).view_as(param), alpha=1e-3)
+            part.sub_((flat_grad * scale).view_as(part), alpha=1e-3)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -364,3 +367,15 @@ def _options(rank: int, world_size: int) -> dict[str, bool]:
 def test_options_and_bad_input(ranks: RankPool) -> None:
     for found in ranks.run(_options, 2):
         assert [what for what, holds in found.items() if not holds] == []
+
+
+@on_ranks(2)
+def test_sharded_states_of_another_shape_are_refused(rank: int) -> None:
+    """Another optimizer would not know whether it was a DTensor."""
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = _sgd(model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["rows"] = model.weight.detach().square().mean(1)
+    with pytest.raises(UnsupportedError, match=r"got a DTensor of shape \(4,\)"):
+        FSDP.optim_state_dict(model, optimizer)

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_dynamo import (
     FSDP,
-    FSDPStateError,
     FSDPValueError,
     FullStateDictConfig,
     MixedPrecision,
@@ -323,13 +322,13 @@ def test_under_inference_mode(rank: int, composable: bool) -> None:
 
 @on_ranks(2)
 def test_of_a_module_inside_a_unit(rank: int) -> None:
-    """Its values would be 1-D parts; a module between units has none of its own."""
+    """Its values are DTensors; a module between units has none of its own."""
     model = wrap(make_transformer(num_blocks=1))
     inner, whole = model.module, model.state_dict()
     for module, fqn in ((inner.head, "head.weight"), (inner.blocks[0].up, "blocks.0.up.weight")):
         for prefix in ("", "head."):
-            with pytest.raises(FSDPStateError, match=f"parameter '{fqn}'"):
-                module.state_dict(prefix=prefix)
+            value = module.state_dict(prefix=prefix)[f"{prefix}weight"]
+            torch.testing.assert_close(value.full_tensor(), whole[fqn])
     for state, prefix in ((inner.state_dict(), ""), (inner.blocks.state_dict(), "blocks.")):
         assert state
         for key, value in state.items():

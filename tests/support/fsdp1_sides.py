@@ -25,6 +25,7 @@ from torch.distributed.fsdp import wrap as fsdp1_wrap
 
 import fsdp_dynamo
 from fsdp_dynamo import wrap_policy
+from fsdp_dynamo.core.dtensors import local_of
 
 _WIDE, _LOW = torch.float64, torch.bfloat16
 PRECISIONS: dict[str, dict[str, Any] | None] = {
@@ -223,7 +224,10 @@ class Side:
 
     def set_data(self, index: int) -> None:
         param = self._param(index)
-        param.data = param.data * 0.5
+        if self.api is FSDP1:
+            param.data = param.data * 0.5
+        else:  # torch's DTensors do not take other data
+            param.data.mul_(0.5)
 
     def replace(self, index: int) -> None:
         old = self._param(index)
@@ -275,18 +279,17 @@ class Side:
         """Parameters, and whole gradients, as they are under summon_full_params."""
         whole = {name: p.shape for name, p in trees.build(self.program.tree).named_parameters()}
         for name, param in self.model.named_parameters():
-            if param.shape != whole[name.replace(PREFIX, "")]:
+            held = local_of(param)
+            if held.shape != whole[name.replace(PREFIX, "")]:
                 continue  # of a unit that is not summoned, or of another rank
-            self.seen.values[f"{where}: {name}"] = param.detach().clone()
+            self.seen.values[f"{where}: {name}"] = held.detach().clone()
             shows = with_grads or self.program.strategy == "NO_SHARD"
             if not shows or not self.program.use_orig_params:
                 continue
             grad = param.grad
             if grad is not None and grad.numel() == 0:
                 grad = None
-            self.seen.values[f"{where}: gradient of {name}"] = (
-                grad if grad is None else grad.clone()
-            )
+            self.seen.values[f"{where}: gradient of {name}"] = _copy_of(grad)
 
     @property
     def _shows_grads(self) -> bool:
@@ -383,10 +386,13 @@ class Side:
         for name, param in self.model.named_parameters():
             plain = name.replace(PREFIX, "")
             self.seen.values[f"{plain}.requires_grad"] = param.requires_grad
-            self.seen.parts[plain] = param.detach().clone()
-            self.seen.parts[f"gradient of {plain}"] = (
-                None if param.grad is None else param.grad.detach().clone()
-            )
+            self.seen.parts[plain] = _copy_of(param)
+            self.seen.parts[f"gradient of {plain}"] = _copy_of(param.grad)
+
+
+def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Of what this rank has of it."""
+    return None if tensor is None else local_of(tensor).detach().clone()
 
 
 def run_side(program: Program, api: Api, rank: int, fault: str | None = None) -> list[Seen]:

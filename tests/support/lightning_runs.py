@@ -21,9 +21,11 @@ from models import VOCABULARY, make_transformer
 from modes import MODES
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fsdp_dynamo import FSDPError, MixedPrecision, checkpoint, record_events
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.integrations.lightning import FSDPDynamoStrategy
 from fsdp_dynamo.integrations.sharding import Sharding
 
@@ -59,7 +61,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         """Records the norm of the gradients before they are clipped."""
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        grads = [local_of(p.grad) for p in self.parameters() if p.grad is not None]
         squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
         if isinstance(self.trainer.strategy, FSDPDynamoStrategy):  # of this rank's shards
             dist.all_reduce(squares)
@@ -165,7 +167,8 @@ def _sharded(**named: Any) -> FSDPDynamoStrategy:
 
 
 def _whole(module: Any) -> dict[str, torch.Tensor]:
-    return {fqn: value.clone() for fqn, value in module.state_dict().items()}
+    values = module.state_dict().items()
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in values}
 
 
 def trained(rank: int, kind: str, compiled: Any, changed: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def trained(rank: int, kind: str, compiled: Any, changed: dict[str, Any]) -> dic
             "norms": module.norms,
             "eval": _validated(rank, trainer, module),
             "whole": _whole(module),
-            "numel": sum(p.numel() for p in module.parameters()),
+            "numel": sum(local_of(p).numel() for p in module.parameters()),
             "scatters": len(log.keys("reduce_scatter")),
             "graphs": counters["stats"]["unique_graphs"],
         }
@@ -222,8 +225,8 @@ def resumed(rank: int, folder: str) -> dict[str, Any]:
     return {
         "losses": [modules[0].losses[8:], modules[2].losses],
         "equal": [
-            [p.tolist() for p in whole.strategy.lightning_module.parameters()]
-            == [p.tolist() for p in modules[2].parameters()],
+            [local_of(p).tolist() for p in whole.strategy.lightning_module.parameters()]
+            == [local_of(p).tolist() for p in modules[2].parameters()],
             _moments(whole) == _moments(again),
         ],
         "rates": [t.lr_scheduler_configs[0].scheduler.get_last_lr() for t in (whole, again)],
@@ -239,7 +242,7 @@ def resumed(rank: int, folder: str) -> dict[str, Any]:
 
 def _moments(trainer: Any) -> dict[tuple[int, str], Any]:
     states = trainer.optimizers[0].state_dict()["state"].items()
-    return {(i, name): value.tolist() for i, state in states for name, value in state.items()}
+    return {(i, k): local_of(v).tolist() for i, state in states for k, v in state.items()}
 
 
 def within_epoch(rank: int, folder: str) -> list[list[float]]:

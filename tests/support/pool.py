@@ -76,6 +76,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.utils._pytree import tree_map_only
 
     from fsdp_dynamo.graph_path import calibration
@@ -117,6 +118,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it has meshes, by what they look like, of dead groups
             torch._dynamo.reset()
         if not torch.is_grad_enabled():  # the next job would compare less, without a word
             torch.set_grad_enabled(True)

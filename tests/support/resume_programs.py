@@ -129,7 +129,7 @@ def _model(door: str) -> nn.Module:
         return FSDP(model)
     if door == "not sharded":
         return shard(model, sharding_strategy=ShardingStrategy.NO_SHARD)
-    return shard(model, use_dtensor=True) if door == "dtensor" else shard(model)
+    return shard(model)
 
 
 def _optimizer(kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

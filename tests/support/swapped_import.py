@@ -147,7 +147,8 @@ def with_accelerate(rank: int, folder: str, form: str, options: dict[str, Any]) 
             for state in (AcceleratorState, PartialState):
                 state._shared_state["distributed_type"] = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
-            model, optimizer = accelerator.prepare(plain := make_classifier(), _sgd(plain))
+            model = accelerator.prepare(make_classifier())
+            optimizer = accelerator.prepare(_sgd(model))
             assert isinstance(model, fsdp_dynamo.FSDP)
             losses = _accelerated(accelerator, model, optimizer, rank, range(4))
             save_fsdp_model(plugin, accelerator, model, folder)

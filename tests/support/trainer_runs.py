@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_dynamo import FSDPStateError, ShardingStrategy, UnsupportedError, record_events
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.integrations import trainer as integration
 from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding
@@ -126,7 +127,7 @@ def same_as_ddp(folder: Path) -> dict[str, Any]:
             **numbers(trainer),
             "gathers": len(log.keys("all_gather")),
             "scatters": len(log.keys("reduce_scatter")),
-            "numel": sum(p.numel() for p in trainer.model.parameters()),
+            "numel": sum(local_of(p).numel() for p in trainer.model.parameters()),
         }
     return found
 
@@ -178,7 +179,7 @@ def resumed(folder: Path) -> dict[str, Any]:
         "again": numbers(again),
         "files": names,
         "equal": all(
-            torch.equal(a, b)
+            torch.equal(local_of(a), local_of(b))
             for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True)
         ),
     }
@@ -191,7 +192,7 @@ def saved(folder: Path) -> dict[str, Any]:
     trainer.save_model(str(folder / "model"))
     dist.barrier()
     plain = AutoModelForCausalLM.from_pretrained(folder / "model")
-    expected = trainer.model.state_dict()
+    expected = {key: value.full_tensor() for key, value in trainer.model.state_dict().items()}
     loss = trainer.evaluate()["eval_loss"]
     args = arguments(folder / "plain")
     alone = Trainer(plain, args, eval_dataset=Tokens(2, 10)).evaluate()["eval_loss"]

@@ -222,7 +222,6 @@ def _accumulated(rank: int, world_size: int) -> tuple[float, float]:
     model = fully_shard(
         make_transformer(num_blocks=2),
         policy=ModuleWrapPolicy({Block}),
-        use_dtensor=False,
         collective_precision=CollectivePrecision(reduce_scatter="int8"),
     )
     for step in range(2):

@@ -34,9 +34,7 @@ def _replaced(blocks: nn.ModuleList, backend: Any) -> None:
 
 def _wrapped(blocks: nn.ModuleList, backend: Any) -> None:
     for index, block in enumerate(blocks):
-        blocks[index] = FSDP(
-            torch.compile(block, backend=backend, fullgraph=True), use_dtensor=False
-        )
+        blocks[index] = FSDP(torch.compile(block, backend=backend, fullgraph=True))
 
 
 WAYS = {"compile()": _in_place, "torch.compile": _replaced, "wrapper": _wrapped}

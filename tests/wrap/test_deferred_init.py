@@ -25,6 +25,7 @@ from fsdp_dynamo import (
     StateDictType,
     fully_shard,
 )
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -70,7 +71,7 @@ def _unit_by_unit(rank: int, world_size: int) -> list[list[int]]:
         module.reset_parameters()  # type: ignore[operator]
         if any(module is block.down for block in model.blocks):
             held = [[p for p in block.parameters() if not p.is_meta] for block in blocks]
-            seen.append([sum(p.numel() for p in params) for params in held])
+            seen.append([sum(local_of(p).numel() for p in params) for params in held])
 
     blocks = list(model.blocks)
     wrap(model, param_init_fn=init)
@@ -131,8 +132,7 @@ def test_no_rank_holds_the_model(ranks: RankPool, door: str, sync: bool) -> None
         assert most_units <= 2
         # What gloo's threads free, the profiler does not see.
         assert sync or peak <= (NUM_LAYERS / 2 + 3) * unit
-        assert (message == "") is (door == "wrapper")
-        assert door == "wrapper" or "parameters of the sharded model" in message
+        assert "parameters of the sharded model" in message
 
 
 class WithTable(nn.Module):
@@ -188,45 +188,19 @@ def test_lists_what_nobody_initialised(ranks: RankPool) -> None:
         assert table == [0, 1, 2, 3]
 
 
-def _optimizer_first(rank: int, world_size: int, mode: str) -> bool:
-    """Two steps with an optimizer that was made on the meta device, and one made afterwards."""
-    results = []
-    for is_first in (True, False):
-        torch.manual_seed(3)
-        model = _on_meta(num_blocks=1)
-        held = list(model.parameters())
-        wrapped = wrap(model)
-        assert all(a is b for a, b in zip(held, wrapped.parameters(), strict=True))
-        optimizer = torch.optim.AdamW(held if is_first else wrapped.parameters(), lr=0.1)
-        run = in_mode(wrapped, mode)
-        for step in range(2):
-            loss_of(run, batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(wrapped.state_dict())
-    return all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_an_optimizer_made_before_fits(ranks: RankPool, mode: str) -> None:
-    assert all(ranks.run(_optimizer_first, 2, mode))
-
-
 def _replaces(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.full(parameter.shape, 2.0)))
 
 
-def _replaced(rank: int, world_size: int) -> tuple[bool, set[float]]:
+def _replaced(rank: int, world_size: int) -> set[float]:
     model = _on_meta(num_blocks=1, tied=True)
-    held = list(model.parameters())
     whole = wrap(model, param_init_fn=_replaces).state_dict()
-    same = all(a is b for a, b in zip(held, model.parameters(), strict=True))
-    return same, {float(x) for value in whole.values() for x in (value.min(), value.max())}
+    return {float(x) for value in whole.values() for x in (value.min(), value.max())}
 
 
 def test_an_init_may_register_other_parameters(ranks: RankPool) -> None:
-    assert ranks.run(_replaced, 2) == [(True, {2.0})] * 2
+    assert ranks.run(_replaced, 2) == [{2.0}] * 2
 
 
 def _refused(rank: int, world_size: int) -> list[tuple[str, bool]]:
@@ -383,19 +357,17 @@ def _if_meta(module: nn.Module) -> None:
 
 
 def _asks_for_meta(rank: int, world_size: int) -> list[bool]:
-    """Whether parameters stay the same objects and whether values are those of a plain model."""
+    """Whether values are those of a plain model."""
     with torch.device("meta"):
         model = nn.Sequential(Mended(), Mended())
-    before = list(model.parameters())
     policy = ModuleWrapPolicy({Mended, nn.Linear})
     torch.manual_seed(3)
     wrapped = FSDP(model, param_init_fn=_if_meta, auto_wrap_policy=policy)
     torch.manual_seed(3)
     expected = nn.Sequential(Mended(), Mended()).state_dict()
     state = wrapped.state_dict()
-    same = all(a is b for a, b in zip(before, wrapped.parameters(), strict=True))
     equal = [torch.equal(state[key], value) for key, value in expected.items()]
-    return [same, state.keys() == expected.keys(), *equal]
+    return [state.keys() == expected.keys(), *equal]
 
 
 def test_functions_that_ask_for_meta_tensors(ranks: RankPool) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import functional as F
 
-from fsdp_dynamo import FSDP, ShardingStrategy, fully_shard
-from fsdp_dynamo.comm import exit_callbacks
-from fsdp_dynamo.eager import hooks
+from fsdp_dynamo import FSDP, fully_shard
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
 
@@ -259,51 +255,8 @@ def _borrowed(rank: int, world_size: int, mode: str) -> tuple[str, float, float]
 @pytest.mark.parametrize("mode", MODES)
 def test_a_module_of_another_unit(ranks: RankPool, mode: str) -> None:
     for message, expected, got in ranks.run(_borrowed, 2, mode):
-        assert "module Linear: expected its parameters to be used in the forward of" in message
-        assert "'layers.0.embed.weight' sharded" in message
+        assert "got mixed torch.Tensor and DTensor" in message  # torch's words, as with FSDP2
         assert got == pytest.approx(expected, rel=1e-6)
-
-
-def _said_below_the_traceback(action: Callable[[], object]) -> str:
-    """By the callbacks of an exception that nothing catches."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            assert hooks.hint_at_cause in exit_callbacks._callbacks
-            hooks.hint_at_cause(error)
-        return said.getvalue()
-    return "no error"
-
-
-def _by_itself(rank: int, world_size: int) -> dict[str, str]:
-    policy = ModuleWrapPolicy({_Layer})
-    model = FSDP(nn.Sequential(_Layer(), _Layer()), auto_wrap_policy=policy)
-    whole = FSDP(_Layer(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    linear = model.module[1].module.linear
-
-    def of_another_cause() -> None:
-        raise KeyError(linear)
-
-    found = {
-        "by itself": lambda: linear(torch.ones(2, 4)),
-        "of a unit": lambda: model(torch.ones(2, 3)),
-        "whole": lambda: whole.module.linear(torch.ones(2, 3)),
-        "another": of_another_cause,
-    }
-    with FSDP.summon_full_params(model):
-        linear(torch.ones(2, 4))
-    return {name: _said_below_the_traceback(action) for name, action in found.items()}
-
-
-def test_a_module_of_a_unit_by_itself(ranks: RankPool) -> None:
-    """Torch's error of shapes ends the rank, and a hint stands below it."""
-    for said in ranks.run(_by_itself, 2):
-        hint = said.pop("by itself")
-        assert hint.startswith("Perhaps the cause: module Linear: expected its parameters to be")
-        assert "'1.linear.weight' sharded" in hint
-        assert "FSDP.summon_full_params(model)" in hint
-        assert set(said.values()) == {""}
 
 
 class _Speaker(nn.Module):

@@ -78,8 +78,8 @@ def _single(model: nn.Sequential) -> nn.Module:
 
 
 def _wrapper(model: nn.Sequential) -> nn.Module:
-    model[1] = FSDP(model[1], use_dtensor=True)
-    return FSDP(model, use_dtensor=True)
+    model[1] = FSDP(model[1])
+    return FSDP(model)
 
 
 SHARD = {"list": _list, "single": _single, "wrapper": _wrapper}

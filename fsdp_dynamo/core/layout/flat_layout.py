@@ -70,8 +70,7 @@ class ShardRange:
         param_start: first element of the part within the flattened parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part: 1-D, or ``(rows, *shape[1:])``, or the parameter's where nothing is
-            sharded.
+        shape: of the part, ``(rows, *shape[1:])``, or the parameter's where nothing is sharded.
     """
 
     param_start: int
@@ -157,13 +156,11 @@ class FlatLayout:
         slots: one per parameter.
         world_size: number of shards.
         plan: how shards become the unsharded flat parameter.
-        keeps_rows: whether parts have the shape of rows; otherwise they are 1-D.
     """
 
     slots: tuple[Slot, ...]
     world_size: int
     plan: GatherPlan
-    keeps_rows: bool
 
     @cached_property
     def shard_numel(self) -> int:
@@ -223,14 +220,14 @@ class FlatLayout:
     def shard_range(self, index: int, rank: int) -> ShardRange:
         """Which part of the parameter in slot ``index`` a rank holds."""
         slot = self.slots[index]
-        if slot.copies > 1 or (self.keeps_rows and not slot.shape):
+        if slot.copies > 1 or not slot.shape:
             return ShardRange(0, slot.shard_start, slot.numel, slot.shape)
         each, rows = rows_per_rank(slot.shape, self.world_size), (*slot.shape, 1)[0]
         held = max(0, min(each, rows - rank * each))
         shape = held, *slot.shape[1:]
         numel = math.prod(shape)
         start = min(rank * slot.shard_numel, slot.numel)
-        return ShardRange(start, slot.shard_start, numel, shape if self.keeps_rows else (numel,))
+        return ShardRange(start, slot.shard_start, numel, shape)
 
     def shard(self, rank: int) -> ShardLayout:
         """Layout of a rank's shard."""
@@ -404,7 +401,6 @@ def make_layout(
     align_numel: int,
     direct_numel: int | None = None,
     *,
-    keeps_rows: bool = False,
     undivided: Collection[int] = (),
 ) -> FlatLayout:
     """Lay parameters out, those that are gathered by themselves first.
@@ -416,13 +412,10 @@ def make_layout(
         align_numel: every parameter starts at a multiple of it.
         direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
             none is.
-        keeps_rows: whether parts have the shape of rows, and scalars are in each shard; otherwise
-            parts are 1-D.
-        undivided: indices of others that are in each shard.
+        undivided: indices of parameters, beside scalars, that are in each shard.
     """
     copies = [
-        world_size if index in undivided or (keeps_rows and not shape) else 1
-        for index, shape in enumerate(shapes)
+        world_size if index in undivided or not shape else 1 for index, shape in enumerate(shapes)
     ]
     rows = [rows_per_rank(shape, world_size) for shape in shapes]
     numels = [
@@ -451,7 +444,7 @@ def make_layout(
     )
     end = max(1, ends[-1])
     plan = one_slice(end) if world_size == 1 else _plan(slots, is_direct, packed_start, end)
-    return FlatLayout(slots, world_size, plan, keeps_rows)
+    return FlatLayout(slots, world_size, plan)
 
 
 def _plan(
