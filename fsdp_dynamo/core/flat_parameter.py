@@ -156,6 +156,7 @@ class FlatParameter:
             num_shards,
             max(1, align),
             self._direct_numel() if num_shards > 1 else None,
+            dims=[o.dim for o in originals],
             undivided=self._undivided(num_shards),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
@@ -199,7 +200,7 @@ class FlatParameter:
         for original, part in zip(self.originals, self.shard_layout.ranges, strict=True):
             if part.numel and not original.param.is_meta:
                 target = shard[part.shard_start : part.shard_start + part.numel]
-                target.view(part.shape).copy_(part.of(original.param.detach()))
+                part.view(target).copy_(part.of(original.param.detach()))
         return shard.requires_grad_(self.requires_grad)
 
     def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
@@ -312,8 +313,8 @@ class FlatParameter:
         """
         if self.groups.hierarchy is None or num_shards == 1:
             return set()
-        shapes = [original.param.shape for original in self.originals]
-        return {i for i, shape in enumerate(shapes) if shape and shape[0] % num_shards}
+        sizes = [o.param.shape[o.dim] if o.param.dim() else 0 for o in self.originals]
+        return {i for i, size in enumerate(sizes) if size % num_shards}
 
     def _direct_numel(self) -> int | None:
         """From how many elements per rank on a parameter is gathered by itself."""
