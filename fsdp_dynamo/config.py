@@ -207,7 +207,7 @@ class StateDictType(Enum):
     """Forms of a model's state dict, all with the plain model's names.
 
     - ``FULL_STATE_DICT``: unsharded tensors, on every rank or only on the first.
-    - ``SHARDED_STATE_DICT``: this rank's part of each tensor, for ``torch.distributed.checkpoint``;
+    - ``SHARDED_STATE_DICT``: DTensors, for ``torch.distributed.checkpoint``;
       nothing is gathered, and another number of ranks can load it.
     - ``LOCAL_STATE_DICT``: this rank's parameters, for one file per rank (``torch.save``), which
       only the same sharding can load. The values share the parameters' memory.

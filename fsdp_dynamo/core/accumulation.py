@@ -104,6 +104,7 @@ class UnshardedSum:
             them again when the sum is taken.
         partial: a gradient that is reduced in its shard group and waits for the reduction over
             replicas, or ``None``.
+        in_partial: indices of parameters of which this rank gave something to it.
         settings: of the unit.
         accumulation: of the root.
         paths: of its unit, for messages.
@@ -118,6 +119,7 @@ class UnshardedSum:
         self.total: torch.Tensor | None = None
         self.keeps_reduced_apart = False
         self.partial: torch.Tensor | None = None
+        self.in_partial: set[int] = set()
         self.settings = UnitSettings()  # until a unit takes over
         self.paths = UnitPaths(("",))
         self.accumulation = Accumulation([self])  # until a root takes over
@@ -171,6 +173,13 @@ class UnshardedSum:
         self.drop_dropped()
         self._add_parts(self.total, parts)
 
+    def used(self) -> set[int]:
+        """Indices of parameters of which this rank has something in the sum.
+
+        Where its part is empty nothing else tells that it is to have a gradient, as others have.
+        """
+        return {i for i, (_, param) in enumerate(self._shown) if param.grad is not None}
+
     @torch.no_grad()
     def take(self) -> torch.Tensor | None:
         """The sum, which waits no more; ``None`` where there is none or the user has dropped it."""
@@ -189,8 +198,9 @@ class UnshardedSum:
 
     # -- what waits for the reduction over replicas -----------------------------------------------
 
-    def leave_to_replicas(self, grad: torch.Tensor) -> None:
+    def leave_to_replicas(self, grad: torch.Tensor, unused: Collection[int]) -> None:
         """Let a gradient that is reduced in its shard group wait, with those that wait already."""
+        self.in_partial.update({*range(len(self._originals))}.difference(unused))
         if self.partial is not None:
             grad.add_(self.partial)
         self.partial = grad
@@ -199,23 +209,31 @@ class UnshardedSum:
     def take_partial(self) -> torch.Tensor | None:
         """What waits for the reduction over replicas, and waits no more."""
         partial, self.partial = self.partial, None
-        self._trained_in_partial = set()
+        self._trained_in_partial, self.in_partial = set(), set()
         return partial
 
     def frozen_in_partial(self) -> set[int]:
         """As ``frozen_since``, of what waits for the reduction over replicas."""
         return self._trained_in_partial.difference(self._now_trained())
 
-    def give_partial(self, parts: Sequence[torch.Tensor], frozen: Collection[int]) -> None:
-        """Give what waited, reduced, to the parameters: those that are frozen by now, too."""
+    def give_partial(
+        self, parts: Sequence[torch.Tensor], frozen: Collection[int], used: Collection[int]
+    ) -> None:
+        """Give what waited, reduced, to the parameters: those that are frozen by now, too.
+
+        Args:
+            parts: this rank's.
+            frozen: indices of parameters that are frozen by now.
+            used: those of which this rank gave something to it.
+        """
         if self.total is not None:
             trained = self._now_trained()
             self.add_reduced([part if i in trained else None for i, part in enumerate(parts)])
             self.keep_reduced(frozen, parts)
             return
-        for original, part, has in zip(self._originals, parts, has_value(parts), strict=True):
-            if has:
-                original.add_grad(part)
+        for index, has in enumerate(has_value(parts)):
+            if has or index in used:
+                self._originals[index].add_grad(parts[index])
 
     # -- parameters that are frozen while it waits ------------------------------------------------
 

@@ -27,12 +27,14 @@ from fsdp_dynamo.core.tensor_parallel import TensorParallel
 from fsdp_dynamo.core.whole_dtensor import whole_of
 from fsdp_dynamo.errors import FSDPValueError
 
+_new: Any = DTensor.__new__
+
 
 class Placing:
     """What the DTensors of one parameter have in common.
 
     Args:
-        shape: of the parameter in its flat parameter.
+        shape: of the parameter that the unit divides: under tensor parallelism, the local tensor's.
         part: what this rank holds of it.
         mesh: of the unit: the last dimension shards, or the last two in a hierarchy.
         num_sharding: how many dimensions these are; 0: all ranks hold it.
@@ -75,14 +77,15 @@ class Placing:
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """The DTensor of which this rank holds ``local``, whose memory it shares."""
-        spec = self._specs.get(local.dtype)
-        if spec is None:
-            shape = self.shape
-            stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            meta = TensorMeta(shape, stride, local.dtype)
-            spec = self._specs[local.dtype] = DTensorSpec(self.mesh, self.placements, meta)
-        made: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-        return made  # type: ignore[no-any-return]
+        spec = self._specs.get(local.dtype) or self._spec_of(local.dtype)
+        return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+    def _spec_of(self, dtype: torch.dtype) -> DTensorSpec:
+        shape = self.shape
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        meta = TensorMeta(shape, stride, dtype)
+        spec = self._specs[dtype] = DTensorSpec(self.mesh, self.placements, meta)
+        return spec
 
     def without_address(self, local: torch.Tensor) -> DTensor:
         """The same, of which torch makes copies: a value of a state dict.
@@ -100,13 +103,32 @@ class Placing:
         same: bool = value.placements == self.placements and value.device_mesh == self.mesh
         return same and value.shape == self.shape
 
+    def require_own(self, value: torch.Tensor) -> None:
+        """Raise for a DTensor that is placed as the parameter is, but is of another rank's file.
+
+        Raises:
+            FSDPValueError: its mesh says that it was made where other elements are.
+        """
+        if not isinstance(value, DTensor) or not self.holds(value):
+            return
+        own, made_at = self.mesh.get_coordinate(), value.device_mesh.get_coordinate()
+        places = zip(self.placements, own or (), made_at or (), strict=False)
+        if any(here != there for placed, here, there in places if not placed.is_replicate()):
+            raise FSDPValueError(
+                expected=f"what the rank at {own} of the mesh has saved",
+                got=f"what the one at {made_at} has",
+                where=f"parameter '{self.fqn}'",
+                fix="Let each rank load its own file, or save with torch.distributed.checkpoint, "
+                "fsdp_dynamo.checkpoint or a full state dict.",
+            )
+
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape.
 
         Every rank must call it with a DTensor that is placed otherwise, which is gathered.
 
         Raises:
-            FSDPValueError: another shape.
+            FSDPValueError: another shape; what ``require_own`` raises.
         """
         if value.shape != self.shape:
             raise FSDPValueError(
@@ -117,6 +139,7 @@ class Placing:
             )
         if isinstance(value, DTensor):
             if self.holds(value):
+                self.require_own(value)
                 local: torch.Tensor = value._local_tensor
                 return local.detach()
             value = whole_of(value)

@@ -330,7 +330,7 @@ class ModuleParameters:
         for holder, name, param, memory, numel, address, requires_grad in self._as_left:
             if (
                 holder.get(name) is not param
-                or (memory is not param and param._local_tensor is not memory)  # type: ignore[attr-defined]
+                or param._local_tensor is not memory  # type: ignore[attr-defined]
                 or memory.data_ptr() != address
                 or memory.numel() != numel
                 or param.requires_grad is not requires_grad

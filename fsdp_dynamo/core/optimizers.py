@@ -30,7 +30,7 @@ FORMER_ORIGIN = "fsdp_dynamo_parts_of"
 """Key in parameter groups that versions with 1-D parts have saved."""
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers that are numbers, not of the parameter's shape."""
+"""States of torch's optimizers that are numbers: only names tell them from those of one element."""
 
 _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
@@ -161,10 +161,15 @@ def _refuse_sums(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
-    """Cut state of the whole parameter to this rank's part of it."""
+    """Cut state of the whole parameter to this rank's part of it.
+
+    Raises:
+        FSDPValueError: state of another rank's part.
+    """
     state = optimizer.state[param]
     whole = flat.layout.slots[index].shape
     for key, value in state.items():
+        flat.originals[index].placing.require_own(value)
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.shape == whole and (value.dim() or key not in SCALAR_STATES):
             part = flat.shard_layout.ranges[index].of(value)

@@ -105,11 +105,10 @@ class OriginalParameter:
 
     def add_grad(self, part: torch.Tensor) -> None:
         """Add this rank's elements of a gradient, which may become the gradient."""
-        param = self.param
-        if param.grad is not None:
-            self.grad.add_(part)  # type: ignore[union-attr]
+        if self.param.grad is None:
+            self.param.grad = self.placing.dtensor(_of_its_own(part))
         else:
-            param.grad = self.as_param(part)
+            self.grad.add_(part)  # type: ignore[union-attr]
 
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's kind of which this rank has ``part``."""
@@ -231,16 +230,10 @@ def _of_its_own(part: torch.Tensor) -> torch.Tensor:
 
 
 def put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set ``.grad``, whose shape, dtype and device autograd compares with those of the data."""
-    if isinstance(param, DTensor):
-        if grad.dtype != param.dtype:
-            param.grad_dtype = None
-        param.grad = grad
-        return
-    data = param.data
-    param.data = grad
+    """Set ``.grad`` of a DTensor, of any dtype."""
+    if grad.dtype != param.dtype:
+        param.grad_dtype = None
     param.grad = grad
-    param.data = data
 
 
 def owner_of(param: object) -> str | None:

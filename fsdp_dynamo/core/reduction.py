@@ -87,7 +87,7 @@ class PendingReduce:
         self.held = ()
         waiting = flat.grad_sum
         if self.is_partial:
-            waiting.leave_to_replicas(self.sharded_grad)
+            waiting.leave_to_replicas(self.sharded_grad, self.unused)
             return None
         if waiting.settings.all_reduce_hook is not None:
             waiting.settings.all_reduce_hook(self.sharded_grad)
@@ -199,13 +199,14 @@ def _reduce_frozen_partial(flat: FlatParameter) -> None:
     frozen = waiting.frozen_in_partial()
     if not frozen:
         return
+    used = waiting.in_partial
     grad = waiting.take_partial()
     assert grad is not None
     in_flight = _issue_over_replicas(flat, flat.groups.reductions[-1], grad)
     reduced = PendingReduce(flat, in_flight, grad).finish()
     assert reduced is not None
     parts = flat.shard_layout.split(flat.as_grad(reduced).to(flat.home))
-    waiting.give_partial(parts, frozen)
+    waiting.give_partial(parts, frozen, used)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
@@ -311,7 +312,7 @@ class ReduceQueue:
     ) -> None:
         """Start another one; ``unused`` are indices of parameters without a gradient."""
         if flat.grad_sum.partial is not None:
-            unused = range(len(flat.originals))  # by any of the backwards
+            unused = set(unused) - flat.grad_sum.in_partial  # by each of the backwards
         pending = issue_reduce(flat, unsharded_grad, bool(unused))
         pending.unused = unused
         self._pending.append(pending)
@@ -325,12 +326,13 @@ class ReduceQueue:
 
     def issue_sum(self, flat: FlatParameter) -> None:
         """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""
+        unused = set(range(len(flat.originals))) - flat.grad_sum.used()
         total = flat.grad_sum.take()
         if total is not None:
             self.make_room()
             grad = total.to(flat.reduce_dtype, copy=True)
             given = UnshardedGrad(grad)
-            self.issue(flat, given, range(len(flat.originals)))  # unused by any of the steps
+            self.issue(flat, given, unused)  # by each of the steps
             total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """summon_full_params: original parameters with their unsharded values inside a context.
 
-Inside the context every original parameter of the units named has its original shape; it is the
-same object. At the end the parts that this rank holds are taken from it again.
+Inside the context modules of the units named hold whole, plain parameters in the place of DTensors.
+At the end the parts that this rank holds are taken from them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ class _SummonedFlat:
         self._options = options
         self._is_first = all(group.rank() == 0 for group in flat.groups.all)
         self._has_whole = self._is_first or not options.rank0_only
-        # Gradients of other shapes or elsewhere are taken away; others stay as they are.
-        self._moves_grads = flat.is_sharded or options.with_grads or options.offload_to_cpu
         self._grads = [original.param.grad for original in flat.originals]
         self._has_grads = self._any_rank_has_grad() if options.with_grads else None
         values = self._gathered(flat.shard_on_device())
@@ -108,8 +106,6 @@ class _SummonedFlat:
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
-            if self._moves_grads:
-                original.param.grad = None  # of another shape
             original.show_whole(values[i], flat.paths.fqn_of(original.fqn))
             if grads is not None and self._has_grads is not None and self._has_grads[i]:
                 original.held.grad = grads[i]
@@ -139,9 +135,6 @@ class _SummonedFlat:
         flat_parameters = self._flat.module_parameters
         flat_parameters.is_summoned = flat_parameters.is_whole = False
         self._flat.point_originals_to_shard()
-        for original, grad in zip(self._flat.originals, self._grads, strict=True):
-            if self._moves_grads:
-                original.param.grad = grad
 
     @torch.no_grad()
     def close(self) -> None:
@@ -163,14 +156,12 @@ class _SummonedFlat:
             self._take_grads(grads)
 
     def _hold_replacements(self) -> None:
-        """Make parameters that the user has put into modules meanwhile the originals."""
-        flat = self._flat
-        for i, (original, slot) in enumerate(zip(flat.originals, flat.layout.slots, strict=True)):
-            shape = torch.Size(slot.shape) if self._has_whole else original.param.shape
-            param = flat.module_parameters.replacement(original, shape)
+        """Take parameters that the user has put into modules meanwhile for the values."""
+        for original in self._flat.originals:
+            shape = original.param.shape
+            param = self._flat.module_parameters.replacement(original, shape)
             if param is not original.held:
                 original.replace(param)
-                self._grads[i] = None
 
     def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         assert self._has_grads is not None

@@ -396,7 +396,8 @@ class Root:
             for flat, grads in without_frozen(end.take()):
                 if flat.grad_sum.settings.reduces:
                     self._reduces.make_room()  # before the next flat gradient is made
-                    self._reduces.issue(flat, flat.grad_to_reduce(grads), unused_of(grads))
+                    unused = unused_of(grads) - flat.grad_sum.used()
+                    self._reduces.issue(flat, flat.grad_to_reduce(grads), unused)
                 else:
                     flat.keep_grads(grads, unused_of(grads))
 

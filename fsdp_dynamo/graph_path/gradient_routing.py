@@ -58,15 +58,17 @@ def _grad_handler(flat: FlatParameter) -> GradHandler:
     frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
 
     def handle(grad: torch.Tensor, absent: _Absent) -> None:
+        unused = _unused(flat, absent)
         if total is not None:
             # Other forwards that wait for their backward, and this one's where its graph is
             # retained, would add the sum once more: from now on they add nothing.
             if flat.grad_sum.total is total:
                 reduce_frozen([flat])
+                unused -= flat.grad_sum.used()
                 flat.grad_sum.take()
                 flat.grad_sum.accumulation.refresh()
             total.data.fill_(NO_VALUE)
-        flat.accumulate_grad(grad, _unused(flat, absent), frozen)
+        flat.accumulate_grad(grad, unused, frozen)
 
     return handle
 

@@ -130,7 +130,7 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
 
 
 def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """This rank's part of each original parameter, or all of it if it is not sharded."""
+    """The DTensor of each original parameter."""
     for index, original in enumerate(flat.originals):
         yield as_value(flat, index, original.part)
 

@@ -1,8 +1,8 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
-An optimizer holds states of this rank's parts, by number. A state as large as its parameter is
-saved as the parameter is: as the unsharded tensor, or as this rank's part of it. Other states (step
-counts, sums over rows of the unsharded parameter) stay as they are; they are the same on all ranks.
+An optimizer holds DTensors, by number. A state that is placed as its parameter is saved as the
+parameter is: as the unsharded tensor, as a DTensor, or as this rank's part of it. Other states
+(step counts, sums over rows of the unsharded parameter) stay as they are, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
 _WHERE = "optimizer state dict"
 STATES_NAME = "optimizer states"
 SAME_STATES_FIX = (
-    "A state must be as large as this rank's part of its parameter, or the same on all ranks; "
+    "A state must be a DTensor that is placed as its parameter, or the same on all ranks; "
     "save others in a LOCAL_STATE_DICT, which only the same sharding can load."
 )
-"""Scalar states of torch's optimizers: for a parameter of one element, only their names distinguish
-them from states that are as large as the parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +228,10 @@ def save_several(
 
 
 def _is_like_param(place: ParamPlace, value: object) -> bool:
-    if isinstance(place.param, DTensor):
-        return isinstance(value, DTensor) and value.shape == place.param.shape
-    return isinstance(value, torch.Tensor) and value.shape == place.param.shape
+    if place.flat is None:
+        return isinstance(value, torch.Tensor) and value.shape == place.param.shape
+    placing = place.flat.originals[place.index].placing
+    return isinstance(value, DTensor) and placing.holds(value)
 
 
 def _value_to_save(place: ParamPlace, value: Any, form: StateDictType) -> Any:
@@ -344,8 +343,8 @@ def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
     """A JSON value that differs between different values."""
     if isinstance(value, DTensor):
         raise UnsupportedError(
-            expected="states that are as large as the parameter, or plain tensors",
-            got=f"a DTensor of shape {tuple(value.shape)}",
+            expected="states that are placed as the parameter, or plain tensors",
+            got=f"a DTensor of shape {tuple(value.shape)}, {value.placements}",
             where=_WHERE,
             fix="Save optimizer.state_dict() of each rank, for as many ranks; or let the optimizer "
             "keep full_tensor() of such a state.",
@@ -416,7 +415,9 @@ def _loaded(
     if place.flat is not None and isinstance(value, torch.Tensor):
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):
-            copies = copies or not isinstance(value, DTensor)  # lets the unsharded one go
+            placing = place.flat.originals[place.index].placing
+            # Else the whole tensor, of which the part may be a view, would stay.
+            copies = copies or not (isinstance(value, DTensor) and placing.holds(value))
             part = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
             return copied(part) if copies else part
     value = whole_tensor(value)

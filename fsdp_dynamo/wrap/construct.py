@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import (
+    ShardingStrategy,
     StateDictSettings,
     coerce_collective_precision,
     coerce_mixed_precision,
@@ -179,9 +181,14 @@ def _plan(
     every = [(owner, original) for owner, found in planned.owned.items() for original in found]
     for owner, original in every:
         fqn = join_fqn(planned.paths[owner], original.fqn)
-        num_shards = configs.get(owner, config).groups.shard.size()
+        own = configs.get(owner, config)
+        num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
         original.dim = dim_of(given.shard_placement_fn, original.param, fqn, num_shards)
-        arguments.check_travels(configs.get(owner, config), fqn, original.param)
+        arguments.check_travels(own, fqn, original.param)
+    if given.shard_placement_fn is not None:
+        dims = ", ".join(f"{original.dim} of '{original.fqn}'" for _, original in every)
+        for group in config.groups.all:
+            require_same(group, "dimension of shard_placement_fn", dims)
     arguments.warn_of_containers(planned.owned)
     for owner, found in planned.owned.items():
         params = {

@@ -155,7 +155,7 @@ def dim_of(placement_fn: PlacementFn | None, param: nn.Parameter, fqn: str, num_
             "ranks divide",
             got=repr(placement),
             where=f"shard_placement_fn of parameter '{fqn}'",
-            fix="Shard it along another dimension, over fewer ranks, or pad it.",
+            fix="Return None, or Shard of a dimension that divides; or shard over fewer ranks.",
         )
     return dim
 

@@ -242,7 +242,8 @@ class UserMethods(nn.Module):
         that this rank holds; tied parameters once.
 
         Raises:
-            UnsupportedError: tensor parallelism has split a parameter too.
+            UnsupportedError: tensor parallelism has split a parameter too, or it is sharded along
+                another dimension than the first.
         """
         return shards_of(self._fsdp_root.units)
 
@@ -265,7 +266,8 @@ class UserMethods(nn.Module):
 
         Raises:
             FSDPValueError: an unknown name, a part or a result of another size.
-            UnsupportedError: tensor parallelism has split one of these parameters too.
+            UnsupportedError: tensor parallelism has split one of these parameters too, or it is
+                sharded along another dimension than the first.
         """
         return update_whole(self._fsdp_root.units, parts, update)
 
@@ -302,10 +304,10 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Original parameters with their whole values and shapes while open; between steps only.
 
-    Parameters stay the same objects. Every rank must open and leave the context. Units that
-    are summoned already (nested calls) stay as they are until the outer context ends. Meanwhile
-    the model runs under ``torch.no_grad()`` only. ``state_dict()`` inside gives whole tensors
-    without communication, so rank 0 alone may call it.
+    Modules hold whole, plain parameters in the place of DTensors. Every rank must open and leave
+    the context. Units that are summoned already (nested calls) stay as they are until the outer
+    context ends. Meanwhile the model runs under ``torch.no_grad()`` only. ``state_dict()`` inside
+    gives whole tensors without communication, so rank 0 alone may call it.
 
     Args:
         module: a wrapper, or a module with wrappers below.
@@ -315,7 +317,7 @@ def summon_full_params(
             0's changes go to all.
         offload_to_cpu: whole values in host memory.
         with_grads: gradients too, under the same rules; where they are left out, ``.grad`` is
-            ``None`` inside (but for ``NO_SHARD``, whose gradients are whole always).
+            ``None`` inside.
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.

@@ -13,6 +13,7 @@ from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, record_events
@@ -536,3 +537,51 @@ def test_the_sum_of_a_unit_called_twice_is_added_once(
         torch.testing.assert_close(
             [torch.tensor(g) for g in got], [torch.tensor(g) for g in expected]
         )
+
+
+class _OfOneRow(nn.Module):
+    """Uses a parameter in some steps, of which only the first rank has a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.row = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: torch.Tensor, uses_row: bool) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y * self.row if uses_row else y
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_ranks_without_rows_have_gradients_too(ranks: RankPool, mode: str, strategy: str) -> None:
+    """Or torch's clipping would wait for a norm that they do not take part in."""
+    for lists, norms in ranks.run(_without_rows, 4, mode, strategy):
+        assert lists == [[True] * 3, [True, True, False], [True] * 3]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def _without_rows(rank: int, world_size: int, mode: str, strategy: str) -> Any:
+    """Which parameters have gradients, and norms by torch and by us, of a sum and of one step."""
+    torch.manual_seed(0)
+    kwargs: dict[str, Any] = {}
+    if strategy == "HYBRID_SHARD":
+        kwargs = {"device_mesh": init_device_mesh("cpu", (2, 2))}
+    model = FSDP(_OfOneRow(), sharding_strategy=ShardingStrategy[strategy], **kwargs)
+    run, x = in_mode(model, mode), torch.ones(2, 4) + rank
+    lists, norms = [], []
+    with model.no_sync():
+        run(x, True).sum().backward()
+    run(x, False).sum().backward()
+    norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
+    norms.append(float(model.clip_grad_norm_(100.0)))
+    lists.append([p.grad is not None for _, p in sorted(model.named_parameters())])
+    model.zero_grad()
+    run(x, False).sum().backward()
+    lists.append([p.grad is not None for _, p in sorted(model.named_parameters())])
+    model.zero_grad()
+    with model.no_sync():
+        run(x, True).sum().backward()
+    model.clip_grad_norm_(100.0)  # reduces the sum alone
+    lists.append([p.grad is not None for _, p in sorted(model.named_parameters())])
+    return lists, norms

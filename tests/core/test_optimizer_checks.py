@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import error_of
 from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
@@ -42,6 +43,27 @@ def test_made_before_wrapping(rank: int, strategy: str) -> None:
     message = error_of(optimizer.step)
     assert "expected parameters of the sharded model" in message
     assert "Make the optimizer after the model is sharded" in message
+
+
+@on_ranks(2)
+def test_a_file_of_another_rank(rank: int) -> None:
+    """Its rows are as many, so only the mesh tells."""
+    files = []
+    model, fresh = (wrap(make_transformer(num_blocks=1)) for _ in range(2))
+    for one in (model, fresh):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.05)
+        _train(one, optimizer, rank, 0)
+        files.append(io.BytesIO())
+        torch.save(optimizer.state_dict(), files[-1])
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, files[0].getvalue())
+    for number in (rank, 1 - rank):
+        state = torch.load(io.BytesIO(everyone[number]), weights_only=False)
+        optimizer.load_state_dict(state)
+        message = error_of(optimizer.step)
+        assert (message == "") is (number == rank)
+    assert f"of the mesh has saved, got what the one at ({1 - rank},) has" in message
+    assert "parameter 'scale'" in message or "parameter 'embed.weight'" in message
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -28,7 +28,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+from fsdp_dynamo import (
+    FSDP,
+    DivergenceError,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.core.layout.flat_layout import make_layout
 
@@ -231,6 +238,7 @@ def _by_full(trained: tuple[Any, Any], fresh: tuple[Any, Any], folder: str) -> N
         FSDP.set_state_dict_type(model, FULL)
     fresh[0].load_state_dict(trained[0].state_dict())
     states = FSDP.optim_state_dict(*trained)
+    assert all(value.is_contiguous() for value in trained[0].state_dict().values())
     fresh[1].load_state_dict(FSDP.optim_state_dict_to_load(*fresh, states))
 
 
@@ -276,6 +284,8 @@ def test_refused(rank: int) -> None:
         assert not isinstance(linear.weight, DTensor)
     model = _sharded(_plain())
     assert "Shard(dim=1)" in error_of(model.parameter_shards)
+    with pytest.raises(DivergenceError, match="dimension of shard_placement_fn"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(rank if p.dim() > 1 else 0))
 
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=5)

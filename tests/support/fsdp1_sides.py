@@ -283,8 +283,7 @@ class Side:
             if held.shape != whole[name.replace(PREFIX, "")]:
                 continue  # of a unit that is not summoned, or of another rank
             self.seen.values[f"{where}: {name}"] = held.detach().clone()
-            shows = with_grads or self.program.strategy == "NO_SHARD"
-            if not shows or not self.program.use_orig_params:
+            if not with_grads or not self.program.use_orig_params:
                 continue
             grad = param.grad
             if grad is not None and grad.numel() == 0:

@@ -76,10 +76,10 @@ class ShardRange:
     """The part of one parameter that one rank holds.
 
     Attributes:
-        param_start: first element of the part within the flattened parameter.
+        param_start: first element of the part within the parameter as it lies, flattened.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part, ``(rows, *shape[1:])``, or the parameter's where nothing is sharded.
+        shape: of the part: ``(rows, *shape[1:])`` where it is divided by rows.
         dim: along which the parameter is divided.
     """
 
