@@ -156,7 +156,6 @@ class FlatParameter:
             num_shards,
             max(1, align),
             self._direct_numel() if num_shards > 1 else None,
-            dims=[o.dim for o in originals],
             undivided=self._undivided(num_shards),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
@@ -200,7 +199,7 @@ class FlatParameter:
         for original, part in zip(self.originals, self.shard_layout.ranges, strict=True):
             if part.numel and not original.param.is_meta:
                 target = shard[part.shard_start : part.shard_start + part.numel]
-                part.view(target).copy_(part.of(original.param.detach()))
+                target.view(part.shape).copy_(part.of(original.param.detach()))
         return shard.requires_grad_(self.requires_grad)
 
     def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
@@ -313,8 +312,8 @@ class FlatParameter:
         """
         if self.groups.hierarchy is None or num_shards == 1:
             return set()
-        sizes = [o.param.shape[o.dim] if o.param.dim() else 0 for o in self.originals]
-        return {i for i, size in enumerate(sizes) if size % num_shards}
+        shapes = [original.param.shape for original in self.originals]
+        return {i for i, shape in enumerate(shapes) if shape and shape[0] % num_shards}
 
     def _direct_numel(self) -> int | None:
         """From how many elements per rank on a parameter is gathered by itself."""

@@ -162,9 +162,8 @@ class Unit:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its unsharded parameters, and the dimension that lies first; units of one class with
-        equal ones share compiled code."""
-        return tuple([(*s.shape, s.dim) for flat in self.flats for s in flat.layout.slots])
+        """Of its unsharded parameters; units of one class with equal ones share compiled code."""
+        return tuple([slot.shape for flat in self.flats for slot in flat.layout.slots])
 
     @property
     def needs_unshard(self) -> bool:

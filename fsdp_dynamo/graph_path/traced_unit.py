@@ -97,8 +97,8 @@ def _places(module: UnitModuleProtocol) -> Places:
 
 def _describe_views(flat: FlatParameter) -> ViewConstants:
     layout = flat.layout
-    shapes = [slot.lying for slot in layout.slots]
-    return ViewConstants(layout.split_sizes, layout.split_slots, shapes, layout.moved)
+    shapes = [slot.shape for slot in layout.slots]
+    return ViewConstants(layout.split_sizes, layout.split_slots, shapes)
 
 
 def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:

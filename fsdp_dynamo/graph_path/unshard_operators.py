@@ -84,15 +84,12 @@ class ViewConstants(NamedTuple):
     Attributes:
         split_sizes: numel of each piece.
         pieces: for each parameter, its piece.
-        shapes: for each parameter, its shape as it lies there.
-        moved: indices of parameters of which another dimension than the first lies first, and that
-            dimension.
+        shapes: for each parameter, its shape.
     """
 
     split_sizes: Sequence[int]
     pieces: Sequence[int]
     shapes: Sequence[Sequence[int]]
-    moved: Sequence[Sequence[int]]
 
 
 def encode(constants: FlatConstants | ViewConstants) -> str:
@@ -247,18 +244,15 @@ def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tenso
         unsharded: ``(padded_numel,)``.
         constants: ``ViewConstants``, encoded.
     """
-    sizes, pieces, shapes, moved = _decode(ViewConstants, constants)
+    sizes, pieces, shapes = _decode(ViewConstants, constants)
     with _marked({VIEWS: ""}):
         cut = torch.split(unsharded, sizes)
-        views = [
+        return [
             cut[piece].view(shape)
             if sizes[piece] == math.prod(shape)
             else _first_copy(cut[piece], shape)
             for piece, shape in zip(pieces, shapes, strict=True)
         ]
-        for index, dim in moved:
-            views[index] = views[index].movedim(0, dim)
-        return views
 
 
 def parameters(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:

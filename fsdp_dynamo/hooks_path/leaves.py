@@ -365,12 +365,11 @@ def fake_forward(
     for flat in unit.flats:
         views = [
             torch.empty(
-                slot.lying,
+                slot.shape,
                 dtype=flat.dtypes(unit.wants_full_precision).param,
                 device=flat.device,
+                requires_grad=original.param.requires_grad,
             )
-            .movedim(0, slot.dim)
-            .requires_grad_(original.param.requires_grad)
             for slot, original in zip(flat.layout.slots, flat.originals, strict=True)
         ]
         shown = flat.module_parameters

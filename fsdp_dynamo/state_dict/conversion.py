@@ -51,8 +51,7 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
     with torch.no_grad():
         views = flat.layout.split(unsharded_of(flat, shard.detach()))
         for original, view in zip(flat.originals, views, strict=True):
-            whole = view if original.parallel is None else original.parallel.whole(view)
-            yield whole.contiguous()
+            yield view if original.parallel is None else original.parallel.whole(view)
 
 
 def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:

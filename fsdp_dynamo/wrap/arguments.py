@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
 from fsdp_dynamo.config import (
@@ -129,24 +130,28 @@ FREE_PADDING_BYTES = 1 << 20
 
 
 def warn_of_padding(
-    params: Mapping[str, torch.Tensor], config: UnitConfig, num_shards: int
+    params: Mapping[str, nn.Parameter], config: UnitConfig, num_shards: int
 ) -> None:
     """Warn where many parameters of a unit have fewer rows than there are ranks.
 
     Args:
-        params: of the unit, by FQN; the dimension that is divided comes first.
+        params: of the unit, by FQN.
         config: of the unit.
         num_shards: ranks that share them.
     """
     if config.strategy is ShardingStrategy.NO_SHARD or not params:
         return
+    local = {
+        fqn: param.to_local() if isinstance(param, DTensor) else param
+        for fqn, param in params.items()
+    }
     is_divided = config.groups.hierarchy is None
-    padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in params.items()}
-    total, whole = sum(padding.values()), sum(param.nbytes for param in params.values())
+    padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in local.items()}
+    total, whole = sum(padding.values()), sum(param.nbytes for param in local.values())
     if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
         return
     fqn = max(padding, key=lambda fqn: padding[fqn])
-    shape = tuple(params[fqn].shape)
+    shape = tuple(local[fqn].shape)
     warnings.warn(
         f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
         f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "

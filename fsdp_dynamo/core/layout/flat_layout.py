@@ -9,8 +9,6 @@ of 3 elements::
     shard of rank 0    | w0 w1 | b0 b1 |          shard of rank 1    | w2 w3 | b2 .. |
     unsharded          | w0 w1 w2 w3 | b0 b1 b2 .. |
 
-A parameter that is divided along another dimension lies there with that dimension first.
-
 Every parameter starts at a multiple of ``align_numel`` in both. How shards become the unsharded
 flat parameter is the gather plan's (``comm/gather_plan``); parameters that are gathered by
 themselves come first.
@@ -44,7 +42,6 @@ class Slot:
         shard_numel: elements that a shard has room for: the same on all ranks.
         copies: how often it is in the unsharded flat parameter: one that is not divided, such as a
             scalar, may be in each shard.
-        dim: along which it is divided: it lies there with this dimension first.
     """
 
     fqn: str
@@ -53,12 +50,6 @@ class Slot:
     shard_start: int
     shard_numel: int
     copies: int = 1
-    dim: int = 0
-
-    @property
-    def lying(self) -> tuple[int, ...]:
-        """Its shape as it lies in the flat parameter."""
-        return _dim_first(self.shape, self.dim)
 
     @property
     def numel(self) -> int:
@@ -76,35 +67,21 @@ class ShardRange:
     """The part of one parameter that one rank holds.
 
     Attributes:
-        param_start: first element of the part within the parameter as it lies, flattened.
+        param_start: first element of the part within the flattened parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part: ``(rows, *shape[1:])`` where it is divided by rows.
-        dim: along which the parameter is divided.
+        shape: of the part, ``(rows, *shape[1:])``, or the parameter's where nothing is sharded.
     """
 
     param_start: int
     shard_start: int
     numel: int
     shape: tuple[int, ...]
-    dim: int = 0
-
-    @property
-    def lying(self) -> tuple[int, ...]:
-        """The part's shape as it lies in the shard."""
-        return _dim_first(self.shape, self.dim)
-
-    def view(self, lying: torch.Tensor) -> torch.Tensor:
-        """A tensor ``(numel,)`` in the shape of the part."""
-        view = lying.view(self.lying)
-        return view.movedim(0, self.dim) if self.dim else view
 
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
         """The part, in its shape, of a tensor as large as the parameter."""
-        if self.dim:
-            param_like = param_like.movedim(self.dim, 0)
         flat = param_like.reshape(-1)
-        return self.view(flat[self.param_start : self.param_start + self.numel])
+        return flat[self.param_start : self.param_start + self.numel].view(self.shape)
 
 
 def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -134,17 +111,9 @@ class ShardLayout:
         pieces = torch.split_with_sizes(flat, sizes)
         if lacks_some:
             pieces = (*pieces, flat[:0])
-        parts = [
+        return [
             pieces[index] if shape is None else pieces[index].view(shape) for index, shape in places
         ]
-        for index, dim in self._moved:
-            parts[index] = parts[index].movedim(0, dim)
-        return parts
-
-    @cached_property
-    def _moved(self) -> list[tuple[int, int]]:
-        """Indices of parameters that are not divided by rows, and the dimension."""
-        return [(index, part.dim) for index, part in enumerate(self.ranges) if part.dim]
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...] | None]], bool]:
@@ -154,7 +123,7 @@ class ShardLayout:
         sizes, found = _cut(held, self.numel)
         index = iter(found)
         at = [next(index) if part.numel else -1 for part in self.ranges]
-        shapes = [None if len(part.shape) == 1 else part.lying for part in self.ranges]
+        shapes = [None if len(part.shape) == 1 else part.shape for part in self.ranges]
         return sizes, list(zip(at, shapes, strict=True)), -1 in at
 
 
@@ -227,14 +196,9 @@ class FlatLayout:
     def _shaped(self) -> list[tuple[int, tuple[int, ...] | None]]:
         """For each slot, the index of its piece and the shape to give it (``None``: it has it)."""
         shapes = [
-            None if len(slot.shape) == 1 or slot.copies > 1 else slot.lying for slot in self.slots
+            None if len(slot.shape) == 1 or slot.copies > 1 else slot.shape for slot in self.slots
         ]
         return list(zip(self.split_slots, shapes, strict=True))
-
-    @cached_property
-    def moved(self) -> list[tuple[int, int]]:
-        """Indices of slots that are not divided by rows, and the dimension."""
-        return [(index, slot.dim) for index, slot in enumerate(self.slots) if slot.dim]
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -258,12 +222,12 @@ class FlatLayout:
         slot = self.slots[index]
         if slot.copies > 1 or not slot.shape:
             return ShardRange(0, slot.shard_start, slot.numel, slot.shape)
-        each, rows = rows_per_rank(slot.lying, self.world_size), slot.lying[0]
+        each, rows = rows_per_rank(slot.shape, self.world_size), (*slot.shape, 1)[0]
         held = max(0, min(each, rows - rank * each))
-        shape = *slot.shape[: slot.dim], held, *slot.shape[slot.dim + 1 :]
+        shape = held, *slot.shape[1:]
         numel = math.prod(shape)
         start = min(rank * slot.shard_numel, slot.numel)
-        return ShardRange(start, slot.shard_start, numel, shape, slot.dim)
+        return ShardRange(start, slot.shard_start, numel, shape)
 
     def shard(self, rank: int) -> ShardLayout:
         """Layout of a rank's shard."""
@@ -272,14 +236,14 @@ class FlatLayout:
 
     def whole(self) -> ShardLayout:
         """Layout of all shards as one, with parameters in their shapes."""
-        parts = (ShardRange(0, s.offset, s.numel, s.shape, s.dim) for s in self.slots)
+        parts = (ShardRange(0, slot.offset, slot.numel, slot.shape) for slot in self.slots)
         return ShardLayout(self.padded_numel, tuple(parts))
 
     def parts_of(self, unsharded: torch.Tensor, ranges: Sequence[ShardRange]) -> list[torch.Tensor]:
         """A rank's parts of the parameters in a tensor ``(padded_numel,)`` (views)."""
         pairs = zip(self.slots, ranges, strict=True)
         starts = [(slot.offset + part.param_start, part) for slot, part in pairs]
-        return [part.view(unsharded[at : at + part.numel]) for at, part in starts]
+        return [unsharded[at : at + part.numel].view(part.shape) for at, part in starts]
 
     def shard_of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
         """A copy of a rank's shard ``(shard_numel,)`` of a tensor ``(padded_numel,)``."""
@@ -300,8 +264,6 @@ class FlatLayout:
         for index in self._copied:
             slot = self.slots[index]
             views[index] = views[index][: slot.numel].view(slot.shape)
-        for index, dim in self.moved:
-            views[index] = views[index].movedim(0, dim)
         return views
 
     def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
@@ -309,7 +271,7 @@ class FlatLayout:
 
         Gaps and padding become zero, parameters without a value ``NO_VALUE``.
         """
-        values = self._as_they_lie(values)
+        values = self._with_copies(values)
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
         for i in self.split_gaps:
             pieces[i].zero_()
@@ -351,7 +313,7 @@ class FlatLayout:
             flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
             self.fill(flat, values)
             return flat
-        values = self._as_they_lie(values)
+        values = self._with_copies(values)
         fills_all = self.padding_numel == 0 and not plan.packed_start
         if fills_all and all(value is not None for value in values):
             return self._concatenated(values, size, dtype)
@@ -400,14 +362,11 @@ class FlatLayout:
         following = dict(zip(bounds, [*bounds[1:], self.shard_numel], strict=True))
         return [following[s.shard_start] - s.shard_start if s.numel else 0 for s in self.slots]
 
-    def _as_they_lie(self, values: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Values, each as often as it is in the flat parameter, and as it lies there."""
-        if not self._copied and not self.moved:
+    def _with_copies(self, values: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Values, each as often as it is in the flat parameter."""
+        if not self._copied:
             return values
         expanded = [*values]
-        for index, dim in self.moved:
-            value = expanded[index]
-            expanded[index] = None if value is None else value.movedim(dim, 0)
         for index in self._copied:
             value = expanded[index]
             if value is not None:
@@ -427,10 +386,6 @@ class FlatLayout:
         return message.view(-1) if message.dtype == dtype else message.view(-1).to(dtype)
 
 
-def _dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
-
-
 def rows_per_rank(shape: Sequence[int], world_size: int) -> int:
     """Rows of a parameter that the first ranks hold, as ``torch.chunk`` divides them.
 
@@ -446,7 +401,6 @@ def make_layout(
     align_numel: int,
     direct_numel: int | None = None,
     *,
-    dims: Sequence[int] = (),
     undivided: Collection[int] = (),
 ) -> FlatLayout:
     """Lay parameters out, those that are gathered by themselves first.
@@ -458,19 +412,15 @@ def make_layout(
         align_numel: every parameter starts at a multiple of it.
         direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
             none is.
-        dims: along which parameters are divided, one per parameter; by rows if not given. Others
-            than 0 are multiples of ``world_size``.
         undivided: indices of parameters, beside scalars, that are in each shard.
     """
-    dims = dims or [0] * len(shapes)
-    lying = [_dim_first(tuple(shape), dim) for shape, dim in zip(shapes, dims, strict=True)]
     copies = [
         world_size if index in undivided or not shape else 1 for index, shape in enumerate(shapes)
     ]
-    rows = [rows_per_rank(shape, world_size) for shape in lying]
+    rows = [rows_per_rank(shape, world_size) for shape in shapes]
     numels = [
         math.prod(shape) if number > 1 else each * math.prod(shape[1:])
-        for shape, number, each in zip(lying, copies, rows, strict=True)
+        for shape, number, each in zip(shapes, copies, rows, strict=True)
     ]
     is_direct = [direct_numel is not None and numel >= max(1, direct_numel) for numel in numels]
     starts, ends, packed_start = [0] * len(shapes), [0], 0
@@ -487,10 +437,9 @@ def make_layout(
             start,
             numel,
             number,
-            0 if number > 1 else dim,
         )
-        for fqn, shape, start, numel, number, dim in zip(
-            fqns, shapes, starts, numels, copies, dims, strict=True
+        for fqn, shape, start, numel, number in zip(
+            fqns, shapes, starts, numels, copies, strict=True
         )
     )
     end = max(1, ends[-1])
