@@ -147,6 +147,8 @@ def _refuse_sums(optimizer: Optimizer) -> None:
 
     A plain scalar torch would take for one that all ranks have.
     """
+    if all(flat.grad_sum.total is None for flat in _flats):
+        return
     for param in _dtensors_of(optimizer):
         grad, mesh = param.grad, param.device_mesh
         if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == mesh):
