@@ -79,12 +79,6 @@ def from_rank_local(flat: FlatParameter, index: int, value: Any) -> Any:
     return original.as_param(value) if is_part else value
 
 
-def unsharded_shape(flat: FlatParameter, index: int) -> tuple[int, ...]:
-    """Shape of an original parameter in the plain model."""
-    parallel = flat.originals[index].parallel
-    return flat.layout.slots[index].shape if parallel is None else tuple(parallel.shape)
-
-
 def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
     """The DTensor of an unsharded tensor, without communication.
 
@@ -93,20 +87,17 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
     Raises:
         FSDPValueError: the shape is a different one; names ``key``.
     """
-    part, original = flat.shard_layout.ranges[index], flat.originals[index]
-    is_dtensor = isinstance(value, DTensor) and value.shape == unsharded_shape(flat, index)
-    if is_dtensor:
-        return original.as_param(original.placing.part_of(value))
-    value = whole_tensor(value)
+    original = flat.originals[index]
+    wanted = tuple(original.placing.shape)
+    if not isinstance(value, DTensor):
+        value = whole_tensor(value)
     shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
-    if shape != unsharded_shape(flat, index):
+    if shape != wanted:
         raise FSDPValueError(
-            expected=f"a tensor of shape {unsharded_shape(flat, index)}",
+            expected=f"a tensor of shape {wanted}",
             got=str(shape),
             where=f"key '{key}'",
             fix="Load a full state dict of the same model.",
         )
-    value = torch.detach(value)  # loads the value of a file that is read as it is needed
-    if original.parallel is not None:
-        value = original.parallel.local(value)
-    return original.as_param(part.of(value) if flat.is_sharded else value)
+    # Loads the value of a file that is read as it is needed.
+    return original.as_param(original.placing.part_of(torch.detach(value)))

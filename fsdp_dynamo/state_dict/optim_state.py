@@ -38,7 +38,6 @@ from fsdp_dynamo.state_dict.conversion import (
     from_rank_local,
     gather_states,
     mark_rank_local,
-    unsharded_shape,
 )
 from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
@@ -426,7 +425,7 @@ def _loaded(
 
 def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool:
     """Whether a saved state is as large as its unsharded parameter."""
-    if place.flat is None or shape != unsharded_shape(place.flat, place.index):
+    if place.flat is None or shape != place.flat.originals[place.index].placing.shape:
         return False
     return math.prod(shape) > 1 or name not in SCALAR_STATES
 
