@@ -167,7 +167,9 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
         if not frozen:
             continue
         grad = waiting.take_of(frozen).to(flat.reduce_dtype)
-        reduced = issue_reduce(flat, UnshardedGrad(grad)).finish()
+        pending = issue_reduce(flat, UnshardedGrad(grad))
+        pending.unused = set(range(len(flat.originals))) - frozen
+        reduced = pending.finish()
         if reduced is not None:
             reduced = flat.as_grad(reduced).to(flat.home)
             waiting.keep_reduced(frozen, flat.shard_layout.split(reduced))
