@@ -304,7 +304,7 @@ class ModuleParameters:
             return
         parts = self._parts
         originals = self._originals
-        new = {i: self.replacement(originals[i], originals[i].param.shape) for i in replaced}
+        new = {i: self.replacement(originals[i]) for i in replaced}
         # Copies: a new value may lie in another one's place.
         values = [originals[i].part_of(param).clone() for i, param in new.items()]
         for (i, param), value in zip(new.items(), values, strict=True):
@@ -354,7 +354,7 @@ class ModuleParameters:
             or original.part.numel() != part.numel()
         )
 
-    def replacement(self, original: OriginalParameter, shape: torch.Size) -> nn.Parameter:
+    def replacement(self, original: OriginalParameter) -> nn.Parameter:
         """The parameter in the place of an original now.
 
         Raises:
@@ -367,6 +367,7 @@ class ModuleParameters:
             raise self._changed_error(original, f"a {type(param).__name__}")
         if param is not original.held and owner_of(param) is not None:
             raise self._changed_error(original, f"'{owner_of(param)}', which a unit holds already")
+        shape = original.param.shape
         if param.shape != shape or param.dtype != self._dtype:
             got = f"a tensor of shape {tuple(param.shape)} and {param.dtype}"
             raise self._changed_error(original, got, shape)

@@ -158,8 +158,7 @@ class _SummonedFlat:
     def _hold_replacements(self) -> None:
         """Take parameters that the user has put into modules meanwhile for the values."""
         for original in self._flat.originals:
-            shape = original.param.shape
-            param = self._flat.module_parameters.replacement(original, shape)
+            param = self._flat.module_parameters.replacement(original)
             if param is not original.held:
                 original.replace(param)
 
