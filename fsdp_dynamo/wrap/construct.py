@@ -86,7 +86,8 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         given: the user's arguments.
 
     Raises:
-        FSDPError: one of its subclasses, before anything is changed.
+        FSDPError: one of its subclasses, before anything is changed; but where an initialisation
+            fails after units have their values, these are sharded: build the model anew.
     """
     arguments.check_whole_units(module)
     arguments.check_inference(module)
