@@ -174,11 +174,17 @@ class UnshardedSum:
         self._add_parts(self.total, parts)
 
     def used(self) -> set[int]:
-        """Indices of parameters of which this rank has something in the sum.
+        """Indices of parameters of which this rank has something in the sum, and no part.
 
-        Where its part is empty nothing else tells that it is to have a gradient, as others have.
+        Nothing else tells it that they are to have a gradient, as on ranks that have a part.
         """
-        return {i for i, (_, param) in enumerate(self._shown) if param.grad is not None}
+        if self.total is None:
+            return set()
+        ranges = enumerate(self._shard_layout.ranges)
+        without = [i for i, part in ranges if not part.numel]
+        has = has_value([self._views[i] for i in without])
+        shown = [self._shown[i][1].grad is not None for i in without]
+        return {i for i, *both in zip(without, has, shown, strict=True) if all(both)}
 
     @torch.no_grad()
     def take(self) -> torch.Tensor | None:
