@@ -10,7 +10,7 @@ excess over the unwrapped model as a fraction of FSDP2's eager excess in that ro
 With ``--step single``, ``foreach`` or ``fused`` it is the time of a step of AdamW instead, on each
 rank's parts; the fraction is of FSDP2's whole step.
 
-    python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours,ours_DTensors
+    python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours
 
 ``--on-shards`` lets our eager mode's DTensors be stepped by ``fsdp_dynamo.step_on_shards``.
 """

@@ -104,7 +104,7 @@ class OriginalParameter:
     def add_grad(self, part: torch.Tensor) -> None:
         """Add this rank's elements of a gradient, which may become the gradient."""
         if self.param.grad is None:
-            self.param.grad = self.placing.dtensor(_of_its_own(part))
+            self.param.grad = self.as_param(part)
         else:
             self.grad.add_(part)  # type: ignore[union-attr]
 
