@@ -187,7 +187,7 @@ def _lines_of(units: list[Unit]) -> Iterator[str]:
             reduced_in = ", ".join(str(groups.index(group)) for group in reductions)
             where = f"gathered in group {groups.index(gathers)}, reduced in {reduced_in or 'none'}"
             for original, slot in zip(flat.originals, flat.layout.slots, strict=True):
-                shape = "x".join(map(str, slot.shape))
+                shape = "x".join(map(str, slot.shape)) + (f" by {slot.dim}" if slot.dim else "")
                 yield f"unit '{unit.fqn}': {original.fqn} {shape} {dtypes}, {where}"
 
 

@@ -147,7 +147,7 @@ def packed_bytes(collective: fx.Node) -> int:
     plan, size = plan_of(collective), world_size_of(collective)
     if not plan or size is None:
         return 0
-    widths = plan[2 + 2 * plan[0] :]  # behind two numbers, and two for each direct slice
+    widths = plan[2 + 2 * plan[0] :: 2]  # behind two numbers, and two for each direct slice
     return sum(widths) * size * int(collective.all_input_nodes[0].meta["val"].dtype.itemsize)
 
 

@@ -13,6 +13,11 @@ is rank-major and is copied into place::
 
     message            | b0 c0 | b1 c1 |  ->  | b0 b1 | c0 c1 |
 
+A packed piece that is divided along another dimension than the first (``w``, two rows, by columns)
+lies in the buffer in *blocks*, those of one rank between those of the others::
+
+    shard of rank 0    | w00 w10 |   shard of rank 1    | w01 w11 |   buffer    | w00 w01 w10 w11 |
+
 What begins at ``start`` in a shard begins at ``N * start`` in the buffer of N ranks. So a plan does
 not know the number of ranks, and what M of them have gathered is gathered by others with the same
 plan times M (``scaled``). Reductions go the same way back.
@@ -49,12 +54,14 @@ class GatherPlan:
         widths: elements of each packed piece, which are one behind the other up to the end of the
             shard. Gaps among them are pieces, too.
         packed_start: where the first of these begins.
+        blocks: into how many blocks each packed piece is cut in the buffer; empty: all into one.
     """
 
     starts: tuple[int, ...]
     numels: tuple[int, ...]
     widths: tuple[int, ...]
     packed_start: int
+    blocks: tuple[int, ...] = ()
 
     @cached_property
     def packed_numel(self) -> int:
@@ -96,11 +103,14 @@ class GatherPlan:
             bounds += [start + numel] if numel else []
         bounds += [self.packed_start] if self.packed_start > bounds[-1] else []
         widths = [end - begin for begin, end in pairwise(bounds)]
-        return plan_of((), (), (*widths, *self.widths), 0)
+        blocks = (*[1] * len(widths), *self.blocks) if self.blocks else ()
+        return plan_of((), (), (*widths, *self.widths), 0, blocks)
 
     def encode(self) -> list[int]:
         """As integers, an argument of operators."""
-        return [len(self.starts), self.packed_start, *self.starts, *self.numels, *self.widths]
+        blocks = self.blocks or [1] * len(self.widths)
+        packed = [number for piece in zip(self.widths, blocks, strict=True) for number in piece]
+        return [len(self.starts), self.packed_start, *self.starts, *self.numels, *packed]
 
     # -- tensors -----------------------------------------------------------------------------------
 
@@ -125,16 +135,27 @@ class GatherPlan:
         return tensor[size * self.packed_start :] if self.packed_start else tensor
 
     def places(self, unsharded: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """The packed pieces in the buffer (views), each as ``(size, width)``."""
+        """The packed pieces in the buffer (views), each as ``(size, width)``.
+
+        With blocks, each as ``(size, blocks, width // blocks)``.
+        """
         widths = [size * width for width in self.widths]
         pieces = torch.split_with_sizes(self.packed(unsharded, size), widths)
-        return [piece.view(size, -1) for piece in pieces]
+        if not self.blocks:
+            return [piece.view(size, -1) for piece in pieces]
+        pairs = zip(pieces, self.blocks, strict=True)
+        return [piece.view(blocks, size, -1).transpose(0, 1) for piece, blocks in pairs]
 
     def copy_out(self, unsharded: torch.Tensor, message: torch.Tensor, size: int) -> None:
         """Bring a gathered message ``(size * packed_numel,)`` into its places in the buffer."""
         if _is_indexed(message):
             order, _ = self._orders(size, message.device)
             torch.index_select(message, 0, order, out=self.packed(unsharded, size))
+        elif self.blocks:
+            places = self.places(unsharded, size)
+            pieces = message.view(size, -1).split_with_sizes(self.widths, 1)
+            pairs = zip(pieces, places, strict=True)
+            torch._foreach_copy_(places, [piece.view(place.shape) for piece, place in pairs])
         else:
             rows = message.view(size, -1)
             torch.split_with_sizes_copy(rows, self.widths, 1, out=self.places(unsharded, size))
@@ -150,7 +171,10 @@ class GatherPlan:
         if _is_indexed(packed):
             _, order = self._orders(size, packed.device)
             return torch.index_select(packed, 0, order)
-        return torch.cat(self.places(unsharded, size), 1).view(-1)
+        places = self.places(unsharded, size)
+        if self.blocks:
+            places = [place.flatten(1) for place in places]
+        return torch.cat(places, 1).view(-1)
 
     def _orders(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For each packed element of the buffer its place in the message, and the other way."""
@@ -158,7 +182,9 @@ class GatherPlan:
         if known is None:
             numbers = torch.arange(size * self.packed_numel, device=device)
             columns = numbers.view(size, -1).split_with_sizes(self.widths, 1)
-            order = torch.cat([column.reshape(-1) for column in columns])
+            pairs = zip(columns, self.blocks or [1] * len(columns), strict=True)
+            pieces = [column.reshape(size, blocks, -1).transpose(0, 1) for column, blocks in pairs]
+            order = torch.cat([piece.reshape(-1) for piece in pieces])
             known = self._known_orders[size, device] = order, torch.argsort(order)
         return known
 
@@ -171,7 +197,7 @@ class GatherPlan:
         plan = self.all_packed
         if plan.is_one_slice:
             return unsharded.view(size, -1)[rank].clone()
-        return torch.cat([place[rank] for place in plan.places(unsharded, size)])
+        return torch.cat([place[rank].reshape(-1) for place in plan.places(unsharded, size)])
 
 
 @lru_cache(maxsize=1024)
@@ -180,7 +206,7 @@ def _scaled(plan: GatherPlan, factor: int) -> GatherPlan:
         tuple([number * factor for number in numbers])
         for numbers in (plan.starts, plan.numels, plan.widths)
     )
-    return _shared(starts, numels, widths, plan.packed_start * factor)
+    return _shared(starts, numels, widths, plan.packed_start * factor, plan.blocks)
 
 
 def _is_indexed(packed: torch.Tensor) -> bool:
@@ -188,7 +214,11 @@ def _is_indexed(packed: torch.Tensor) -> bool:
 
 
 def plan_of(
-    starts: Sequence[int], numels: Sequence[int], widths: Sequence[int], packed_start: int
+    starts: Sequence[int],
+    numels: Sequence[int],
+    widths: Sequence[int],
+    packed_start: int,
+    blocks: Sequence[int] = (),
 ) -> GatherPlan:
     """A plan, without pieces that have no elements; a shard that is one piece needs no message.
 
@@ -197,9 +227,12 @@ def plan_of(
         numels: as of ``GatherPlan``.
         widths: as of ``GatherPlan``.
         packed_start: as of ``GatherPlan``.
+        blocks: as of ``GatherPlan``.
     """
-    widths = [width for width in widths if width]
-    if packed_start == 0 and len(widths) <= 1:
+    pieces = [piece for piece in zip(widths, blocks or [1] * len(widths), strict=True) if piece[0]]
+    widths, blocks = [width for width, _ in pieces], [number for _, number in pieces]
+    has_blocks = any(number > 1 for number in blocks)
+    if packed_start == 0 and len(widths) <= 1 and not has_blocks:
         return one_slice(sum(widths))
     kept = [(start, numel) for start, numel in zip(starts, numels, strict=True) if numel]
     return _shared(
@@ -207,6 +240,7 @@ def plan_of(
         tuple([numel for _, numel in kept]),
         tuple(widths),
         packed_start,
+        tuple(blocks) if has_blocks else (),
     )
 
 
@@ -220,9 +254,13 @@ def one_slice(shard_numel: int) -> GatherPlan:
 
 @lru_cache(maxsize=4096)
 def _decoded(numbers: tuple[int, ...]) -> GatherPlan:
-    num_direct, packed_start, *rest = numbers
-    starts, numels = rest[:num_direct], rest[num_direct : 2 * num_direct]
-    return _shared(tuple(starts), tuple(numels), tuple(rest[2 * num_direct :]), packed_start)
+    num_direct, packed_start = numbers[:2]
+    packed = 2 + 2 * num_direct
+    starts, numels = numbers[2 : 2 + num_direct], numbers[2 + num_direct : packed]
+    widths, blocks = numbers[packed::2], numbers[packed + 1 :: 2]
+    return _shared(
+        starts, numels, widths, packed_start, blocks if max(blocks, default=1) > 1 else ()
+    )
 
 
 def decode(numbers: Sequence[int]) -> GatherPlan:

@@ -1,8 +1,9 @@
 """Parameters as torch's own DTensors: mesh and placements, and this rank's part of a value.
 
-A parameter of a unit is ``Shard(0)`` over the ranks that share it, divided as torch divides it
-(``core/layout``), and ``Replicate()`` over replicas. A scalar has no rows: every rank holds it.
-Under tensor parallelism mesh and placements have its dimensions too, as FSDP2 has them.
+A parameter of a unit is ``Shard(0)``, or of the dimension that ``shard_placement_fn`` chooses, over
+the ranks that share it, divided as torch divides it (``core/layout``), and ``Replicate()`` over
+replicas. A scalar has no rows: every rank holds it. Under tensor parallelism mesh and placements
+have its dimensions too, as FSDP2 has them.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ class Placing:
         self._part, self._parallel = part, parallel
         self._specs: dict[torch.dtype, DTensorSpec] = {}
         whole = [Replicate()] * (mesh.ndim - num_sharding)
-        shards: list[Any] = [Shard(0)] * num_sharding
+        shards: list[Any] = [Shard(part.dim)] * num_sharding
         self.mesh, self.placements = mesh, (*whole, *shards)
         if parallel is not None:
-            if num_sharding and (split := parallel.num_pieces_of_rows) > 1:
-                shards = [_StridedShard(0, split_factor=split)]
+            if num_sharding and (split := parallel.num_pieces(part.dim)) > 1:
+                shards = [_StridedShard(part.dim, split_factor=split)]
             self.mesh = DeviceMesh._concatenate([mesh, parallel.mesh])
             self.placements = (*whole, *shards, *parallel.placements)
 

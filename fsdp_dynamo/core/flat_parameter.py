@@ -156,6 +156,7 @@ class FlatParameter:
             num_shards,
             max(1, align),
             self._direct_numel() if num_shards > 1 else None,
+            dims=[o.dim for o in originals],
             undivided=self._undivided(num_shards),
         )
         self.shard_layout = self.layout.shard(self.rank) if self.is_sharded else self.layout.whole()
@@ -312,8 +313,8 @@ class FlatParameter:
         """
         if self.groups.hierarchy is None or num_shards == 1:
             return set()
-        shapes = [original.param.shape for original in self.originals]
-        return {i for i, shape in enumerate(shapes) if shape and shape[0] % num_shards}
+        sizes = [o.param.shape[o.dim] if o.param.dim() else 0 for o in self.originals]
+        return {i for i, size in enumerate(sizes) if size % num_shards}
 
     def _direct_numel(self) -> int | None:
         """From how many elements per rank on a parameter is gathered by itself."""

@@ -33,6 +33,7 @@ class OriginalParameter:
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
+        dim: along which it is sharded.
         placing: of its DTensors.
         whole: a plain parameter that modules hold in its place while it is summoned.
         guard: raises where a gradient of a whole parameter would be lost; ``None``: sharded.
@@ -43,6 +44,7 @@ class OriginalParameter:
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
     keeps_dtype: bool = False
+    dim: int = 0
     placing: Placing = field(init=False)
     whole: nn.Parameter | None = None
     guard: _WholeGradientGuard | None = None

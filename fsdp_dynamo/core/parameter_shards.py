@@ -10,6 +10,7 @@ part of: ``parameter_shards`` says it, and ``update_whole`` brings whole matrice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,10 @@ from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.tensor_parallel import refuse_parallel
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -48,13 +50,13 @@ class ParameterShard:
 
 def shards_of(units: Sequence[Unit]) -> dict[str, ParameterShard]:
     """By plain FQN, what this rank holds of each original parameter; tied ones once."""
-    known = {fqn: flat.originals[index].parallel for fqn, flat, index in _all_originals(units)}
-    refuse_parallel(known, "parameter_shards()")
+    known = {fqn: flat.originals[index] for fqn, flat, index in _all_originals(units)}
+    _require_rows(known, "parameter_shards()")
     return {
         fqn: ParameterShard(
             flat.originals[index].param,
             flat.layout.slots[index].shape,
-            flat.shard_layout.ranges[index].param_start,
+            flat.shard_layout.ranges[index].start * math.prod(flat.layout.slots[index].shape[1:]),
             flat.shard_layout.ranges[index].numel,
         )
         for fqn, flat, index in _all_originals(units)
@@ -97,8 +99,8 @@ def update_whole(
     known = {fqn: (flat, index) for fqn, flat, index in _all_originals(units)}
     for fqn, part in parts.items():
         _check(known, fqn, part)
-    parallel = {fqn: flat.originals[index].parallel for fqn, (flat, index) in known.items()}
-    refuse_parallel({fqn: parallel[fqn] for fqn in parts}, "update_whole()")
+    originals = {fqn: flat.originals[index] for fqn, (flat, index) in known.items()}
+    _require_rows({fqn: originals[fqn] for fqn in parts}, "update_whole()")
     updates = [_WholeUpdate(fqn, *known[fqn], parts[fqn]) for fqn in sorted(parts)]
     _assign(updates)
     groups = list(dict.fromkeys(one.flat.group for one in updates if one.flat.is_sharded))
@@ -107,6 +109,18 @@ def update_whole(
         one.run(update)
     _exchange([transfer for one in updates for transfer in one.scatter()], groups)
     return {one.fqn: one.result for one in updates}
+
+
+def _require_rows(originals: Mapping[str, OriginalParameter], what: str) -> None:
+    refuse_parallel({fqn: original.parallel for fqn, original in originals.items()}, what)
+    for fqn, original in originals.items():
+        if original.dim:
+            raise UnsupportedError(
+                expected="parameters that are sharded by rows",
+                got=f"one of placements {original.placing.placements}",
+                where=f"{what}, parameter '{fqn}'",
+                fix="Leave its dimension out of shard_placement_fn, or use full_tensor().",
+            )
 
 
 def _check(known: Mapping[str, tuple[FlatParameter, int]], fqn: str, part: torch.Tensor) -> None:

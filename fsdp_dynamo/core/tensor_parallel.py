@@ -70,10 +70,9 @@ class TensorParallel:
         split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
         return split.to_local()
 
-    @property
-    def num_pieces_of_rows(self) -> int:
-        """Into how many pieces its rows are split."""
-        split = [i for i, placement in enumerate(self.placements) if placement.is_shard(0)]
+    def num_pieces(self, dim: int) -> int:
+        """Into how many pieces it is split along a dimension."""
+        split = [i for i, placement in enumerate(self.placements) if placement.is_shard(dim)]
         return math.prod(self.mesh.size(i) for i in split)
 
     @property

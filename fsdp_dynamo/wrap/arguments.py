@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo.comm.process_groups import Groups, node_ranks_of
 from fsdp_dynamo.config import (
@@ -22,7 +21,7 @@ from fsdp_dynamo.config import (
     coerce_enum,
     coerce_mixed_precision,
 )
-from fsdp_dynamo.core.layout.flat_layout import rows_per_rank
+from fsdp_dynamo.core.layout.flat_layout import size_per_rank
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import (
@@ -130,33 +129,29 @@ FREE_PADDING_BYTES = 1 << 20
 
 
 def warn_of_padding(
-    params: Mapping[str, nn.Parameter], config: UnitConfig, num_shards: int
+    params: Mapping[str, torch.Tensor], config: UnitConfig, num_shards: int
 ) -> None:
     """Warn where many parameters of a unit have fewer rows than there are ranks.
 
     Args:
-        params: of the unit, by FQN.
+        params: of the unit, by FQN; the dimension that is divided comes first.
         config: of the unit.
         num_shards: ranks that share them.
     """
     if config.strategy is ShardingStrategy.NO_SHARD or not params:
         return
-    local = {
-        fqn: param.to_local() if isinstance(param, DTensor) else param
-        for fqn, param in params.items()
-    }
     is_divided = config.groups.hierarchy is None
-    padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in local.items()}
-    total, whole = sum(padding.values()), sum(param.nbytes for param in local.values())
+    padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in params.items()}
+    total, whole = sum(padding.values()), sum(param.nbytes for param in params.values())
     if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
         return
     fqn = max(padding, key=lambda fqn: padding[fqn])
-    shape = tuple(local[fqn].shape)
+    shape = tuple(params[fqn].shape)
     warnings.warn(
         f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
         f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "
-        f"shape {shape}. Shard it over fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several "
-        "parameters",
+        f"shape {shape}. Shard it along another dimension (fully_shard's shard_placement_fn), over "
+        "fewer ranks (HYBRID_SHARD, a 2-D mesh), or make it several parameters",
         stacklevel=5,
     )
 
@@ -166,9 +161,9 @@ def _padding_bytes(param: torch.Tensor, num_shards: int, is_divided: bool) -> in
 
     ``is_divided``: whether rows that do not divide by ``num_shards`` are divided nevertheless.
     """
-    padded = num_shards * rows_per_rank(param.shape, num_shards) * math.prod(param.shape[1:])
-    if not is_divided and param.dim() and len(param) % num_shards:
-        padded = num_shards * param.numel()
+    if not param.dim() or (not is_divided and len(param) % num_shards):
+        return (num_shards - 1) * param.nbytes
+    padded = num_shards * size_per_rank(len(param), num_shards) * math.prod(param.shape[1:])
     return (padded - param.numel()) * param.element_size()
 
 

@@ -115,8 +115,8 @@ def fully_shard(
             the backward. A number of ranks, which divides that of the shards, spreads them over so
             many after the forward, and the backward gathers them there (eager and hooks mode).
         mixed_precision: its argument of this name.
-        shard_placement_fn: called with each parameter, before anything is changed; may return
-            ``None`` or ``Shard(0)``.
+        shard_placement_fn: called with each parameter, before anything is changed; returns ``None``
+            or ``Shard``. Other dimensions than the first must divide by the number of shards.
         mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``, in place of ``mixed_precision``.
         offload_policy: ``OffloadPolicy`` or ``CPUOffloadPolicy`` of ``torch.distributed.fsdp``, in
             place of ``cpu_offload``.

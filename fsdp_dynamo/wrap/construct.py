@@ -11,16 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
 from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
 from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.config import (
+    ShardingStrategy,
     StateDictSettings,
     coerce_collective_precision,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.module_tree import join_fqn
@@ -30,7 +33,7 @@ from fsdp_dynamo.wrap.arguments import (
     strategy_of,
     warn_of_cpu_start,
 )
-from fsdp_dynamo.wrap.fsdp2_arguments import PlacementFn, check_placements
+from fsdp_dynamo.wrap.fsdp2_arguments import PlacementFn, dim_of
 from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
 from fsdp_dynamo.wrap.kept_units import check_budget, keep_within
 from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
@@ -177,14 +180,22 @@ def _plan(
         module, list(configs), ignored, lambda owner: configs.get(owner, config), values
     )
     every = [(owner, original) for owner, found in planned.owned.items() for original in found]
-    named = [(join_fqn(planned.paths[owner], o.fqn), o) for owner, o in every]
-    check_placements(given.shard_placement_fn, [(fqn, o.param) for fqn, o in named])
     for owner, original in every:
         fqn = join_fqn(planned.paths[owner], original.fqn)
-        arguments.check_travels(configs.get(owner, config), fqn, original.param)
+        own = configs.get(owner, config)
+        num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
+        original.dim = dim_of(given.shard_placement_fn, original.param, fqn, num_shards)
+        arguments.check_travels(own, fqn, original.param)
+    if given.shard_placement_fn is not None:
+        dims = ", ".join(f"{original.dim} of '{original.fqn}'" for _, original in every)
+        for group in config.groups.all:
+            require_same(group, "dimension of shard_placement_fn", dims)
     arguments.warn_of_containers(planned.owned)
     for owner, found in planned.owned.items():
-        params = {join_fqn(planned.paths[owner], one.fqn): one.param for one in found}
+        params = {
+            join_fqn(planned.paths[owner], one.fqn): local_of(one.param).movedim(one.dim, 0)
+            for one in found
+        }
         given_config = configs.get(owner, config)
         arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
     return _Plan(planned, ignored, chosen, config, values)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_dynamo.config import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, UnsupportedError
 
 PlacementFn = Callable[[nn.Parameter], object]
@@ -130,27 +131,33 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
     return CPUOffload(offloads, getattr(offload_policy, "pin_memory", True))
 
 
-def check_placements(
-    placement_fn: PlacementFn | None, params: Iterable[tuple[str, nn.Parameter]]
-) -> None:
-    """Raise where a ``shard_placement_fn`` wants what a flat parameter does not have.
+def dim_of(placement_fn: PlacementFn | None, param: nn.Parameter, fqn: str, num_shards: int) -> int:
+    """The dimension along which a parameter is to be sharded.
 
     Args:
-        placement_fn: the user's function; only ``None`` and ``Shard(0)`` may come of it.
-        params: the parameters that are to be sharded, with their FQNs.
+        placement_fn: the user's function; ``None`` and ``Shard`` may come of it.
+        param: that is to be sharded.
+        fqn: of it.
+        num_shards: ranks that share it.
+
+    Raises:
+        UnsupportedError: another placement, or a dimension but the first that does not divide.
     """
-    if placement_fn is None:
-        return
-    for fqn, param in params:
-        placement = placement_fn(param)
-        if placement not in (None, Shard(0)):
-            raise UnsupportedError(
-                expected="None or Shard(0)",
-                got=repr(placement),
-                where=f"shard_placement_fn of parameter '{fqn}'",
-                fix="Leave the placement to the unit: its parameters are flattened and sharded as "
-                "one tensor, which has no other dimension and one group of ranks.",
-            )
+    placement = None if placement_fn is None else placement_fn(param)
+    if placement is None or placement == Shard(0):
+        return 0
+    shape = local_of(param).shape
+    dim = placement.dim if type(placement) is Shard else len(shape)
+    dim += len(shape) if dim < 0 else 0
+    if not 0 <= dim < len(shape) or (dim and shape[dim] % num_shards):
+        raise UnsupportedError(
+            expected=f"None, Shard(0), or Shard of a dimension of {tuple(shape)} that {num_shards} "
+            "ranks divide",
+            got=repr(placement),
+            where=f"shard_placement_fn of parameter '{fqn}'",
+            fix="Return None, or Shard of a dimension that divides; or shard over fewer ranks.",
+        )
+    return dim
 
 
 def outermost_of(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -242,7 +242,8 @@ class UserMethods(nn.Module):
         that this rank holds; tied parameters once.
 
         Raises:
-            UnsupportedError: tensor parallelism has split a parameter too.
+            UnsupportedError: tensor parallelism has split a parameter too, or it is sharded along
+                another dimension than the first.
         """
         return shards_of(self._fsdp_root.units)
 
@@ -265,7 +266,8 @@ class UserMethods(nn.Module):
 
         Raises:
             FSDPValueError: an unknown name, a part or a result of another size.
-            UnsupportedError: tensor parallelism has split one of these parameters too.
+            UnsupportedError: tensor parallelism has split one of these parameters too, or it is
+                sharded along another dimension than the first.
         """
         return update_whole(self._fsdp_root.units, parts, update)
 

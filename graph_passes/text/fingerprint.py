@@ -60,7 +60,7 @@ def _entry(node: fx.Node, with_the_one_before: bool) -> str:
 
 def _short(plan: tuple[int, ...]) -> str:
     """A gather plan with more than one message or piece, as a number."""
-    return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 else ""
+    return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 or plan[:1] == (0,) else ""
 
 
 def alone(entry: str) -> str:

@@ -26,8 +26,13 @@ LEAST = st.sampled_from([None, 1, 4, 9, 30])
 
 
 def _layout(shapes: list[tuple[int, ...]], size: int, align: int, least: int | None) -> FlatLayout:
+    """Every second parameter is divided along another dimension than the first if one divides."""
     names = [str(i) for i in range(len(shapes))]
-    return make_layout(names, shapes, size, align, least)
+    dims = [0] * len(shapes)
+    for index, shape in enumerate(shapes):
+        if index % 2:
+            dims[index] = next((d for d in range(1, len(shape)) if shape[d] % size == 0), 0)
+    return make_layout(names, shapes, size, align, least, dims=dims)
 
 
 def _params(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -38,16 +43,16 @@ def _params(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
 
 
 def _shards(layout: FlatLayout, params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each rank's shard, made of rows as ``torch.chunk`` gives them."""
+    """Each rank's shard, made of parts as ``torch.chunk`` gives them."""
     size = layout.world_size
     shards = []
     for rank in range(size):
         shard = torch.zeros(layout.shard_numel)
         for param, slot in zip(params, layout.slots, strict=True):
-            chunks = param.chunk(size) if param.ndim else [param] * size
+            chunks = param.chunk(size, slot.dim) if param.ndim else [param] * size
             if rank < len(chunks):
-                rows = chunks[rank].reshape(-1)
-                shard[slot.shard_start : slot.shard_start + rows.numel()] = rows
+                part = chunks[rank].reshape(-1)
+                shard[slot.shard_start : slot.shard_start + part.numel()] = part
         shards.append(shard)
     return shards
 
@@ -148,11 +153,15 @@ def test_plans_are_integers(shapes: list[tuple[int, ...]], size: int, least: int
 
 def test_what_is_direct() -> None:
     """Large parameters lie first, and are gathered in one message each."""
-    layout = _layout([(3,), (8, 6), (2, 2), (6, 5)], 2, 4, 12)
+    layout = make_layout("abcd", [(3,), (8, 6), (2, 2), (6, 5)], 2, 4, 12)
     assert [slot.shard_start for slot in layout.slots] == [40, 0, 44, 24]
     assert layout.plan == GatherPlan((0, 24), (24, 15), (2, 2, 2), 40)
     assert layout.plan.gaps == ((39, 40),)
     assert layout.plan.all_packed.widths == (24, 15, 1, 2, 2, 2)
+    layout = make_layout("ab", [(8, 6), (6, 8, 5)], 2, 4, 12, dims=[0, 1])
+    assert layout.plan == GatherPlan((0,), (24,), (120,), 24, (6,))
+    assert layout.plan.all_packed == GatherPlan((), (), (24, 120), 0, (1, 6))
+    assert make_layout("a", [(2, 8)], 2, 4, dims=[1]).plan == GatherPlan((), (), (8,), 0, (2,))
     assert _layout([(3,)], 2, 4, None).plan == one_slice(2)
     assert _layout([(3,), (4, 4)], 1, 4, 1).plan == one_slice(20)
 
@@ -163,6 +172,7 @@ PLANS = {
     "direct": GatherPlan((0, 8), (5, 4), (), 12),
     "packed": GatherPlan((), (), (5, 3, 4), 0),
     "both": GatherPlan((0,), (5,), (1, 3), 8),
+    "blocks": GatherPlan((0,), (4,), (2, 6), 4, (1, 3)),
 }
 
 

@@ -410,8 +410,8 @@ def _arguments(rank: int, world_size: int) -> tuple[list[str], list[Any]]:
         "no cpu_offload beside it": lambda: fully_shard(
             nn.Linear(2, 2), cpu_offload=CPUOffload(), offload_policy=OffloadPolicy()
         ),
-        "None or Shard(0)": lambda: fully_shard(
-            nn.Linear(2, 2), shard_placement_fn=lambda param: Shard(1)
+        "None, Shard(0), or Shard of a dimension": lambda: fully_shard(
+            nn.Linear(3, 2), shard_placement_fn=lambda param: Shard(1)
         ),
         "the parameter's own torch.float32": lambda: fully_shard(
             nn.Linear(2, 2), mp_policy=_Overriding(param_dtype=torch.bfloat16, wanted=torch.half)

@@ -11,7 +11,7 @@ of 3 elements::
 
 Every parameter starts at a multiple of ``align_numel`` in both. How shards become the unsharded
 flat parameter is the gather plan's (``comm/gather_plan``); parameters that are gathered by
-themselves come first.
+themselves come first. What is divided along another dimension than the first is packed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Slot:
         shard_numel: elements that a shard has room for: the same on all ranks.
         copies: how often it is in the unsharded flat parameter: one that is not divided, such as a
             scalar, may be in each shard.
+        dim: along which it is divided.
     """
 
     fqn: str
@@ -50,6 +51,7 @@ class Slot:
     shard_start: int
     shard_numel: int
     copies: int = 1
+    dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -61,27 +63,35 @@ class Slot:
         """Where it ends in the flat parameter, in elements."""
         return self.offset + self.numel * self.copies
 
+    @property
+    def blocks(self) -> int:
+        """Into how many blocks its part on one rank is cut in the flat parameter."""
+        return math.prod(self.shape[: self.dim])
+
 
 @dataclass(frozen=True)
 class ShardRange:
     """The part of one parameter that one rank holds.
 
     Attributes:
-        param_start: first element of the part within the flattened parameter.
+        start: index of the part's first row, or of what ``dim`` counts, in the parameter.
         shard_start: first element of the part within the rank's shard.
         numel: length; 0 where the rank holds nothing of the parameter.
         shape: of the part, ``(rows, *shape[1:])``, or the parameter's where nothing is sharded.
+        dim: along which the parameter is divided.
     """
 
-    param_start: int
+    start: int
     shard_start: int
     numel: int
     shape: tuple[int, ...]
+    dim: int = 0
 
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """The part, in its shape, of a tensor as large as the parameter."""
-        flat = param_like.reshape(-1)
-        return flat[self.param_start : self.param_start + self.numel].view(self.shape)
+        """The part of a tensor in the parameter's shape (a view)."""
+        if not self.shape:
+            return param_like
+        return param_like.narrow(self.dim, self.start, self.shape[self.dim])
 
 
 def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -222,12 +232,11 @@ class FlatLayout:
         slot = self.slots[index]
         if slot.copies > 1 or not slot.shape:
             return ShardRange(0, slot.shard_start, slot.numel, slot.shape)
-        each, rows = rows_per_rank(slot.shape, self.world_size), (*slot.shape, 1)[0]
-        held = max(0, min(each, rows - rank * each))
-        shape = held, *slot.shape[1:]
-        numel = math.prod(shape)
-        start = min(rank * slot.shard_numel, slot.numel)
-        return ShardRange(start, slot.shard_start, numel, shape)
+        size = slot.shape[slot.dim]
+        each = size_per_rank(size, self.world_size)
+        start = min(rank * each, size)
+        shape = *slot.shape[: slot.dim], min(each, size - start), *slot.shape[slot.dim + 1 :]
+        return ShardRange(start, slot.shard_start, math.prod(shape), shape, slot.dim)
 
     def shard(self, rank: int) -> ShardLayout:
         """Layout of a rank's shard."""
@@ -236,14 +245,12 @@ class FlatLayout:
 
     def whole(self) -> ShardLayout:
         """Layout of all shards as one, with parameters in their shapes."""
-        parts = (ShardRange(0, slot.offset, slot.numel, slot.shape) for slot in self.slots)
+        parts = (ShardRange(0, s.offset, s.numel, s.shape, s.dim) for s in self.slots)
         return ShardLayout(self.padded_numel, tuple(parts))
 
     def parts_of(self, unsharded: torch.Tensor, ranges: Sequence[ShardRange]) -> list[torch.Tensor]:
         """A rank's parts of the parameters in a tensor ``(padded_numel,)`` (views)."""
-        pairs = zip(self.slots, ranges, strict=True)
-        starts = [(slot.offset + part.param_start, part) for slot, part in pairs]
-        return [unsharded[at : at + part.numel].view(part.shape) for at, part in starts]
+        return [part.of(view) for part, view in zip(ranges, self.split(unsharded), strict=True)]
 
     def shard_of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
         """A copy of a rank's shard ``(shard_numel,)`` of a tensor ``(padded_numel,)``."""
@@ -314,7 +321,7 @@ class FlatLayout:
             self.fill(flat, values)
             return flat
         values = self._with_copies(values)
-        fills_all = self.padding_numel == 0 and not plan.packed_start
+        fills_all = self.padding_numel == 0 and not plan.packed_start and not plan.blocks
         if fills_all and all(value is not None for value in values):
             return self._concatenated(values, size, dtype)
         flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
@@ -327,6 +334,9 @@ class FlatLayout:
             if value is None:
                 for place in places:
                     place.fill_(NO_VALUE)
+            elif places and slot.dim:
+                targets.append(places[0].unflatten(1, (slot.blocks, -1)))
+                sources.append(value.reshape(slot.blocks, size, -1).transpose(0, 1))
             elif places:
                 targets += places
                 numels = [place.numel() for place in places]
@@ -386,12 +396,9 @@ class FlatLayout:
         return message.view(-1) if message.dtype == dtype else message.view(-1).to(dtype)
 
 
-def rows_per_rank(shape: Sequence[int], world_size: int) -> int:
-    """Rows of a parameter that the first ranks hold, as ``torch.chunk`` divides them.
-
-    A scalar is one row.
-    """
-    return -(-(shape[0] if shape else 1) // world_size)
+def size_per_rank(size: int, world_size: int) -> int:
+    """Of so many rows, those that the first ranks hold, as ``torch.chunk`` divides them."""
+    return -(-size // world_size)
 
 
 def make_layout(
@@ -401,6 +408,7 @@ def make_layout(
     align_numel: int,
     direct_numel: int | None = None,
     *,
+    dims: Sequence[int] = (),
     undivided: Collection[int] = (),
 ) -> FlatLayout:
     """Lay parameters out, those that are gathered by themselves first.
@@ -412,17 +420,24 @@ def make_layout(
         align_numel: every parameter starts at a multiple of it.
         direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
             none is.
+        dims: along which parameters are divided, one per parameter; by rows if not given. Others
+            than 0 divide by ``world_size``, and their parameters are packed.
         undivided: indices of parameters, beside scalars, that are in each shard.
     """
+    dims = dims or [0] * len(shapes)
     copies = [
         world_size if index in undivided or not shape else 1 for index, shape in enumerate(shapes)
     ]
-    rows = [rows_per_rank(shape, world_size) for shape in shapes]
     numels = [
-        math.prod(shape) if number > 1 else each * math.prod(shape[1:])
-        for shape, number, each in zip(shapes, copies, rows, strict=True)
+        math.prod(shape)
+        if number > 1 or not shape
+        else size_per_rank(shape[dim], world_size) * math.prod((*shape[:dim], *shape[dim + 1 :]))
+        for shape, number, dim in zip(shapes, copies, dims, strict=True)
     ]
-    is_direct = [direct_numel is not None and numel >= max(1, direct_numel) for numel in numels]
+    is_direct = [
+        direct_numel is not None and numel >= max(1, direct_numel) and not dim
+        for numel, dim in zip(numels, dims, strict=True)
+    ]
     starts, ends, packed_start = [0] * len(shapes), [0], 0
     for wanted in (True, False):
         for index in (i for i, direct in enumerate(is_direct) if direct is wanted):
@@ -437,9 +452,10 @@ def make_layout(
             start,
             numel,
             number,
+            dim,
         )
-        for fqn, shape, start, numel, number in zip(
-            fqns, shapes, starts, numels, copies, strict=True
+        for fqn, shape, start, numel, number, dim in zip(
+            fqns, shapes, starts, numels, copies, dims, strict=True
         )
     )
     end = max(1, ends[-1])
@@ -456,9 +472,14 @@ def _plan(
     if not packed:
         packed_start = end
     ranges = [(slot.shard_start - packed_start, slot.shard_numel) for slot in packed]
+    widths, pieces = _cut(ranges, end - packed_start)
+    blocks = [1] * len(widths)
+    for slot, piece in zip(packed, pieces, strict=True):
+        blocks[piece] = slot.blocks
     return plan_of(
         [slot.shard_start for slot in direct],
         [slot.shard_numel for slot in direct],
-        _cut(ranges, end - packed_start)[0],
+        widths,
         packed_start,
+        blocks,
     )

@@ -1,0 +1,356 @@
+"""``shard_placement_fn``: parameters that are divided along other dimensions than the first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from loops import error_of
+from modes import MODES, in_mode
+from pool import RankPool, on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_dynamo import (
+    FSDP,
+    CPUOffload,
+    DivergenceError,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from fsdp_dynamo.comm import collectives
+
+
+class Experts(nn.Module):
+    """Stacked matrices, fewer than ranks may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 12, 24) / 5)
+        self.down = nn.Parameter(torch.randn(3, 24, 12) / 5)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(torch.einsum("bd,edh->ebh", x, self.up))
+        out: torch.Tensor = torch.einsum("ebh,ehd->bd", hidden, self.down) * self.scale
+        return x + out
+
+
+def _plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 12), Experts(), Experts(), nn.Linear(12, 4))
+
+
+def _place(param: nn.Parameter) -> Shard | None:
+    """Every second matrix by columns, experts by both of their own dimensions."""
+    if param.dim() == 3:
+        return Shard(1) if param.shape[1] == 24 else Shard(-1)
+    return Shard(1) if param.shape == (12, 12) else None
+
+
+def _sharded(plain: nn.Module, **kwargs: Any) -> Any:
+    model: Any = copy.deepcopy(plain)
+    for unit in (model[1], model[2], model):
+        fully_shard(unit, shard_placement_fn=_place, **kwargs)
+    return model
+
+
+def _loss(model: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def _train(model: nn.Module, rank: int, steps: range, optimizer: Any) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = _loss(model, 10 * step + rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02, fused=True)
+
+
+@pytest.mark.parametrize("least", [1, None])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trains_as_ddp(ranks: RankPool, world_size: int, mode: str, least: int | None) -> None:
+    for wrong in ranks.run(_as_ddp, world_size, mode, least):
+        assert wrong == []
+
+
+def _as_ddp(rank: int, world_size: int, mode: str, least: int | None) -> list[str]:
+    """Values, gradients and moments: what differs from those that torch's placements give."""
+    with mock.patch.dict(collectives.DIRECT_BYTES, {"point_to_point": least}):
+        plain = _plain()
+        model = _sharded(plain)
+        for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            wanted = Replicate() if not whole.dim() else _place(whole) or Shard(0)
+            placed = distribute_tensor(
+                whole.detach(), param.device_mesh, [wanted], src_data_rank=None
+            )
+            assert param.placements == placed.placements
+            torch.testing.assert_close(param.to_local(), placed.to_local(), rtol=0, atol=0)
+            assert param.to_local().is_contiguous()
+        ddp = DistributedDataParallel(plain)
+        mine, theirs = (torch.optim.SGD(m.parameters(), 0.05, 0.9) for m in (model, plain))
+        run = in_mode(model, mode)
+        expected = _train(ddp, rank, range(3), theirs)
+        losses = _train(run, rank, range(3), mine)
+        pairs = [*zip(model.named_parameters(), plain.parameters(), strict=True)]
+        wrong = [] if losses == pytest.approx(expected, rel=1e-5) else [f"{losses}, not {expected}"]
+        wrong += [n for (n, p), q in pairs if not torch.allclose(p.full_tensor(), q, 1e-4, 1e-6)]
+        for (name, p), q in pairs:
+            assert p.grad.placements == p.placements
+            assert p.grad.to_local().is_contiguous()
+            moment = mine.state[p]["momentum_buffer"].full_tensor()
+            if not torch.allclose(p.grad.full_tensor(), q.grad, 1e-4, 1e-6):
+                wrong.append(f"gradient of {name}")
+            if not torch.allclose(moment, theirs.state[q]["momentum_buffer"], 1e-4, 1e-6):
+                wrong.append(f"momentum of {name}")
+        return wrong
+
+
+def _summoned(model: Any) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model):
+        with torch.no_grad():
+            model[1].up.mul_(2)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_with_other_features(rank: int, mode: str) -> None:
+    """Accumulation, mixed precision, frozen parameters, clipping, whole parameters, a copy."""
+    plain = _plain()
+    plain[2].down.requires_grad_(False)  # type: ignore[union-attr,operator]
+    model = _sharded(plain, mixed_precision=MixedPrecision(param_dtype=torch.float64))
+    double, run = plain.double(), in_mode(model, mode)
+    for step in range(4):
+        for each in range(2):
+            (_loss_in_double(double, 2 * step + each) / 2).backward()
+        with model.no_sync() if step % 2 == 0 else FSDP.state_dict_type(model, FULL):
+            _loss(run, 2 * step + rank).backward()
+    norm = nn.utils.clip_grad_norm_(double.parameters(), 0.1)
+    torch.testing.assert_close(float(model.clip_grad_norm_(0.1)), float(norm), rtol=1e-4, atol=0)
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        if whole.grad is not None:
+            got = param.grad.full_tensor().double()
+            torch.testing.assert_close(got, whole.grad, rtol=1e-4, atol=1e-6)
+        else:
+            assert param.grad is None
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        before = {name: p.full_tensor() for name, p in one.named_parameters()}
+        before["1.up"] = 2 * before["1.up"]
+        torch.testing.assert_close(_summoned(one), before, rtol=0, atol=0)
+        torch.testing.assert_close(one[1].up.full_tensor(), before["1.up"], rtol=0, atol=0)
+
+
+FULL = StateDictType.FULL_STATE_DICT
+
+
+def _loss_in_double(model: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = model(x.double()).square().mean()
+    return loss
+
+
+def _train_and_compare(plain: Any, model: Any, run: Any, rank: int) -> None:
+    """Step both, and compare losses and parameters."""
+    expected = _train(DistributedDataParallel(plain), rank, range(3), _adam(plain))
+    assert _train(run, rank, range(3), _adam(model)) == pytest.approx(expected, rel=1e-5)
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
+def test_replicas(rank: int, mode: str) -> None:
+    plain = _plain()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = _sharded(plain, mesh=mesh)
+    assert model[1].down.placements == (Replicate(), Shard(1))
+    _train_and_compare(plain, model, in_mode(model, mode), rank)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
+def test_in_a_hierarchy(rank: int, mode: str) -> None:
+    plain = _plain()
+    kwargs = {"strategy": ShardingStrategy.HIERARCHICAL_SHARD}
+    model = _sharded(plain, mesh=init_device_mesh("cpu", (2, 2)), **kwargs)
+    assert model[1].down.placements == (Shard(1), Shard(1))
+    _train_and_compare(plain, model, in_mode(model, mode), rank)
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+@on_ranks(4)
+def test_resharded_over_fewer_ranks(rank: int, mode: str) -> None:
+    plain = _plain()
+    model = _sharded(plain, reshard_after_forward=2)
+    _train_and_compare(plain, model, in_mode(model, mode), rank)
+
+
+def _gather(output: Any, shard: Any, group: Any, async_op: bool) -> dist.Work | None:
+    return dist.all_gather_into_tensor(output, shard, group, async_op)
+
+
+def _scatter(output: Any, given: Any, group: Any, op: Any, async_op: bool) -> dist.Work | None:
+    return dist.reduce_scatter_tensor(output, given, op, group, async_op)
+
+
+@pytest.mark.parametrize("kind", ["collectives", "offload", "one rank", "whole"])
+@on_ranks(2)
+def test_sharded_otherwise(rank: int, kind: str) -> None:
+    """Collectives of the user's, on another device, by one rank, and not at all."""
+    kwargs: dict[str, Any] = {
+        "offload": {"cpu_offload": CPUOffload(True)},
+        "one rank": {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))},
+        "whole": {"strategy": ShardingStrategy.NO_SHARD},
+    }.get(kind, {})
+    plain = _plain()
+    model = _sharded(plain, **kwargs)
+    if kind == "collectives":
+        for unit in (model[1], model[2], model):
+            unit.set_custom_all_gather(_gather)
+            unit.set_custom_reduce_scatter(_scatter)
+    own = {"one rank": (Replicate(), Shard(1)), "whole": (Replicate(),)}.get(kind, (Shard(1),))
+    assert model[1].down.placements == own
+    _train_and_compare(plain, model, model, rank)
+
+
+@on_ranks(2)
+def test_used_as_torchs(rank: int) -> None:
+    """What code that was written for torch's ``fully_shard`` does with such a parameter."""
+    plain: Any = _plain()
+    for experts in (plain[1], plain[2]):
+        experts.scale = nn.Parameter(torch.ones(1))
+    models = _sharded(plain), plain
+    for unit in (models[1][1], models[1][2], models[1]):  # type: ignore[index]
+        torch_fully_shard(unit, shard_placement_fn=_place)  # type: ignore[arg-type]
+    found = []
+    for model in models:
+        _loss(model, rank).backward()
+        param: Any = model[1].up  # type: ignore[index]
+        penalty = (param.view(3, 12 * 24) * 2).square().sum() + (param @ param.mT).sum()
+        penalty.redistribute(placements=[Replicate()]).to_local().backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with torch.no_grad():
+            param.mul_(2).copy_(param.flip(1).redistribute(param.device_mesh, param.placements))
+        found.append([norm.full_tensor(), param.grad.to_local(), param.to_local()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@on_ranks(4)
+def test_with_tensor_parallelism(rank: int) -> None:
+    """Local tensors are those of torch's own, on the same dimension, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    models: list[Any] = []
+    for shard_module in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        models.append(parallelize_module(model, mesh["tp"], plan))
+        shard_module(model, mesh=mesh["dp"], shard_placement_fn=_columns)  # type: ignore[operator]
+    for step in range(2):
+        for model in models:
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step + rank // 2))
+            model(x).square().sum().backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert mine.placements == theirs.placements
+            torch.testing.assert_close(mine.to_local(), theirs.to_local())
+            torch.testing.assert_close(mine.grad.to_local(), theirs.grad.to_local())
+            mine.grad = theirs.grad = None
+
+
+def _columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() == 2 else None
+
+
+def _by_dcp(trained: tuple[Any, Any], fresh: tuple[Any, Any], folder: str) -> None:
+    state = dict(zip(("model", "optim"), get_state_dict(*trained), strict=True))
+    dcp.save(state, checkpoint_id=folder)
+    state = dict(zip(("model", "optim"), get_state_dict(*fresh), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(*fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def _by_full(trained: tuple[Any, Any], fresh: tuple[Any, Any], folder: str) -> None:
+    for model in (trained[0], fresh[0]):
+        FSDP.set_state_dict_type(model, FULL)
+    fresh[0].load_state_dict(trained[0].state_dict())
+    states = FSDP.optim_state_dict(*trained)
+    assert all(value.is_contiguous() for value in trained[0].state_dict().values())
+    fresh[1].load_state_dict(FSDP.optim_state_dict_to_load(*fresh, states))
+
+
+WAYS: dict[str, Callable[..., None]] = {"DCP": _by_dcp, "full": _by_full}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    """From columns to rows and back."""
+    for found, expected in ranks.run(_resumed, 2, way, str(tmp_path)):
+        for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _resumed(rank: int, world_size: int, way: str, folder: str) -> tuple[Any, list[float]]:
+    plain = _plain()
+    expected = _train(DistributedDataParallel(plain), rank, range(4), _adam(plain))
+    found = []
+    for first, then in ((_sharded, _by_rows), (_by_rows, _sharded)):
+        model, fresh = first(_plain()), then(_plain())
+        trained, again = (model, _adam(model)), (fresh, _adam(fresh))
+        losses = _train(model, rank, range(2), trained[1])
+        WAYS[way](trained, again, f"{folder}/{first.__name__}")
+        found.append(losses + _train(fresh, rank, range(2, 4), again[1]))
+    return found, expected
+
+
+def _by_rows(plain: nn.Module) -> nn.Module:
+    for unit in (plain[1], plain[2], plain):  # type: ignore[index]
+        fully_shard(unit)
+    return plain
+
+
+@on_ranks(2)
+def test_refused(rank: int) -> None:
+    for placement in (Shard(1), Shard(2), Shard(-3), Replicate(), "Shard(0)"):
+        linear = nn.Linear(3, 4, bias=False)
+        message = error_of(
+            lambda m=linear, p=placement: fully_shard(m, shard_placement_fn=lambda _: p)
+        )
+        assert "expected None, Shard(0), or Shard of a dimension of (4, 3) that 2 ranks" in message
+        assert "shard_placement_fn of parameter 'weight'" in message
+        assert not isinstance(linear.weight, DTensor)
+    model = _sharded(_plain())
+    assert "Shard(dim=1)" in error_of(model.parameter_shards)
+    with pytest.raises(DivergenceError, match="dimension of shard_placement_fn"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(rank if p.dim() > 1 else 0))
