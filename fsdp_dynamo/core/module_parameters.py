@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed, owner_of
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
@@ -205,7 +206,7 @@ class ModuleParameters:
         self._as_left = []
         for original in self._originals:
             param = original.param
-            memory = original.part
+            memory = local_of(param)
             facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
                 self._as_left.append((module._parameters, name, *facts))

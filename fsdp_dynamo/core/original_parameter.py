@@ -23,6 +23,45 @@ REPLACED = "_fsdp_dynamo_replaced"
 """Mark of a parameter in whose place a DTensor is: the FQN that its unit has for it."""
 
 
+class TensorClass:
+    """How to make tensors of a subclass around memory.
+
+    Args:
+        like: a tensor of the class, which wraps one of its own shape and dtype.
+    """
+
+    def __init__(self, like: Any) -> None:
+        self._class, self._context = type(like), like.__tensor_flatten__()[1]
+        [self._name] = _wrapped(like)
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the class wraps."""
+        memory: torch.Tensor = getattr(tensor, self._name)
+        return memory
+
+    def around(self, memory: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor of the class around ``memory``, with the other attributes of ``like``."""
+        made: torch.Tensor = self._class.__tensor_unflatten__(
+            {self._name: memory}, self._context, memory.shape, memory.stride()
+        )
+        if like is not None:
+            kept = {name: value for name, value in like.__dict__.items() if name != self._name}
+            made.__dict__.update(kept)
+        return made
+
+
+def _wrapped(tensor: Any) -> list[str]:
+    """Attributes that hold what a tensor wraps; not those that are scalars, such as scales."""
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return [name for name in names if getattr(tensor, name).dim() or not tensor.dim()]
+
+
+def wraps_one(tensor: Any) -> bool:
+    """Whether a tensor of a subclass wraps one tensor, of its shape and dtype."""
+    wrapped = [getattr(tensor, name) for name in _wrapped(tensor)]
+    return [(one.shape, one.dtype) for one in wrapped] == [(tensor.shape, tensor.dtype)]
+
+
 @dataclass
 class OriginalParameter:
     """One parameter of the user's model and every place that holds it.
@@ -32,6 +71,7 @@ class OriginalParameter:
         fqn: FQN relative to the unit.
         sites: ``(module, name, FQN)`` of every place; more than one where tied.
         parallel: how tensor parallelism has split it, if it has.
+        tensor_class: of its local tensor, if that is more than its elements.
         keeps_dtype: whether mixed precision leaves it in its own dtype.
         dim: along which it is sharded.
         placing: of its DTensors.
@@ -43,6 +83,7 @@ class OriginalParameter:
     fqn: str
     sites: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     parallel: TensorParallel | None = None
+    tensor_class: TensorClass | None = None
     keeps_dtype: bool = False
     dim: int = 0
     placing: Placing = field(init=False)
@@ -55,13 +96,24 @@ class OriginalParameter:
         if self.parallel is not None:
             self._put_into_modules(self.param)
 
+    def take_class(self) -> None:
+        """Put a plain parameter in the place of one of a class of its own: the memory of it."""
+        old = self.param
+        self.tensor_class = TensorClass(old)
+        self.param = nn.Parameter(self.tensor_class.memory(old).detach(), old.requires_grad)
+        own = self.tensor_class.around(self.param.detach()).__dict__
+        self.param.__dict__.update({k: v for k, v in old.__dict__.items() if k not in own})
+        hand_over_hooks(old, self.param)
+        setattr(old, REPLACED, self.fqn)
+        self._put_into_modules(self.param)
+
     # -- this rank's part --------------------------------------------------------------------------
 
     def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
         """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
         old = self.param
         self.placing = placing
-        self.param = nn.Parameter(placing.dtensor(part), requires_grad=old.requires_grad)
+        self.param = nn.Parameter(self._around(part), requires_grad=old.requires_grad)
         self.param.__dict__.update(old.__dict__)
         hand_over_hooks(old, self.param)
         setattr(old, REPLACED, self.fqn)
@@ -70,7 +122,16 @@ class OriginalParameter:
     @property
     def part(self) -> torch.Tensor:
         """This rank's elements."""
-        return local_of(self.param)
+        local = local_of(self.param)
+        return local if self.tensor_class is None else self.tensor_class.memory(local)
+
+    def _around(self, part: torch.Tensor) -> torch.Tensor:
+        """What the parameter is where this rank has ``part``."""
+        return self.placing.dtensor(self._local(part))
+
+    def _local(self, part: torch.Tensor) -> torch.Tensor:
+        own = _of_its_own(part)
+        return own if self.tensor_class is None else self.tensor_class.around(own)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""
@@ -84,9 +145,9 @@ class OriginalParameter:
     def show_part(self, part: torch.Tensor) -> None:
         """Let the parameter be ``part``."""
         if self.param.is_meta is not part.is_meta:
-            self._swap(nn.Parameter(self.as_param(part), requires_grad=self.param.requires_grad))
+            self._swap(nn.Parameter(self._around(part), requires_grad=self.param.requires_grad))
         else:
-            move_to(self.param, _of_its_own(part), self.placing)
+            move_to(self.param, self._local(part), self.placing)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -127,7 +188,7 @@ class OriginalParameter:
         """
         if id(self.param) in memo:
             return
-        copied = nn.Parameter(self.as_param(self.part.clone()), self.param.requires_grad)
+        copied = nn.Parameter(self._around(self.part.clone()), self.param.requires_grad)
         memo[id(self.param)] = copied
         copied.__dict__.update(deepcopy(self.param.__dict__, memo))
 

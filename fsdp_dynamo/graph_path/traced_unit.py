@@ -14,7 +14,7 @@ from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.eager.views_while_traced import may_call_operators
-from fsdp_dynamo.errors import unit_name
+from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants, encode
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
@@ -63,6 +63,7 @@ class TracedUnit(NamedTuple):
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """A unit's constants as they are now."""
     unit = module._fsdp_unit
+    _refuse_gather_hooks(unit)
     reshards = unit.settings.reshards_after_forward
     if reshards is None:
         reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
@@ -80,6 +81,19 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
         places=_places(module),
         are_apart=may_call_operators(unit),
     )
+
+
+def _refuse_gather_hooks(unit: Unit) -> None:
+    for original in unit.originals():
+        if original.tensor_class is not None:
+            raise UnsupportedError(
+                expected="plain parameters in graph mode",
+                got="one whose class has fsdp_pre_all_gather",
+                where=f"parameter '{unit.paths.fqn_of(original.fqn)}'",
+                fix="Run eagerly or with torch.compile(model), or make the model without such "
+                "classes and gather in float8: collective_precision="
+                'CollectivePrecision(all_gather="float8").',
+            )
 
 
 def _places(module: UnitModuleProtocol) -> Places:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.gather_hooks import HookedFlatParameter, has_gather_hooks
 from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks
 from fsdp_dynamo.core.original_parameter import (
     REPLACED,
@@ -204,6 +205,8 @@ def build_units(
     for originals in owned.values():
         for original in originals:
             original.take_local()
+            if has_gather_hooks(original.param):
+                original.take_class()
     built = {
         owner: _build_unit(owner, owned[owner], config_of(owner), planned.late, values.device)
         for owner in values.in_order_of_completion(owned)
@@ -303,22 +306,14 @@ def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
     derived = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
     if not (derived or is_traceable_wrapper_subclass(param)) or isinstance(param, DTensor):
         return
-    if hasattr(param, "fsdp_pre_all_gather"):
-        fix = (
-            "FSDP2's extensions of gathers are not called here. Make the model without them "
-            "(torchao: enable_fsdp_float8_all_gather=False), and let shards travel as float8: "
-            'collective_precision=CollectivePrecision(all_gather="float8").'
-        )
-    else:
-        fix = (
-            "Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
-            f"model.parameters() if isinstance(p, {kind.__name__})]."
-        )
+    if has_gather_hooks(param):
+        return
     raise FSDPValueError(
         expected="a plain tensor, which can be flattened and sharded",
         got=f"a {kind.__module__}.{kind.__qualname__} (quantised, perhaps)",
         where=f"parameter '{fqn}'",
-        fix=fix,
+        fix="Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
+        f"model.parameters() if isinstance(p, {kind.__name__})].",
     )
 
 
@@ -369,16 +364,17 @@ def _build_unit(
     kept = _modules_in_own_precision(originals, precision)
     late = late if _is_worth_splitting(originals, late) else set()
     overridden = None if precision is None else replace(precision, param_dtype=None)
-    groups: dict[tuple[torch.dtype, bool, int, bool], list[OriginalParameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, int, bool, bool], list[OriginalParameter]] = {}
     for original in originals:
         param = original.param
         chosen = 1 if original.keeps_dtype else 0
         if original.sites[0][0] in kept:
             chosen = 2
-        key = (param.dtype, param.requires_grad, chosen, id(original) in late)
+        has_hooks = original.tensor_class is not None
+        key = (param.dtype, param.requires_grad, chosen, id(original) in late, has_hooks)
         groups.setdefault(key, []).append(original)
     flats = [
-        FlatParameter(
+        (HookedFlatParameter if has_hooks else FlatParameter)(
             members,
             config.groups,
             sharded_strategy=config.strategy is not ShardingStrategy.NO_SHARD,
@@ -388,7 +384,7 @@ def _build_unit(
             device=device,
             collective_precision=config.collective_precision,
         )
-        for (_, _, chosen, _), members in groups.items()
+        for (_, _, chosen, _, has_hooks), members in groups.items()
     ]
     modules = [*module.children()] if isinstance(module, Together) else [module]
     return Unit(modules, flats, config)

@@ -24,6 +24,7 @@ from fsdp_dynamo.config import (
     coerce_mixed_precision,
 )
 from fsdp_dynamo.core.dtensors import local_of
+from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.module_tree import join_fqn
@@ -186,6 +187,9 @@ def _plan(
         num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
         original.dim = dim_of(given.shard_placement_fn, original.param, fqn, num_shards)
         arguments.check_travels(own, fqn, original.param)
+        if has_gather_hooks(original.param):
+            by_rows = original.dim == 0 and own.strategy is not ShardingStrategy.NO_SHARD
+            check_gather_hooks(original.param, fqn, own.groups, by_rows=by_rows)
     if given.shard_placement_fn is not None:
         dims = ", ".join(f"{original.dim} of '{original.fqn}'" for _, original in every)
         for group in config.groups.all:

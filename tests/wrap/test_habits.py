@@ -201,23 +201,6 @@ def test_quantised_parameters(ranks: RankPool, kind: str, mode: str) -> None:
         assert loss == pytest.approx(expected)
 
 
-class _Gathered(_Own):
-    """One that FSDP2 would ask for what to gather, as torchao's float8 weights are."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (self.detach(),), None
-
-
-def _extended(rank: int, world_size: int) -> str:
-    return error_of(lambda: FSDP(_Adapted(_Gathered(torch.ones(4, 4)))))
-
-
-def test_extensions_of_gathers_are_refused(ranks: RankPool) -> None:
-    for message in ranks.run(_extended, 2):
-        assert "got a test_habits._Gathered" in message
-        assert 'collective_precision=CollectivePrecision(all_gather="float8")' in message
-
-
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -397,7 +397,7 @@ class FlatLayout:
 
 
 def size_per_rank(size: int, world_size: int) -> int:
-    """Of so many rows, those that the first ranks hold, as ``torch.chunk`` divides them."""
+    """Number of rows that the first ranks hold of ``size``, as ``torch.chunk`` divides them."""
     return -(-size // world_size)
 
 

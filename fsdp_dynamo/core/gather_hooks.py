@@ -1,0 +1,221 @@
+"""Parameters whose class decides what is gathered: ``fsdp_pre_all_gather`` and its counterpart.
+
+FSDP2's protocol for tensor subclasses, of which torchao's float8 weights are the best known. This
+rank's part of the parameter is a tensor of that class around memory of the shard. Before each
+gather it gives the tensors to send, float8 numbers say; from what arrives it makes the tensor that
+the forward uses::
+
+    part (float32) -> fsdp_pre_all_gather -> bytes -> all-gather -> fsdp_post_all_gather -> weight
+
+What the parameters of a flat parameter send shares one message. The unsharded buffer holds bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_dynamo.comm.gather_plan import GatherPlan, plan_of
+from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.config import MixedPrecision
+from fsdp_dynamo.core.dtensors import local_of, mesh_of
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, size_per_rank
+from fsdp_dynamo.core.module_parameters import note_version, set_readable
+from fsdp_dynamo.core.original_parameter import wraps_one
+from fsdp_dynamo.errors import UnsupportedError
+
+_same_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def has_gather_hooks(param: torch.Tensor) -> bool:
+    """Whether a parameter, or the local tensor of one, is of a class that decides what is sent."""
+    return any(hasattr(local_of(param), name) for name in _HOOKS)
+
+
+def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows: bool) -> None:
+    """Raise for a parameter with gather hooks that a unit cannot hold.
+
+    Args:
+        param: of a class with the hooks, or a DTensor of it.
+        fqn: of it.
+        groups: of its unit.
+        by_rows: whether it is sharded, along its first dimension.
+    """
+    local: Any = local_of(param)
+    expected = fix = ""
+    if not all(hasattr(local, name) for name in _HOOKS):
+        expected, fix = f"both {' and '.join(_HOOKS)}", "Define the other one."
+    elif not is_traceable_wrapper_subclass(local) or not wraps_one(local):
+        expected = "a class that wraps one tensor of its own shape and dtype (__tensor_flatten__)"
+        fix = "Leave it whole on every rank: ignored_states=[...]."
+    elif not by_rows or groups.hierarchy is not None or not local.dim():
+        expected = "gather hooks with shards of rows, all gathered at once"
+        fix = "Use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD, and no other dimension."
+    if expected:
+        kind = f"{type(local).__module__}.{type(local).__qualname__}"
+        raise UnsupportedError(expected=expected, got=kind, where=f"parameter '{fqn}'", fix=fix)
+
+
+class _Gathered(NamedTuple):
+    """What hooks have made: the unsharded parameters, and memory of theirs, with its sizes."""
+
+    values: list[torch.Tensor]
+    storages: list[tuple[torch.UntypedStorage, int]]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the flat parameter makes its own."""
+
+
+class HookedFlatParameter(FlatParameter):
+    """Parameters of a unit whose classes decide what is gathered.
+
+    The unsharded buffer is made of bytes, of as many as the hooks give, and what modules see is
+    made by the hooks from it. All else, gradients too, is a ``FlatParameter``'s.
+    """
+
+    gather_wire = None
+    needs_storage = needs_copy_out = True
+
+    def __init__(self, *args: Any, precision: MixedPrecision | None, **kwargs: Any) -> None:
+        self._sent: list[list[torch.Tensor]] = []  # of each parameter, in its dtypes and shapes
+        self._metadata: list[Any] = []
+        self._gathered: _Gathered | None = None
+        self._has_arrived = False
+        of = precision or MixedPrecision()
+        self._policy = MixedPrecisionPolicy(
+            of.param_dtype, of.reduce_dtype, of.output_dtype, of.cast_forward_inputs
+        )
+        super().__init__(*args, precision=precision, **kwargs)
+
+    def _make_unsharded(self) -> torch.Tensor:
+        self._gathered = None
+        return torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def set_full_precision(self, wanted: bool) -> None:
+        """Let the hooks make tensors of the shard's dtype, or of that of low precision."""
+        if wanted is not self.is_full_precision:
+            self.set_readable(False)
+            self.is_full_precision, self._gathered = wanted, None
+
+    # -- before a gather ---------------------------------------------------------------
+
+    def allocate(self) -> torch.Tensor:
+        """Ask the hooks what to send; returns the unsharded buffer, with storage for it."""
+        self._ask()
+        num_bytes = sum(self._widths) * self.group.size()
+        if self.unsharded.numel() != num_bytes:
+            self._gathered = None
+            self.unsharded = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            set_readable(self.unsharded, False)
+            self._is_readable = False
+        self._has_arrived = True
+        return super().allocate()
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded buffer; 0 before the first gather."""
+        return self.unsharded.nbytes
+
+    @torch.no_grad()
+    def _ask(self) -> None:
+        mesh, shard = mesh_of(self.groups.shard, self.device), self.shard_on_device()
+        self._sent, self._metadata = [], []
+        for original, slot in zip(self.originals, self.layout.slots, strict=True):
+            room = shard[slot.shard_start : slot.shard_start + slot.shard_numel]
+            rows = room.view(-1, *slot.shape[1:])  # as many on each rank
+            local: Any = local_of(original.param)
+            if local.shape != rows.shape or local.device != rows.device:
+                local = original.tensor_class.around(rows, local)  # type: ignore[union-attr]
+            hook, more = local.fsdp_pre_all_gather, []
+            if len(inspect.signature(hook).parameters) > 1:
+                stride = torch.empty(slot.shape, device="meta").stride()
+                more = [torch.Size(slot.shape), stride, original.sites[0][0], self._policy]
+            sent, metadata = hook(mesh, *more)
+            self._sent.append([tensor.contiguous() for tensor in sent])
+            self._metadata.append(metadata)
+
+    @property
+    def _widths(self) -> list[int]:
+        """Bytes of each tensor that is sent, and of the gap behind it."""
+        sizes = [tensor.nbytes for tensors in self._sent for tensor in tensors]
+        return [width for size in sizes for width in (size, -size % ALIGN_BYTES)]
+
+    def shard_to_gather(self) -> torch.Tensor:
+        """The message: what the hooks gave, as bytes."""
+        pieces = []
+        for tensor in (one for tensors in self._sent for one in tensors):
+            gap = torch.zeros(-tensor.nbytes % ALIGN_BYTES, dtype=torch.uint8, device=self.device)
+            pieces += [tensor.view(-1).view(torch.uint8), gap]
+        self._sent = [[one.to("meta") for one in tensors] for tensors in self._sent]
+        return torch.cat(pieces)
+
+    def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
+        """One message, of which each tensor that a hook gave is a piece."""
+        return plan_of((), (), self._widths, 0)
+
+    def keep_piece(self, group: dist.ProcessGroup) -> None:
+        """Keep nothing: all ranks gather again, as the hooks say."""
+
+    # -- behind a gather ---------------------------------------------------------------
+
+    def set_readable(self, readable: bool) -> None:
+        """Let autograd unpack what it has saved of the parameters, or refuse to.
+
+        Where bytes have arrived, the hooks make the parameters first.
+        """
+        if readable and self._has_arrived:
+            self._has_arrived = False
+            self._gathered = self._made()
+        if readable is not self._is_readable and self._gathered is not None:
+            for value in self._gathered.values:
+                set_readable(value, readable)
+        super().set_readable(readable)
+
+    @torch.no_grad()
+    def _made(self) -> _Gathered:
+        """The parameters, in the memory of those that were made before, if there are any."""
+        size, before = self.group.size(), self._gathered
+        for storage, num_bytes in before.storages if before is not None else ():
+            storage.resize_(num_bytes)
+        parts = iter(self.unsharded.data.split([size * width for width in self._widths])[::2])
+        values, tensors = [], []
+        for index, (original, sent) in enumerate(zip(self.originals, self._sent, strict=True)):
+            shape = self.layout.slots[index].shape
+            outputs = []
+            for one in sent:
+                output = next(parts).view(one.dtype).view(-1, *one.shape[1:])
+                has_rows = len(one) == size_per_rank(shape[0], size)
+                outputs.append(output[: shape[0]] if has_rows else output)
+            hook: Any = local_of(original.param).fsdp_post_all_gather  # type: ignore[attr-defined]
+            given = tuple(outputs), self._metadata[index], self.param_dtype
+            if before is not None:
+                with _same_version(before.values[index]):
+                    hook(*given, out=before.values[index])
+                continue
+            value, own = hook(*given)
+            values.append(value)
+            tensors += own
+        if before is not None:
+            return before
+        address = self.unsharded.untyped_storage().data_ptr()
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        storages.pop(address, None)
+        return _Gathered(values, [(one, one.nbytes()) for one in storages.values()])
+
+    def storages_to_free(self) -> list[torch.UntypedStorage]:
+        """The buffer's storage, and those of tensors that the hooks have made."""
+        made = [] if self._gathered is None else [one for one, _ in self._gathered.storages]
+        return super().storages_to_free() + [one for one in made if one.nbytes()]
+
+    def make_views(self) -> list[torch.Tensor]:
+        """The unsharded parameters, as objects of their own."""
+        note_version(self.unsharded)
+        assert self._gathered is not None
+        return [value.detach() for value in self._gathered.values]
