@@ -26,11 +26,10 @@ from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.dtensors import local_of, mesh_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, size_per_rank
-from fsdp_dynamo.core.module_parameters import note_version, set_readable
+from fsdp_dynamo.core.module_parameters import note_version, set_readable, set_version
 from fsdp_dynamo.core.original_parameter import wraps_one
 from fsdp_dynamo.errors import UnsupportedError
 
-_same_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
@@ -196,8 +195,10 @@ class HookedFlatParameter(FlatParameter):
             hook: Any = local_of(original.param).fsdp_post_all_gather  # type: ignore[attr-defined]
             given = tuple(outputs), self._metadata[index], self.param_dtype
             if before is not None:
-                with _same_version(before.values[index]):
-                    hook(*given, out=before.values[index])
+                value = before.values[index]
+                version = value._version
+                hook(*given, out=value)
+                set_version(value, version)  # autograd may have saved it
                 continue
             value, own = hook(*given)
             values.append(value)

@@ -420,7 +420,12 @@ def _was_moved(view: torch.Tensor) -> bool:
 def set_readable(tensor: torch.Tensor, readable: bool) -> None:
     """Let autograd unpack what it has saved of a tensor, or refuse to."""
     version = tensor._version % UNREADABLE
-    _set_versions((tensor,), (version if readable else version + UNREADABLE,))
+    set_version(tensor, version if readable else version + UNREADABLE)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the number by which autograd sees that what it has saved was changed."""
+    _set_versions((tensor,), (version,))
 
 
 def note_version(unsharded: torch.Tensor) -> None:
@@ -435,4 +440,4 @@ def put_version_back(unsharded: torch.Tensor) -> None:
     """Let a buffer have the version that was noted, if it was raised by one since."""
     noted = getattr(unsharded, _NOTED, None)
     if noted is not None and unsharded._version == noted + 1:
-        _set_versions((unsharded,), (noted,))
+        set_version(unsharded, noted)
