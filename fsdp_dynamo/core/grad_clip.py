@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.memory_runs import by_kind, runs_of
-from fsdp_dynamo.core.norms import norm_dtype_of, power_sum, require_one_norm
+from fsdp_dynamo.core.norms import by_kind, norm_dtype_of, power_sum, require_one_norm
 from fsdp_dynamo.errors import unit_name
 
 
@@ -43,7 +42,7 @@ def clip_grad_norm(
     """
     # By the groups over which their elements are spread; on every rank in the same order.
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
-        (): [p.grad for p in others if p.grad is not None]
+        (): [p.grad for p in others if p.grad is not None and p.grad.numel()]
     }
     num_ranks = math.prod(group.size() for group in groups)
     dtypes = [grad.dtype for grad in spread[()]]
@@ -57,17 +56,16 @@ def clip_grad_norm(
         for original in flat.originals:
             splits = () if original.parallel is None else original.parallel.splitting_groups
             same = spread.setdefault((() if original.is_replicated else shard) + splits, [])
-            if original.grad is not None:
-                same.append(original.grad)
+            if (grad := original.grad) is not None and grad.numel():
+                same.append(grad)
         if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
             dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
     has_grads = any(spread.values())
-    runs = {over: runs_of(same) for over, same in spread.items()}
     wanted = norm_dtype_of(dtypes or [torch.float32])
     dtype = torch.promote_types(wanted, torch.float32)
     norm_type = float(norm_type)
     totals = torch.stack(
-        [power_sum(same, over, norm_type, dtype, device) for over, same in runs.items()]
+        [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
     )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
     if partial is not None:
@@ -75,7 +73,7 @@ def clip_grad_norm(
         where = f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}"
         require_one_norm(norm, groups, on_ranks, where)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in by_kind(grad for same in runs.values() for grad in same):
+    for grads in by_kind(grad for same in spread.values() for grad in same):
         torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
     if not has_grads and not norm:  # read on the host only where this rank has no gradient
         warnings.warn(

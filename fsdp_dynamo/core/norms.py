@@ -14,7 +14,6 @@ from torch.distributed._functional_collectives import wait_tensor
 
 from fsdp_dynamo.comm.process_groups import served_device
 from fsdp_dynamo.comm.watchdog import watched
-from fsdp_dynamo.core.memory_runs import by_kind
 from fsdp_dynamo.errors import UnsupportedError
 
 _USE = "a norm of all ranks, as in clip_grad_norm_()"
@@ -80,6 +79,14 @@ def power_sum(
     if math.isinf(order):
         return _reduced(own.max(), groups, dist.ReduceOp.MAX)
     return _reduced((own**order).sum(), groups, dist.ReduceOp.SUM)
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Lists of equal device and dtype, each of which one ``torch._foreach_*`` takes at once."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
 
 
 _BLOCK = 1 << 16

@@ -15,9 +15,8 @@ from modes import MODES, in_mode
 from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.core.dtensors import local_of
@@ -225,21 +224,7 @@ def test_dtype_and_warning_are_upstreams(ranks: RankPool) -> None:
         assert ["found no gradient" in text for text in texts] == [True]
 
 
-# -- launches ------------------------------------------------------------------------------------
-
-
-class _Launches(TorchDispatchMode):
-    """How often an operator reads or writes gradients; one of lists counts for each tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.number += len(args[0]) if isinstance(args[0], list) else 1
-        return result
+# -- edited gradients ------------------------------------------------------------------------------
 
 
 def _stack(num_layers: int, dim: int, *, bias: bool = False) -> nn.Module:
@@ -249,25 +234,6 @@ def _stack(num_layers: int, dim: int, *, bias: bool = False) -> nn.Module:
 
 def _rows(rank: int, dim: int) -> torch.Tensor:
     return torch.randn(3, dim, generator=torch.Generator().manual_seed(rank))
-
-
-def _launches(rank: int, world_size: int, mode: str) -> list[int]:
-    """Of ``clip_grad_norm_`` with units of two and of nine parameters."""
-    numbers = []
-    for num_layers in (2, 9):
-        wrapped = FSDP(_stack(num_layers, 8))
-        in_mode(wrapped, mode)(_rows(rank, 8)).square().sum().backward()
-        with _Launches() as launches:
-            wrapped.clip_grad_norm_(BOUND)
-        numbers.append(launches.number)
-    return numbers
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_launches_are_those_of_flat_parameters(ranks: RankPool, mode: str) -> None:
-    for numbers in ranks.run(_launches, 2, mode):
-        half = len(numbers) // 2
-        assert numbers[:half] == numbers[half:]
 
 
 def _edit(params: dict[str, nn.Parameter]) -> None:
@@ -325,15 +291,16 @@ def _edited(rank: int, world_size: int, strategy: str) -> list[str]:
 def _different(plain: nn.Module, wrapped: FSDP) -> list[str]:
     """Parameters whose gradients are not this rank's part of one process's."""
     names = []
-    shards = wrapped.parameter_shards()
     for name, param in plain.named_parameters():
         part = dict(wrapped.module.named_parameters())[name]
         if (param.grad is None) != (part.grad is None):
             names.append(name)
         elif param.grad is not None and part.grad is not None:
-            begin, grad = shards[name].start, local_of(part.grad).reshape(-1)
-            own = param.grad.reshape(-1)[begin : begin + grad.numel()]
-            if not torch.allclose(grad, own, rtol=1e-5, atol=1e-7):
+            grad = part.grad
+            own = distribute_tensor(
+                param.grad, grad.device_mesh, grad.placements, src_data_rank=None
+            )
+            if not torch.allclose(grad.to_local(), own.to_local(), rtol=1e-5, atol=1e-7):
                 names.append(name)
     return names
 
