@@ -330,74 +330,7 @@ class FSDP2Methods(UserMethods):
             if streams is not None and event is not None:
                 streams.current().wait_event(event)
 
-    # -- what these units have no use for ----------------------------------------------------------
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Reduce parameters of which this rank has no gradient: units do so in any case.
-
-        Args:
-            reduce_scatter_unused_params: must be ``True``.
-            recurse: without effect.
-
-        Raises:
-            UnsupportedError: ``False``.
-        """
-        if not reduce_scatter_unused_params:
-            self._fsdp_refuse(
-                "set_reduce_scatter_unused_params(False)",
-                "a unit's gradients are one tensor, which has a place for each parameter",
-            )
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Use buffers of the process group; there are none here, so only ``False`` is taken.
-
-        Raises:
-            UnsupportedError: ``True``.
-        """
-        if enable:
-            self._fsdp_refuse(
-                "set_allocate_memory_from_process_group_for_comm(True)",
-                "collectives read and write flat parameters themselves, there are no buffers",
-            )
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Use buffers in symmetric memory: refused.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        self._fsdp_refuse(
-            f"set_symm_mem_for_comm({backend!r})",
-            "collectives read and write flat parameters themselves, there are no buffers",
-        )
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Bound the reductions in flight: refused.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        self._fsdp_refuse(
-            f"set_reduce_scatter_max_input_buffers({max_input_buffers!r})",
-            "at most two reductions of a model are in flight",
-        )
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Reduce in a group of its own: an argument here.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        self._fsdp_refuse(
-            f"set_separate_reduce_scatter_group({enable!r})",
-            "the group is fixed when the unit is made: pass fully_shard(reduction_group=)",
-        )
+    # -- after errors ----------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Drop what a forward or backward that raised has left: the next forward does so, too.
@@ -408,13 +341,59 @@ class FSDP2Methods(UserMethods):
         self._fsdp_require_outermost("reset_iter_state()")
         self._fsdp_root.reset()
 
-    def _fsdp_refuse(self, call: str, reason: str) -> None:
+
+_NO_BUFFERS = "collectives read and write flat parameters themselves, there are no buffers"
+_REFUSED: dict[str, tuple[object, str]] = {
+    "set_reduce_scatter_unused_params": (
+        True,
+        "a unit's gradients are one tensor, which has a place for each parameter",
+    ),
+    "set_allocate_memory_from_process_group_for_comm": (False, _NO_BUFFERS),
+    "set_symm_mem_for_comm": (None, _NO_BUFFERS),
+    "set_reduce_scatter_max_input_buffers": (
+        None,
+        "at most two reductions of a model are in flight",
+    ),
+    "set_separate_reduce_scatter_group": (
+        None,
+        "the group is fixed when the unit is made: pass fully_shard(reduction_group=)",
+    ),
+}
+"""Methods of FSDP2 that units have no use for: the only value that they take, and the reason."""
+
+
+def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
+    def method(self: FSDP2Methods, *args: Any, recurse: bool = True, **kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        if accepted is not None and given == [accepted]:
+            return
         raise UnsupportedError(
             expected="a setting that units have",
-            got=call,
+            got=f"{name}({', '.join(map(repr, given))})",
             where=unit_name(self._fsdp_unit.fqn),
             fix=f"Leave it out: {reason}.",
         )
+
+    method.__name__, method.__qualname__ = name, f"FSDP2Methods.{name}"
+    takes = "Nothing is" if accepted is None else f"Only {accepted} is"
+    method.__doc__ = f"{takes} accepted: {reason}.{_REFUSING_DOC}"
+    return method
+
+
+_REFUSING_DOC = """
+
+Args:
+    args: what FSDP2's method takes.
+    recurse: without effect.
+    kwargs: what FSDP2's method takes.
+
+Raises:
+    UnsupportedError: any other value.
+"""
+
+
+for _name, (_accepted, _reason) in _REFUSED.items():
+    setattr(FSDP2Methods, _name, _refusing(_name, _accepted, _reason))
 
 
 def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:
