@@ -36,31 +36,25 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.02, momentum: float = 0.9) -> None:
         self.model = model
-        self.is_sharded = hasattr(model, "parameter_shards")
+        self.is_sharded = hasattr(model, "update_whole")
         super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
-
-    def _shapes(self) -> dict[str, tuple[nn.Parameter, tuple[int, ...]]]:
-        if self.is_sharded:
-            shards = self.model.parameter_shards()  # type: ignore[operator]
-            return {name: (shard.param, shard.shape) for name, shard in shards.items()}
-        return {name: (p, tuple(p.shape)) for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """One step; every rank must take it."""
         group = self.param_groups[0]
         momenta: dict[str, torch.Tensor] = {}
-        params = self._shapes()
-        for name, (param, shape) in params.items():
+        params = dict(self.model.named_parameters())
+        for name, param in params.items():
             if param.grad is None:
                 continue
-            if len(shape) < 2:
+            if param.dim() < 2:
                 param.sub_(param.grad, alpha=group["lr"])
                 continue
             state = self.state[param].setdefault("momentum", torch.zeros_like(param))
             momenta[name] = state.mul_(group["momentum"]).add_(param.grad)
         for name, change in self._orthogonalized(momenta).items():
-            params[name][0].sub_(change, alpha=group["lr"])
+            params[name].sub_(change, alpha=group["lr"])
 
     def _orthogonalized(self, momenta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.is_sharded:

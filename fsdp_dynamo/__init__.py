@@ -33,7 +33,6 @@ from fsdp_dynamo.config import (
     TrainingState,
 )
 from fsdp_dynamo.core.local_steps import step_on_shards
-from fsdp_dynamo.core.parameter_shards import ParameterShard
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -97,7 +96,6 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ParameterShard",
     "PlanLog",
     "RankFailedError",
     "ShardedGradScaler",

@@ -15,9 +15,9 @@ from fsdp_dynamo import module_tree
 from fsdp_dynamo.comm_hooks import CommHook, HookState
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
-from fsdp_dynamo.core.parameter_shards import ParameterShard, WholeUpdate, shards_of, update_whole
 from fsdp_dynamo.core.summon import SummonOptions, unshard_originals
 from fsdp_dynamo.core.unit import Unit, refuse_formats
+from fsdp_dynamo.core.whole_updates import WholeUpdate, update_whole
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import (
@@ -237,16 +237,6 @@ class UserMethods(nn.Module):
 
     # -- shards ----------------------------------------------------------------------------------
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """By plain FQN, the global shape of each original parameter and the range of it, flattened,
-        that this rank holds; tied parameters once.
-
-        Raises:
-            UnsupportedError: tensor parallelism has split a parameter too, or it is sharded along
-                another dimension than the first.
-        """
-        return shards_of(self._fsdp_root.units)
-
     def update_whole(
         self, parts: Mapping[str, torch.Tensor], update: WholeUpdate
     ) -> dict[str, torch.Tensor]:
@@ -256,18 +246,16 @@ class UserMethods(nn.Module):
         every rank gets its part of the result. All ranks must call it with the same names.
 
         Args:
-            parts: by plain FQN, a tensor as large as the parameter is on this rank: its gradient,
-                a momentum, or the parameter itself.
+            parts: by plain FQN, DTensors placed as the parameter: its gradient, a momentum, itself.
             update: called as ``update(fqn, whole)``, ``whole`` in the parameter's shape, on one
                 rank (on all where the parameter is not sharded); returns a tensor of that shape.
 
         Returns:
-            By FQN, this rank's part of what ``update`` returned, in the shape of ``parts``.
+            What ``update`` returned, by FQN, as DTensors like those of ``parts``.
 
         Raises:
-            FSDPValueError: an unknown name, a part or a result of another size.
-            UnsupportedError: tensor parallelism has split one of these parameters too, or it is
-                sharded along another dimension than the first.
+            FSDPValueError: an unknown name, a tensor placed or a result shaped otherwise.
+            UnsupportedError: tensor parallelism has split one of these parameters too.
         """
         return update_whole(self._fsdp_root.units, parts, update)
 

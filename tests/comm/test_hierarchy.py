@@ -375,7 +375,7 @@ def _whole_updates(rank: int, world_size: int) -> tuple[bool, list[str]]:
             seen.append(fqn)
         return 2 * whole
 
-    parts = {fqn: shard.param.detach() for fqn, shard in model.parameter_shards().items()}
+    parts = {fqn: param.detach() for fqn, param in model.named_parameters()}
     results = model.update_whole(parts, doubled)
     are_doubled = all(torch.equal(results[fqn], 2 * part) for fqn, part in parts.items())
     return are_doubled, seen

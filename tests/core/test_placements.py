@@ -351,6 +351,8 @@ def test_refused(rank: int) -> None:
         assert "shard_placement_fn of parameter 'weight'" in message
         assert not isinstance(linear.weight, DTensor)
     model = _sharded(_plain())
-    assert "Shard(dim=1)" in error_of(model.parameter_shards)
+    parts = {name: p.detach() for name, p in model.named_parameters()}
+    twice = model.update_whole(parts, lambda _, whole: 2 * whole)
+    assert all(torch.equal(twice[name].to_local(), 2 * p.to_local()) for name, p in parts.items())
     with pytest.raises(DivergenceError, match="dimension of shard_placement_fn"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(rank if p.dim() > 1 else 0))

@@ -376,8 +376,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     for call in (
         lambda: FSDP(plain),
         lambda: FSDP(on_meta, device_mesh=mesh["dp"]),
-        lambda: sharded.parameter_shards(),
-        lambda: sharded.update_whole({}, lambda _, whole: whole),
+        lambda: sharded.update_whole(dict(sharded.named_parameters()), lambda _, whole: whole),
         lambda: sharded.apply(lambda _: None),
         lambda: sharded.load_state_dict({**sharded.state_dict(), "head.bias": torch.ones(9)}),
     ):
@@ -397,8 +396,7 @@ def test_refused(ranks: RankPool) -> None:
             (
                 "parameter 'embed.weight': expected a DTensor whose mesh shares one rank",
                 "expected a DTensor with storage, got one on the meta device",
-                "parameter_shards(), parameter 'embed.weight': expected parameters that no tensor",
-                "nothing",
+                "update_whole(), parameter 'embed.weight': expected parameters that no tensor",
                 "summon_full_params(), parameter 'embed.weight'",
                 "expected a tensor of shape (17,), got (9,)",
             ),

@@ -93,7 +93,7 @@ def _compare(
     )
     options = {"regions": True} if regions else {}
     got = _train(model, in_mode(model, mode, **options), rank, accumulates)
-    held = {fqn for fqn, shard in model.parameter_shards().items() if shard.numel}
+    held = {fqn for fqn, param in model.named_parameters() if param.to_local().numel()}
     expected = _train(reference, reference, rank, accumulates)
     # A rank that holds nothing of a parameter has no say.
     seen = [[names & held for names in one[0]] for one in (expected, got)]

@@ -69,14 +69,11 @@ def _optimizer_state_dict(model: FSDP) -> dict[str, torch.Tensor]:
     params = [original.param for unit in model._fsdp_root.units for original in unit.originals()]
     optimizer = torch.optim.SGD(params, lr=0.1)
     assert FSDP.optim_state_dict(model, optimizer)["param_groups"]
-    return _from_shards(model)
-
-
-def _from_shards(model: FSDP) -> dict[str, torch.Tensor]:
-    parts = {fqn: shard.param.detach() for fqn, shard in model.parameter_shards().items()}
-    whole: dict[str, torch.Tensor] = {}
-    model.update_whole(parts, lambda fqn, value: whole.setdefault(fqn, value.clone()))
-    return whole
+    return {
+        unit.paths.fqn_of(original.fqn): original.param.full_tensor()  # type: ignore[attr-defined]
+        for unit in model._fsdp_root.units
+        for original in unit.originals()
+    }
 
 
 def _forward(model: FSDP) -> dict[str, torch.Tensor]:
@@ -90,7 +87,6 @@ USES: dict[str, Callable[[FSDP], dict[str, torch.Tensor]]] = {
     "summon": _summon,
     "state_dict": lambda model: model.state_dict(),
     "optimizer state dict": _optimizer_state_dict,
-    "shards": _from_shards,
     "deepcopy": lambda model: copy.deepcopy(model).state_dict(),
     "conversion": lambda model: model.double().float().state_dict(),
 }
@@ -239,7 +235,7 @@ def _refused(rank: int, world_size: int, name: str) -> list[str]:
     holders = [(m, dict(m._parameters)) for m in wrapped.modules()]
     REFUSED[name][0](wrapped)
     messages = []
-    for use in ("forward", "summon", "state_dict", "shards", "deepcopy", "conversion"):
+    for use in ("forward", "summon", "state_dict", "deepcopy", "conversion"):
         with pytest.raises(FSDPStateError) as caught:
             USES[use](wrapped)
         messages.append(str(caught.value))

@@ -97,8 +97,8 @@ def _run_recipes(
     names["batches"] = [names["batch"]] * 3
     with mock.patch.object(dist, "init_process_group"):
         exec(ten.replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"'), names)
-    shards = names["model"].parameter_shards().items()
-    names["momenta"] = {n: torch.ones_like(s.param) for n, s in shards if len(s.shape) == 2}
+    matrices = [(n, p) for n, p in names["model"].named_parameters() if p.dim() == 2]
+    names["momenta"] = {name: torch.ones_like(param) for name, param in matrices}
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -1,6 +1,6 @@
 """Optimizers, schedules, averages and gradient scalers, as scripts combine them.
 
-Optimizers in the backward: test_gradient_hooks.py; Muon alone: test_original_shards.py.
+Optimizers in the backward: test_gradient_hooks.py; Muon alone: test_whole_updates.py.
 """
 
 from __future__ import annotations
@@ -56,14 +56,10 @@ def test_element_wise_optimizers(ranks: RankPool) -> None:
 # -- several optimizers ----------------------------------------------------------------------------
 
 
-def _plain_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def _muon_and_adamw(model: Any, run: nn.Module, rank: int, shapes: dict[str, Any]) -> list[float]:
+def _muon_and_adamw(model: Any, run: nn.Module, rank: int) -> list[float]:
     """Muon for the blocks' matrices, AdamW with three learning rates for the rest."""
     named = dict(model.named_parameters())
-    matrices = [n for n in named if n.startswith("blocks") and len(shapes[n]) == 2]
+    matrices = [n for n in named if n.startswith("blocks") and named[n].dim() == 2]
     rest = [n for n in named if n not in matrices]
     kinds = {"embed": 0.01, "head": 0.02, "": 0.03}
     groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
@@ -94,10 +90,9 @@ def _muon_and_adamw(model: Any, run: nn.Module, rank: int, shapes: dict[str, Any
 def _with_muon(rank: int, world_size: int, mode: str) -> tuple[list[float], list[float]]:
     plain = make_transformer(num_blocks=1)
     reference = DistributedDataParallel(plain)
-    expected = _muon_and_adamw(plain, reference, rank, _plain_shapes(plain))
+    expected = _muon_and_adamw(plain, reference, rank)
     model = wrap(make_transformer(num_blocks=1))
-    shapes = {name: shard.shape for name, shard in model.parameter_shards().items()}
-    return expected, _muon_and_adamw(model, in_mode(model, mode), rank, shapes)
+    return expected, _muon_and_adamw(model, in_mode(model, mode), rank)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -85,12 +85,13 @@ def _shards_in_files(rank: int, world_size: int, name: str) -> tuple[list[str], 
     file = Path(name) / f"{rank}.safetensors"
     model = shard(make_classifier())
     fit(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
-    held = {fqn: part.param.to_local().detach() for fqn, part in model.parameter_shards().items()}
+    held = {fqn: param.to_local().detach() for fqn, param in model.named_parameters()}
     save_file(held, file)
     again = shard(make_classifier())
     with torch.no_grad():
-        for fqn, value in load_file(file).items():
-            again.parameter_shards()[fqn].param.to_local().copy_(value)
+        values = load_file(file)
+        for fqn, param in again.named_parameters():
+            param.to_local().copy_(values[fqn])
     numel = sum(value.numel() for value in load_file(file).values())
     whole = sum(p.numel() for p in make_classifier().parameters())
     return different(again.state_dict(), model.state_dict()), numel, whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_dynamo import (
     FSDP,
@@ -69,6 +72,16 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def _start(param: torch.Tensor) -> int:
+    """Where this rank's elements begin in the parameter, row by row."""
+    if not isinstance(param, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return offset[0] * math.prod(param.shape[1:]) if offset else 0
+
+
 class _Factored(torch.optim.Optimizer):
     """Like Adafactor: of the squared gradients of a matrix it keeps the sums over rows and columns.
 
@@ -80,10 +93,7 @@ class _Factored(torch.optim.Optimizer):
         super().__init__(model.parameters(), {"lr": 0.01})
 
     def _places(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
-        if hasattr(self.model, "parameter_shards"):
-            shards = self.model.parameter_shards().values()  # type: ignore[operator]
-            return [(shard.param, shard.shape, shard.start) for shard in shards]
-        return [(p, tuple(p.shape), 0) for p in self.model.parameters()]
+        return [(p, tuple(p.shape), _start(p)) for p in self.model.parameters()]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

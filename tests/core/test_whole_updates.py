@@ -1,4 +1,4 @@
-"""What a rank holds of an original parameter, and optimizers that need the whole of it."""
+"""Optimizers that need whole tensors, of which every rank has a part."""
 
 from __future__ import annotations
 
@@ -47,49 +47,29 @@ def test_muon_equals_one_process(ranks: RankPool, strategy: str) -> None:
             torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def _ranges(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+def _shared_out(rank: int, world_size: int) -> dict[str, int]:
     model = wrap(make_transformer(num_blocks=1))
-    whole = model.state_dict()
-    shards = model.parameter_shards()
-    same = {
-        name: bool(
-            torch.equal(
-                local_of(s.param).flatten(), whole[name].flatten()[s.start : s.start + s.numel]
-            )
-        )
-        for name, s in shards.items()
-    }
+    plain = dict(make_transformer(num_blocks=1).named_parameters())
     updated_here: dict[str, int] = {}
 
-    def count(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def negated(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(tensor, plain[name])
         updated_here[name] = tensor.numel()
-        return tensor
+        return -tensor
 
-    parts = {name: shard.param.detach() for name, shard in shards.items()}
-    back = model.update_whole(parts, count)
-    assert all(torch.equal(local_of(back[name]), local_of(parts[name])) for name in parts)
-    assert {name: tuple(whole[name].shape) for name in shards} == {
-        name: shard.shape for name, shard in shards.items()
-    }
-    return same, {n: (s.start, s.numel) for n, s in shards.items()}, updated_here
+    parts = {name: param.detach() for name, param in model.named_parameters()}
+    back = model.update_whole(parts, negated)
+    assert all(torch.equal(local_of(back[name]), -local_of(parts[name])) for name in parts)
+    return updated_here
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_ranges(ranks: RankPool, world_size: int) -> None:
-    """Parts are what they say they are, cover everything once, and the work is spread."""
-    plain = {name: p.numel() for name, p in make_transformer(num_blocks=1).named_parameters()}
-    answers = ranks.run(_ranges, world_size)
-    assert all(all(same.values()) for same, _, _ in answers)
-    for name, numel in plain.items():
-        held = sorted(parts[name] for _, parts, _ in answers if parts[name][1])
-        position = 0
-        for start, length in held:
-            assert start == position
-            position += length
-        assert position == numel
-    updated = [name for _, _, here in answers for name in here]
-    assert sorted(updated) == sorted(plain)
-    loads = [sum(here.values()) for _, _, here in answers]
+def test_the_work_is_spread(ranks: RankPool, world_size: int) -> None:
+    """Each tensor is updated once, and all ranks have about as much to do."""
+    answers = ranks.run(_shared_out, world_size)
+    updated = [name for here in answers for name in here]
+    assert sorted(updated) == sorted(dict(make_transformer(num_blocks=1).named_parameters()))
+    loads = [sum(here.values()) for here in answers]
     assert max(loads) <= 1.5 * min(loads)
 
 
@@ -110,6 +90,6 @@ def _wrong(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_parts(ranks: RankPool) -> None:
-    for unknown, size in ranks.run(_wrong, 2):
+    for unknown, kind in ranks.run(_wrong, 2):
         assert "'nothing'" in unknown
-        assert "this rank's part of 'head.weight'" in size
+        assert "placed as 'head.weight'" in kind
