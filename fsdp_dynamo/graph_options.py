@@ -11,10 +11,10 @@ from typing import Any
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, error_message
 from graph_passes.cost_model import Device, Link
 from graph_passes.graph_pass import GraphPass, as_pass
-from graph_passes.limits import Limits
 from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
-from graph_passes.plan import Plan, PlanError
-from graph_passes.schedule import Options
+from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.plan import Plan, PlanError
+from graph_passes.scheduling.schedule import Options
 
 _SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
 
@@ -24,7 +24,7 @@ class GraphOptions:
     """Keys of ``options``; each has a default.
 
     They are checked when the first graph is compiled; so is whether a graph keeps the budget
-    (``graph_passes.limits.BudgetError``) and fits the plan (``graph_passes.plan.PlanError``).
+    (``graph_passes.BudgetError``) and fits the plan (``graph_passes.PlanError``).
 
     Attributes:
         plan: a ``Plan``, or the path of a saved one, to apply instead of deciding.

@@ -22,7 +22,7 @@ Folders import downward only (import-linter's contracts in ``pyproject.toml``)::
                       ->  cost_model  ->  graph_utils  ->  markers, graph_pass
                       ->  wire_format
 
-The names below are public, and so are the modules of this folder.
+The names below are public, and so are the modules.
 """
 
 from graph_passes.cost_model import CostModel, Device, Link

@@ -19,10 +19,10 @@ from fsdp_dynamo.estimator.transfers import (
     secondary_gathers,
     sharding_of,
 )
-from graph_passes.limits import Limits
-from graph_passes.schedule import Options, decide
 from graph_passes.scheduling.format_choice import choose_formats, with_formats
+from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.problem import Problem, Transfer
+from graph_passes.scheduling.schedule import Options, decide
 from graph_passes.scheduling.simulation import lower_bound_ms, simulate
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")

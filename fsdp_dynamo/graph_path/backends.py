@@ -60,8 +60,8 @@ from fsdp_dynamo.graph_path.unshard_operators import collectives_of, share_unsha
 from fsdp_dynamo.graph_path.written_parameters import refuse_writes_before_gathers
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
-from graph_passes.planner import Planner
 from graph_passes.regions.outlining import outline_regions
+from graph_passes.scheduling.planner import Planner
 
 _log = logging.getLogger(__name__)
 

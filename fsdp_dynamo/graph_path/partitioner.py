@@ -12,10 +12,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.graph_path.cache_keys import source_key
 from fsdp_dynamo.graph_path.planning import note_kept
-from graph_passes.planner import Planner
 from graph_passes.regions.boundary import tidy_region_boundaries
 from graph_passes.regions.inlining import inline_regions
 from graph_passes.scheduling.old_values import changed_inputs, save_copies, save_old_values
+from graph_passes.scheduling.planner import Planner
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.selective_unshard import choose_kept
 from graph_passes.scheduling.shared_gathers import share_gathers

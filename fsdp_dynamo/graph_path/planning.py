@@ -36,8 +36,8 @@ from graph_passes.memory.liveness import (
     receive_buffer_bytes,
     storages,
 )
-from graph_passes.plan import Plan
-from graph_passes.planner import Planned, Planner
+from graph_passes.scheduling.plan import Plan
+from graph_passes.scheduling.planner import Planned, Planner
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _Rates = dict[str, dict[str, Any]]

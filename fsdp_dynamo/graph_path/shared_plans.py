@@ -23,7 +23,8 @@ import torch
 
 from fsdp_dynamo.agreement.store import PREFIX, default_store
 from fsdp_dynamo.graph_path.cache_keys import source_key
-from graph_passes.plan import GraphPlan, graph_from, launches_of
+from graph_passes.scheduling.following import launches_of
+from graph_passes.scheduling.plan import GraphPlan, graph_from
 
 
 class SharedPlans:

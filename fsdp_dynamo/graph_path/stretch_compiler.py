@@ -15,7 +15,7 @@ from fsdp_dynamo.graph_path.lowering import lower_boundaries, lower_writes
 from fsdp_dynamo.graph_path.program import Program, is_boundary, no_output_strides, source_of
 from graph_passes.graph_utils import is_backward
 from graph_passes.pipeline import Pipeline
-from graph_passes.planner import Planner
+from graph_passes.scheduling.planner import Planner
 from graph_passes.stretches.bodies import example_inputs, graph_of, is_one_operator, key_of
 from graph_passes.stretches.cutting import Stretch, cut
 

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_dynamo import FSDP, DivergenceError, events, record_plans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.markers import Mark
-from graph_passes.plan import Plan
+from graph_passes.scheduling.plan import Plan
 from graph_passes.text.boundary_labels import Label
 from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
 from graph_passes.text.listing import Line

@@ -9,12 +9,12 @@ import pytest
 from planned_graphs import Place, make_planned
 
 from fsdp_dynamo.observe.explanation_text import reason_of, suggestion_for
-from graph_passes.limits import Limits
 from graph_passes.markers import CollectiveKind
-from graph_passes.plan import GraphPlan, PlannedTransfer
-from graph_passes.planner import Planned
 from graph_passes.report import report_of
-from graph_passes.schedule import decide
+from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.plan import GraphPlan, PlannedTransfer
+from graph_passes.scheduling.planner import Planned
+from graph_passes.scheduling.schedule import decide
 
 
 def _reasons(planned: Planned) -> list[str]:

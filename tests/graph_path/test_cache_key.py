@@ -15,7 +15,7 @@ from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.stretch_compiler import LowerWrites
 from graph_passes import pipeline
 from graph_passes.pipeline import Pipeline
-from graph_passes.planner import Planner
+from graph_passes.scheduling.planner import Planner
 from graph_passes.source_digest import source_digest
 
 KEYS: dict[str, Callable[[], str]] = {

@@ -25,9 +25,9 @@ from fsdp_dynamo.graph_path import backends, operators, stretch_compiler
 from graph_passes.graph_utils import collectives as collectives_of
 from graph_passes.graph_utils import op_name
 from graph_passes.markers import launch_of, set_launch
-from graph_passes.plan import Plan, PlanError
-from graph_passes.planner import Planned, Planner
-from graph_passes.schedule import Options
+from graph_passes.scheduling.plan import Plan, PlanError
+from graph_passes.scheduling.planner import Planned, Planner
+from graph_passes.scheduling.schedule import Options
 from graph_passes.spec import SpecError, verify_graph
 from graph_passes.text.boundary_labels import Label
 

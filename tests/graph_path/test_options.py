@@ -24,10 +24,10 @@ from fsdp_dynamo.graph_path import calibration, planning
 from graph_passes.gradients.grad_buffer import grad_buffer
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import op_name
-from graph_passes.limits import BudgetError
 from graph_passes.pipeline import OPTIONAL_PASSES, Pipeline, default_passes
-from graph_passes.plan import Plan, PlanError
-from graph_passes.planner import Planner
+from graph_passes.scheduling.limits import BudgetError
+from graph_passes.scheduling.plan import Plan, PlanError
+from graph_passes.scheduling.planner import Planner
 from graph_passes.views.drop_noop_views import drop_noop_views
 
 EAGER = "fsdp_dynamo_aot_eager"

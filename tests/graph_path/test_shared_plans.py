@@ -23,7 +23,8 @@ from fsdp_dynamo.agreement.store import default_store
 from fsdp_dynamo.graph_path import shared_plans
 from fsdp_dynamo.graph_path.shared_plans import SharedPlans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.plan import GraphPlan, launches_of
+from graph_passes.scheduling.following import launches_of
+from graph_passes.scheduling.plan import GraphPlan
 
 LENGTHS = ((3, 48), (5, 8), (17, 5), (31, 48))
 """Of both ranks, step by step: ranks compile in different steps."""

@@ -36,7 +36,7 @@ from fsdp_dynamo.observe.load_function import load_function
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_pass import as_pass
 from graph_passes.pipeline import Pipeline, default_passes
-from graph_passes.planner import Planner
+from graph_passes.scheduling.planner import Planner
 from graph_passes.text.listing import Line, listing, of_unit, units_in
 
 # -- listings -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph_passes.limits import Limits
+from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.problem import Problem
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from graph_passes.limits import Limits
 from graph_passes.markers import Mark
+from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import peak_bytes, unscheduled
 

@@ -20,7 +20,7 @@ from fsdp_dynamo import FSDP, CollectivePrecision, explain, record_events, recor
 from fsdp_dynamo.comm import wire_codec
 from fsdp_dynamo.events import COLLECTIVE_KINDS
 from fsdp_dynamo.graph_path import calibration
-from graph_passes.plan import Plan
+from graph_passes.scheduling.plan import Plan
 
 ALWAYS = CollectivePrecision("int8", "int8", stochastic_rounding=False)
 EXPOSED = replace(ALWAYS, only_where_exposed=True)
