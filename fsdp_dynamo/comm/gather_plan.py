@@ -78,11 +78,6 @@ class GatherPlan:
         """Whether the buffer is rank-major: the shards one behind the other."""
         return self.starts == (0,) and self.numels == (self.shard_numel,)
 
-    @property
-    def num_messages(self) -> int:
-        """Messages between two ranks."""
-        return len(self.starts) + bool(self.widths)
-
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """First element and end of what belongs to no slice and no piece of a shard."""
@@ -96,7 +91,7 @@ class GatherPlan:
 
     @cached_property
     def all_packed(self) -> GatherPlan:
-        """The same buffer from one message."""
+        """A plan that fills an equal buffer from one message."""
         bounds = [0]
         for start, numel in zip(self.starts, self.numels, strict=True):
             bounds += [start] if start > bounds[-1] else []

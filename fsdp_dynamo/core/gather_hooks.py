@@ -63,7 +63,7 @@ def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows
 
 
 class _Gathered(NamedTuple):
-    """What hooks have made: the unsharded parameters, and memory of theirs, with its sizes."""
+    """Unsharded parameters that hooks have made, and memory of theirs, with its sizes."""
 
     values: list[torch.Tensor]
     storages: list[tuple[torch.UntypedStorage, int]]

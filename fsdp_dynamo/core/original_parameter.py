@@ -24,7 +24,7 @@ REPLACED = "_fsdp_dynamo_replaced"
 
 
 class TensorClass:
-    """How to make tensors of a subclass around memory.
+    """Makes tensors of a subclass around memory.
 
     Args:
         like: a tensor of the class, which wraps one of its own shape and dtype.
@@ -35,7 +35,7 @@ class TensorClass:
         [self._name] = _wrapped(like)
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the class wraps."""
+        """The plain tensor in a tensor of the class."""
         memory: torch.Tensor = getattr(tensor, self._name)
         return memory
 
@@ -126,7 +126,7 @@ class OriginalParameter:
         return local if self.tensor_class is None else self.tensor_class.memory(local)
 
     def _around(self, part: torch.Tensor) -> torch.Tensor:
-        """What the parameter is where this rank has ``part``."""
+        """A DTensor for the parameter, of which this rank has ``part``."""
         return self.placing.dtensor(self._local(part))
 
     def _local(self, part: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class OriginalParameter:
 
     @property
     def address(self) -> int:
-        """Of the part."""
+        """Address of the part."""
         return self.part.data_ptr()
 
     def show_part(self, part: torch.Tensor) -> None:

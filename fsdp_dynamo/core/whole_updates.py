@@ -148,7 +148,14 @@ def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeU
 def _exchange(
     tensors: Sequence[torch.Tensor], sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """What all ranks have sent this one, as one tensor; elements for and from each rank."""
+    """Send each rank its part of some tensors; returns, as one, what all ranks have sent.
+
+    Args:
+        tensors: for the ranks, in their order.
+        sent: elements for each rank.
+        received: elements from each rank.
+        group: the ranks.
+    """
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     arrived = message.new_empty(sum(received))
     given, taken = message.view(torch.uint8), arrived.view(torch.uint8)
