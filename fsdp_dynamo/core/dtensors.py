@@ -141,7 +141,7 @@ class Placing:
             if self.holds(value):
                 self.require_own(value)
                 local: torch.Tensor = value._local_tensor
-                return local.detach()
+                return local.detach().contiguous()
             value = whole_of(value)
         return self._part.of(value if self._parallel is None else self._parallel.local(value))
 

@@ -13,22 +13,25 @@ What the parameters of a flat parameter send shares one message. The unsharded b
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from fsdp_dynamo.comm.gather_plan import GatherPlan, plan_of
 from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.dtensors import local_of, mesh_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, size_per_rank
 from fsdp_dynamo.core.module_parameters import note_version, set_readable, set_version
 from fsdp_dynamo.core.original_parameter import wraps_one
-from fsdp_dynamo.errors import UnsupportedError
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -56,7 +59,10 @@ def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows
         fix = "Leave it whole on every rank: ignored_states=[...]."
     elif not by_rows or groups.hierarchy is not None or not local.dim():
         expected = "gather hooks with shards of rows, all gathered at once"
-        fix = "Use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD, and no other dimension."
+        fix = (
+            "Use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD, and let shard_placement_fn leave its "
+            "first dimension."
+        )
     if expected:
         kind = f"{type(local).__module__}.{type(local).__qualname__}"
         raise UnsupportedError(expected=expected, got=kind, where=f"parameter '{fqn}'", fix=fix)
@@ -86,6 +92,7 @@ class HookedFlatParameter(FlatParameter):
         self._sent: list[list[torch.Tensor]] = []  # of each parameter, in its dtypes and shapes
         self._metadata: list[Any] = []
         self._gathered: _Gathered | None = None
+        self._other_gathered: _Gathered | None = None  # of the other precision
         self._has_arrived = False
         of = precision or MixedPrecision()
         self._policy = MixedPrecisionPolicy(
@@ -93,50 +100,58 @@ class HookedFlatParameter(FlatParameter):
         )
         super().__init__(*args, precision=precision, **kwargs)
 
+    @torch.inference_mode(False)
     def _make_unsharded(self) -> torch.Tensor:
-        self._gathered = None
+        self._gathered = self._other_gathered = None
         return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def set_full_precision(self, wanted: bool) -> None:
         """Let the hooks make tensors of the shard's dtype, or of that of low precision."""
         if wanted is not self.is_full_precision:
             self.set_readable(False)
-            self.is_full_precision, self._gathered = wanted, None
+            self.is_full_precision = wanted
+            self._gathered, self._other_gathered = self._other_gathered, self._gathered
 
     # -- before a gather ---------------------------------------------------------------
 
+    @torch.inference_mode(False)  # as the base class
+    @torch.no_grad()
     def allocate(self) -> torch.Tensor:
         """Ask the hooks what to send; returns the unsharded buffer, with storage for it."""
         self._ask()
         num_bytes = sum(self._widths) * self.group.size()
         if self.unsharded.numel() != num_bytes:
-            self._gathered = None
+            self._gathered = self._other_gathered = None
             self.unsharded = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             set_readable(self.unsharded, False)
             self._is_readable = False
         self._has_arrived = True
-        return super().allocate()
+        self.unsharded.untyped_storage().resize_(num_bytes)
+        return self.unsharded.data
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffer; 0 before the first gather."""
-        return self.unsharded.nbytes
+        """Bytes of the unsharded buffer and of what hooks make; before, of plain parameters."""
+        if self._gathered is None:
+            return super().unsharded_bytes
+        return self.unsharded.nbytes + sum(num_bytes for _, num_bytes in self._gathered.storages)
 
-    @torch.no_grad()
     def _ask(self) -> None:
         mesh, shard = mesh_of(self.groups.shard, self.device), self.shard_on_device()
         self._sent, self._metadata = [], []
         for original, slot in zip(self.originals, self.layout.slots, strict=True):
             room = shard[slot.shard_start : slot.shard_start + slot.shard_numel]
             rows = room.view(-1, *slot.shape[1:])  # as many on each rank
-            local: Any = local_of(original.param)
-            if local.shape != rows.shape or local.device != rows.device:
-                local = original.tensor_class.around(rows, local)  # type: ignore[union-attr]
+            own: Any = local_of(original.param)
+            local = own
+            if own.shape != rows.shape or own.device != rows.device:
+                local = original.tensor_class.around(rows, own)  # type: ignore[union-attr]
             hook, more = local.fsdp_pre_all_gather, []
             if len(inspect.signature(hook).parameters) > 1:
                 stride = torch.empty(slot.shape, device="meta").stride()
                 more = [torch.Size(slot.shape), stride, original.sites[0][0], self._policy]
             sent, metadata = hook(mesh, *more)
+            original.tensor_class.copy_attributes(local, own)  # type: ignore[union-attr]
             self._sent.append([tensor.contiguous() for tensor in sent])
             self._metadata.append(metadata)
 
@@ -177,21 +192,20 @@ class HookedFlatParameter(FlatParameter):
                 set_readable(value, readable)
         super().set_readable(readable)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _made(self) -> _Gathered:
         """The parameters, in the memory of those that were made before, if there are any."""
-        size, before = self.group.size(), self._gathered
+        size, before, streams = self.group.size(), self._gathered, side_streams(self.device)
+        if streams is not None:  # made on the stream of the gathers
+            for tensor in tree_leaves(self._metadata):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(streams.current())
         for storage, num_bytes in before.storages if before is not None else ():
             storage.resize_(num_bytes)
-        parts = iter(self.unsharded.data.split([size * width for width in self._widths])[::2])
         values, tensors = [], []
-        for index, (original, sent) in enumerate(zip(self.originals, self._sent, strict=True)):
-            shape = self.layout.slots[index].shape
-            outputs = []
-            for one in sent:
-                output = next(parts).view(one.dtype).view(-1, *one.shape[1:])
-                has_rows = len(one) == size_per_rank(shape[0], size)
-                outputs.append(output[: shape[0]] if has_rows else output)
+        for index, outputs in enumerate(self._outputs(size)):
+            original, shape = self.originals[index], self.layout.slots[index].shape
             hook: Any = local_of(original.param).fsdp_post_all_gather  # type: ignore[attr-defined]
             given = tuple(outputs), self._metadata[index], self.param_dtype
             if before is not None:
@@ -201,6 +215,15 @@ class HookedFlatParameter(FlatParameter):
                 set_version(value, version)  # autograd may have saved it
                 continue
             value, own = hook(*given)
+            if value.shape[1:] == shape[1:] and len(value) > shape[0]:  # rows of no rank
+                value = value.narrow(0, 0, shape[0])
+            if value.shape != shape:
+                raise FSDPValueError(
+                    expected=f"a tensor of shape {tuple(shape)}",
+                    got=str(tuple(value.shape)),
+                    where=f"fsdp_post_all_gather of parameter '{self.paths.fqn_of(original.fqn)}'",
+                    fix="Return the whole parameter; rows beyond it may follow.",
+                )
             values.append(value)
             tensors += own
         if before is not None:
@@ -209,6 +232,15 @@ class HookedFlatParameter(FlatParameter):
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
         storages.pop(address, None)
         return _Gathered(values, [(one, one.nbytes()) for one in storages.values()])
+
+    def _outputs(self, size: int) -> Iterator[list[torch.Tensor]]:
+        """Of each parameter, what all ranks have sent, without rows that no rank has."""
+        parts = iter(self.unsharded.data.split([size * width for width in self._widths])[::2])
+        for slot, sent in zip(self.layout.slots, self._sent, strict=True):
+            padded = size_per_rank(slot.shape[0], size), *slot.shape[1:]
+            outputs = [next(parts).view(one.dtype).view(-1, *one.shape[1:]) for one in sent]
+            pairs = zip(outputs, sent, strict=True)
+            yield [out[: slot.shape[0]] if one.shape == padded else out for out, one in pairs]
 
     def storages_to_free(self) -> list[torch.UntypedStorage]:
         """The buffer's storage, and those of tensors that the hooks have made."""

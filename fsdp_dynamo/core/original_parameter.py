@@ -39,19 +39,28 @@ class TensorClass:
         memory: torch.Tensor = getattr(tensor, self._name)
         return memory
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of the class."""
+        return type(tensor) is self._class
+
     def around(self, memory: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor of the class around ``memory``, with the other attributes of ``like``."""
         made: torch.Tensor = self._class.__tensor_unflatten__(
             {self._name: memory}, self._context, memory.shape, memory.stride()
         )
         if like is not None:
-            kept = {name: value for name, value in like.__dict__.items() if name != self._name}
-            made.__dict__.update(kept)
+            self.copy_attributes(like, made)
         return made
+
+    def copy_attributes(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Let one tensor of the class have all of another one but its memory: a scale, say."""
+        for name, value in source.__dict__.items() if source is not target else ():
+            if name != self._name:
+                target.__dict__[name] = value
 
 
 def _wrapped(tensor: Any) -> list[str]:
-    """Attributes that hold what a tensor wraps; not those that are scalars, such as scales."""
+    """Attributes that hold what a tensor wraps: ``_tensor``, but not a scale, which is a scalar."""
     names: list[str] = tensor.__tensor_flatten__()[0]
     return [name for name in names if getattr(tensor, name).dim() or not tensor.dim()]
 
@@ -130,8 +139,10 @@ class OriginalParameter:
         return self.placing.dtensor(self._local(part))
 
     def _local(self, part: torch.Tensor) -> torch.Tensor:
-        own = _of_its_own(part)
-        return own if self.tensor_class is None else self.tensor_class.around(own)
+        own, before = _of_its_own(part), local_of(self.param)
+        if self.tensor_class is None:
+            return own
+        return self.tensor_class.around(own, before if self.tensor_class.has(before) else None)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor that has the parameter's shape."""

@@ -137,9 +137,9 @@ def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeU
     whole = {one: one.part.new_empty(one.shape) for one in own}
     pieces = arrived.split([part.numel for _, _, part in held])
     for (_, one, part), piece in zip(held, pieces, strict=True):
-        part.of(whole[one]).copy_(piece.view(part.shape))
+        part.view_of(whole[one]).copy_(piece.view(part.shape))
     whole = {one: _result(one, update, tensor) for one, tensor in whole.items()}
-    back = [part.of(whole[one]) for _, one, part in held] or [arrived]
+    back = [part.view_of(whole[one]) for _, one, part in held] or [arrived]
     arrived = _exchange(back, received, sent, group)
     for one, piece in zip(wholes, arrived.split([o.part.numel() for o in wholes]), strict=True):
         one.updated = piece.view_as(one.part)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.core.training_state import UnitState
@@ -85,19 +86,23 @@ def run_unit(
 
 def _in_memory_of_its_own(unit: Unit, output: Any) -> Any:
     """Copies, with their gradients, of what lies in memory that is freed behind the forward."""
-    freed = [flat.unsharded for flat in unit.flats if flat.needs_storage]
+    storages = [storage for flat in unit.flats for storage in flat.storages_to_free()]
+    freed = [range(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
     for tensor in tensors_of(output):
         if _lies_in(tensor, freed):
             return map_tensors(lambda one: one.clone() if _lies_in(one, freed) else one, output)
     return output
 
 
-def _lies_in(tensor: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
+def _lies_in(tensor: torch.Tensor, memory: Sequence[range]) -> bool:
+    if is_traceable_wrapper_subclass(tensor):
+        names = tensor.__tensor_flatten__()[0]
+        return any(_lies_in(getattr(tensor, name), memory) for name in names)
     try:
         address = tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # no memory of its own
         return False
-    return any(0 <= address - buffer.data_ptr() < buffer.nbytes for buffer in buffers)
+    return any(address in addresses for addresses in memory)
 
 
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:

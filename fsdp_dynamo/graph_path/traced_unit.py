@@ -14,7 +14,7 @@ from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
 from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.eager.views_while_traced import may_call_operators
-from fsdp_dynamo.errors import UnsupportedError, unit_name
+from fsdp_dynamo.errors import unit_name
 from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants, encode
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
@@ -63,7 +63,6 @@ class TracedUnit(NamedTuple):
 def _describe(module: UnitModuleProtocol) -> TracedUnit:
     """A unit's constants as they are now."""
     unit = module._fsdp_unit
-    _refuse_gather_hooks(unit)
     reshards = unit.settings.reshards_after_forward
     if reshards is None:
         reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
@@ -81,19 +80,6 @@ def _describe(module: UnitModuleProtocol) -> TracedUnit:
         places=_places(module),
         are_apart=may_call_operators(unit),
     )
-
-
-def _refuse_gather_hooks(unit: Unit) -> None:
-    for original in unit.originals():
-        if original.tensor_class is not None:
-            raise UnsupportedError(
-                expected="plain parameters in graph mode",
-                got="one whose class has fsdp_pre_all_gather",
-                where=f"parameter '{unit.paths.fqn_of(original.fqn)}'",
-                fix="Run eagerly or with torch.compile(model), or make the model without such "
-                "classes and gather in float8: collective_precision="
-                'CollectivePrecision(all_gather="float8").',
-            )
 
 
 def _places(module: UnitModuleProtocol) -> Places:
@@ -208,8 +194,8 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
         settings: ``UnitSettings.in_graphs``: Dynamo guards what it passes on.
 
     Raises:
-        CompileRefusedError: a setting is for eager and hooks mode only, or buffers would have to be
-            cast between training and evaluation.
+        CompileRefusedError: a setting, or a parameter with gather hooks, is for eager and hooks
+            mode only, or buffers would have to be cast between training and evaluation.
     """
     module = registered(name)
     refused = module._fsdp_unit.settings.eager_only()
@@ -221,6 +207,16 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
             where=unit_name(module._fsdp_unit.fqn),
             fix="Leave it out, or compile without fullgraph (hooks mode).",
         )
+    for original in module._fsdp_unit.originals():
+        if original.tensor_class is not None:
+            raise CompileRefusedError(
+                expected="plain parameters in graph mode",
+                got="one whose class has fsdp_pre_all_gather",
+                where=f"parameter '{module._fsdp_unit.paths.fqn_of(original.fqn)}'",
+                fix="Run eagerly or with torch.compile(model), or make the model without such "
+                "classes and gather in float8: collective_precision="
+                'CollectivePrecision(all_gather="float8").',
+            )
     if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
         raise CompileRefusedError(
             expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",

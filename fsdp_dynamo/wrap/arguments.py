@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -21,7 +20,9 @@ from fsdp_dynamo.config import (
     coerce_enum,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.layout.flat_layout import size_per_rank
+from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import (
@@ -129,12 +130,12 @@ FREE_PADDING_BYTES = 1 << 20
 
 
 def warn_of_padding(
-    params: Mapping[str, torch.Tensor], config: UnitConfig, num_shards: int
+    params: Mapping[str, OriginalParameter], config: UnitConfig, num_shards: int
 ) -> None:
     """Warn where many parameters of a unit have fewer rows than there are ranks.
 
     Args:
-        params: of the unit, by FQN; the dimension that is divided comes first.
+        params: of the unit, by FQN.
         config: of the unit.
         num_shards: ranks that share them.
     """
@@ -142,11 +143,12 @@ def warn_of_padding(
         return
     is_divided = config.groups.hierarchy is None
     padding = {fqn: _padding_bytes(p, num_shards, is_divided) for fqn, p in params.items()}
-    total, whole = sum(padding.values()), sum(param.nbytes for param in params.values())
+    total = sum(padding.values())
+    whole = sum(local_of(original.param).nbytes for original in params.values())
     if total <= max(MAX_PADDING * whole, FREE_PADDING_BYTES):
         return
     fqn = max(padding, key=lambda fqn: padding[fqn])
-    shape = tuple(params[fqn].shape)
+    shape = tuple(local_of(params[fqn].param).shape)
     warnings.warn(
         f"padding makes a unit {1 + total / whole:.2f} times as large (by {total >> 20} MiB), most "
         f"of all of parameter '{fqn}': {num_shards} ranks share the {(*shape, 1)[0]} rows of its "
@@ -156,14 +158,16 @@ def warn_of_padding(
     )
 
 
-def _padding_bytes(param: torch.Tensor, num_shards: int, is_divided: bool) -> int:
+def _padding_bytes(original: OriginalParameter, num_shards: int, is_divided: bool) -> int:
     """Bytes of shards beyond the parameter's own.
 
     ``is_divided``: whether rows that do not divide by ``num_shards`` are divided nevertheless.
     """
-    if not param.dim() or (not is_divided and len(param) % num_shards):
+    param = local_of(original.param)
+    size = param.shape[original.dim] if param.dim() else 1
+    if not param.dim() or (not is_divided and size % num_shards):
         return (num_shards - 1) * param.nbytes
-    padded = num_shards * size_per_rank(len(param), num_shards) * math.prod(param.shape[1:])
+    padded = num_shards * size_per_rank(size, num_shards) * (param.numel() // max(1, size))
     return (padded - param.numel()) * param.element_size()
 
 

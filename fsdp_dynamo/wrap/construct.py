@@ -23,7 +23,6 @@ from fsdp_dynamo.config import (
     coerce_collective_precision,
     coerce_mixed_precision,
 )
-from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
@@ -158,6 +157,23 @@ class _Plan:
         return self.chosen.configs.get(owner, self.config)
 
 
+def _placements(
+    placement_fn: PlacementFn | None, planned: build.Planned, groups: Groups
+) -> dict[str, object]:
+    """What the user's function says of each parameter, by FQN: the same on all ranks."""
+    if placement_fn is None:
+        return {}
+    placements = {
+        join_fqn(planned.paths[owner], original.fqn): placement_fn(original.param)
+        for owner, found in planned.owned.items()
+        for original in found
+    }
+    answers = ", ".join(f"{placement!r} of '{fqn}'" for fqn, placement in placements.items())
+    for group in groups.all:
+        require_same(group, "placements of shard_placement_fn", answers)
+    return placements
+
+
 def _plan(
     module: nn.Module,
     given: Arguments,
@@ -181,25 +197,19 @@ def _plan(
         module, list(configs), ignored, lambda owner: configs.get(owner, config), values
     )
     every = [(owner, original) for owner, found in planned.owned.items() for original in found]
+    placements = _placements(given.shard_placement_fn, planned, config.groups)
     for owner, original in every:
         fqn = join_fqn(planned.paths[owner], original.fqn)
         own = configs.get(owner, config)
         num_shards = own.groups.shard.size() if own.strategy is not ShardingStrategy.NO_SHARD else 1
-        original.dim = dim_of(given.shard_placement_fn, original.param, fqn, num_shards)
+        original.dim = dim_of(placements.get(fqn), original.param, fqn, num_shards)
         arguments.check_travels(own, fqn, original.param)
         if has_gather_hooks(original.param):
             by_rows = original.dim == 0 and own.strategy is not ShardingStrategy.NO_SHARD
             check_gather_hooks(original.param, fqn, own.groups, by_rows=by_rows)
-    if given.shard_placement_fn is not None:
-        dims = ", ".join(f"{original.dim} of '{original.fqn}'" for _, original in every)
-        for group in config.groups.all:
-            require_same(group, "dimension of shard_placement_fn", dims)
     arguments.warn_of_containers(planned.owned)
     for owner, found in planned.owned.items():
-        params = {
-            join_fqn(planned.paths[owner], one.fqn): local_of(one.param).movedim(one.dim, 0)
-            for one in found
-        }
+        params = {join_fqn(planned.paths[owner], one.fqn): one for one in found}
         given_config = configs.get(owner, config)
         arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
     return _Plan(planned, ignored, chosen, config, values)

@@ -131,11 +131,11 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
     return CPUOffload(offloads, getattr(offload_policy, "pin_memory", True))
 
 
-def dim_of(placement_fn: PlacementFn | None, param: nn.Parameter, fqn: str, num_shards: int) -> int:
+def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) -> int:
     """The dimension along which a parameter is to be sharded.
 
     Args:
-        placement_fn: the user's function; ``None`` and ``Shard`` may come of it.
+        placement: what the user's function says of it; ``None`` and ``Shard`` may come of it.
         param: that is to be sharded.
         fqn: of it.
         num_shards: ranks that share it.
@@ -143,7 +143,6 @@ def dim_of(placement_fn: PlacementFn | None, param: nn.Parameter, fqn: str, num_
     Raises:
         UnsupportedError: another placement, or a dimension but the first that does not divide.
     """
-    placement = None if placement_fn is None else placement_fn(param)
     if placement is None or placement == Shard(0):
         return 0
     shape = local_of(param).shape

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,21 @@ from loops import error_of
 from modes import in_mode
 from pool import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo import FSDP, CPUOffload, ShardingStrategy, StateDictType, fully_shard
+from fsdp_dynamo import (
+    FSDP,
+    CPUOffload,
+    FSDPStateError,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
 class _Wrapped(torch.Tensor):
@@ -232,8 +244,8 @@ def test_steps_without_synchronisation(rank: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6)
 
 
-def _plain_model() -> nn.Sequential:
-    model = _model("halved")
+def _plain_model(rows: int = 8) -> nn.Sequential:
+    model = _model("halved", rows)
     for linear in (model[0], model[2]):
         linear.weight = nn.Parameter(linear.weight.tensor)  # type: ignore[attr-defined]
     return model
@@ -301,6 +313,150 @@ def test_a_backward_that_comes_too_early(rank: int, kind: str) -> None:
         early[0].square().sum().backward()
 
 
+class _Returning(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight[:2], x
+
+
+@on_ranks(2)
+def test_a_forward_that_returns_a_part_of_its_weight(rank: int) -> None:
+    """It is copied: the hooks' own memory is freed behind the forward."""
+    plain = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    model: Any = nn.Sequential(_Returning(nn.Parameter(_Scaled(plain))))
+    for unit in (model[0], model):
+        fully_shard(unit)
+    part, _ = model(torch.ones(2, 6))
+    torch.testing.assert_close(part.detach(), plain[:2], rtol=0.05, atol=0.05)
+
+
+@on_ranks(2)
+def test_inference_first(rank: int) -> None:
+    model, expected = _units("scaled"), _units("scaled")
+    with torch.inference_mode():
+        model(torch.ones(2, 6))
+    losses = [
+        _train(one, rank, torch.optim.SGD(one.parameters(), 0.1)) for one in (model, expected)
+    ]
+    assert losses[0] == losses[1]
+
+
+class _Packed(_Wrapped):
+    """Sends its elements in a row, and two numbers of each rank; gives back rows of padding."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
+        self.calls = getattr(self, "calls", 0) + 1
+        amax = self.tensor.abs().amax()
+        return (self.tensor.reshape(-1), amax, amax.expand(len(self.tensor))), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        elements, largest, each = outputs
+        assert len(largest) == 2
+        assert len(each) == 2 * -(-7 // 2)
+        value = elements.view(8, -1).clone()
+        torch.testing.assert_close(largest.max(), value.abs().max())
+        if out is None:
+            return value, (value,)
+        with torch.no_grad():
+            return out.copy_(value[:7])
+
+
+@on_ranks(2)
+def test_what_hooks_may_give(rank: int) -> None:
+    """Scalars, anything as long as rows are, attributes, rows beyond those of the parameter."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 7)
+    linear: Any = copy.deepcopy(plain)
+    linear.weight = nn.Parameter(_Packed(linear.weight.detach()))
+    model = fully_shard(nn.Sequential(fully_shard(linear)))
+    x = torch.ones(2, 4)
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    torch.testing.assert_close(linear.weight.grad.full_tensor(), plain.weight.grad)
+    assert linear.weight._local_tensor.calls == 2
+    linear.double()
+    assert type(linear.weight.to_local()) is _Packed
+
+
+class _Wrong(_Packed):
+    def fsdp_post_all_gather(self, outputs: Any, *args: Any, out: Any = None) -> Any:
+        return outputs[0], outputs
+
+
+@on_ranks(2)
+def test_a_value_of_another_shape(rank: int) -> None:
+    linear: Any = nn.Linear(4, 7)
+    linear.weight = nn.Parameter(_Wrong(linear.weight.detach()))
+    fully_shard(linear)
+    message = error_of(lambda: linear(torch.ones(2, 4)))
+    assert (
+        "fsdp_post_all_gather of parameter 'weight': expected a tensor of shape (7, 4)" in message
+    )
+
+
+@on_ranks(2)
+def test_an_evaluation_in_full_precision_before_the_backward(rank: int) -> None:
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        model = _units("scaled", mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        loss = model(torch.ones(2, 6)).square().sum()
+        model.eval()
+        with torch.no_grad():
+            assert model(torch.ones(2, 6)).dtype is torch.float32
+        model.train()
+        loss.backward()
+        found = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        for param, grad in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), grad)
+
+
+@on_ranks(2)
+def test_a_budget_counts_them(rank: int) -> None:
+    strategies = []
+    for plain in (_plain_model(), _model("halved")):
+        model = FSDP(
+            plain,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            unsharded_budget_bytes=40,
+        )
+        strategies.append([unit.config.strategy for unit in model._fsdp_root.units])
+    assert strategies[0] == strategies[1]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {"mesh": (2, 2)},
+    "fewer ranks": {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "hooks"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_on_four_ranks(rank: int, way: str, mode: str) -> None:
+    """Where ranks have uneven rows; one of the parameters is frozen."""
+    kwargs = dict(WAYS[way])
+    if "mesh" in kwargs:
+        kwargs["mesh"] = init_device_mesh("cpu", kwargs["mesh"], mesh_dim_names=("r", "s"))
+    plain = _plain_model(7)
+    model = _model("halved", 7)
+    for one in (plain, model):
+        one[2].weight.requires_grad_(False)
+    for unit in (*model, model):
+        fully_shard(unit, **kwargs)
+    expected = _train(
+        DistributedDataParallel(plain), rank, torch.optim.SGD(plain.parameters(), 0.1)
+    )
+    found = _train(in_mode(model, mode), rank, torch.optim.SGD(model.parameters(), 0.1))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 class _Two(_Wrapped):
     """Wraps two tensors."""
 
@@ -341,7 +497,9 @@ def test_refused(rank: int, case: str) -> None:
 @on_ranks(2)
 def test_graph_mode_refuses(rank: int) -> None:
     model = _units("halved")
-    message = error_of(lambda: in_mode(model, "graph")(torch.ones(2, 6)))
+    with pytest.raises(FSDPStateError) as caught:
+        in_mode(model, "graph")(torch.ones(2, 6))
+    message = str(caught.value)
     assert "expected plain parameters in graph mode" in message
     assert 'CollectivePrecision(all_gather="float8")' in message
 

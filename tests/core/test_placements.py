@@ -354,5 +354,6 @@ def test_refused(rank: int) -> None:
     parts = {name: p.detach() for name, p in model.named_parameters()}
     twice = model.update_whole(parts, lambda _, whole: 2 * whole)
     assert all(torch.equal(twice[name].to_local(), 2 * p.to_local()) for name, p in parts.items())
-    with pytest.raises(DivergenceError, match="dimension of shard_placement_fn"):
-        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(rank if p.dim() > 1 else 0))
+    for own in (Shard(rank), Shard(5 * rank)):  # one that does not divide, too
+        with pytest.raises(DivergenceError, match="placements of shard_placement_fn"):
+            fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda p, own=own: own)

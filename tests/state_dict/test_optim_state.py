@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -389,3 +390,43 @@ def test_sharded_states_of_another_shape_are_refused(rank: int) -> None:
     optimizer.state[model.weight]["rows"] = model.weight.detach().square().mean(1)
     with pytest.raises(UnsupportedError, match=r"got a DTensor of shape \(4,\)"):
         FSDP.optim_state_dict(model, optimizer)
+
+
+def _convolution() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 2))
+
+
+def _fit_images(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@on_ranks(2)
+def test_states_of_a_plain_model_in_channels_last(rank: int, by_name: bool) -> None:
+    """Parts of them are contiguous: fused optimizers take them for as contiguous as parameters."""
+    plain = _convolution().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = torch.optim.Adam(plain.parameters(), 0.05)
+    _fit_images(plain, before)
+    states, values = copy.deepcopy(before.state_dict()), copy.deepcopy(plain.state_dict())
+    expected = _fit_images(plain, before)
+    model = _convolution()
+    model.load_state_dict(values)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05, fused=True)
+    states["param_groups"][0]["fused"] = True
+    if by_name:
+        names = [name for name, _ in plain.named_parameters()]
+        states["state"] = {names[number]: state for number, state in states["state"].items()}
+        states["param_groups"][0]["params"] = names
+        states = FSDP.optim_state_dict_to_load(model, optimizer, states)
+    optimizer.load_state_dict(states)
+    assert _fit_images(model, optimizer) == pytest.approx(expected, rel=1e-5)

@@ -88,7 +88,11 @@ class ShardRange:
     dim: int = 0
 
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor in the parameter's shape (a view)."""
+        """The part of a tensor in the parameter's shape, contiguous: fused optimizers assume it."""
+        return self.view_of(param_like).contiguous()
+
+    def view_of(self, param_like: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor in the parameter's shape, in its memory."""
         if not self.shape:
             return param_like
         return param_like.narrow(self.dim, self.start, self.shape[self.dim])
@@ -250,7 +254,8 @@ class FlatLayout:
 
     def parts_of(self, unsharded: torch.Tensor, ranges: Sequence[ShardRange]) -> list[torch.Tensor]:
         """A rank's parts of the parameters in a tensor ``(padded_numel,)`` (views)."""
-        return [part.of(view) for part, view in zip(ranges, self.split(unsharded), strict=True)]
+        pairs = zip(ranges, self.split(unsharded), strict=True)
+        return [part.view_of(view) for part, view in pairs]
 
     def shard_of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
         """A copy of a rank's shard ``(shard_numel,)`` of a tensor ``(padded_numel,)``."""
