@@ -234,7 +234,7 @@ class HookedFlatParameter(FlatParameter):
         return _Gathered(values, [(one, one.nbytes()) for one in storages.values()])
 
     def _outputs(self, size: int) -> Iterator[list[torch.Tensor]]:
-        """Of each parameter, what all ranks have sent, without rows that no rank has."""
+        """Yields, for each parameter, what all ranks have sent, without rows that no rank has."""
         parts = iter(self.unsharded.data.split([size * width for width in self._widths])[::2])
         for slot, sent in zip(self.layout.slots, self._sent, strict=True):
             padded = size_per_rank(slot.shape[0], size), *slot.shape[1:]

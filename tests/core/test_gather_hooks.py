@@ -50,6 +50,9 @@ class _Wrapped(torch.Tensor):
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.tensor})"
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["tensor"], None
 
@@ -130,6 +133,9 @@ class _Sum(torch.Tensor):
 
     def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
         self.high, self.low = high, low
+
+    def __repr__(self) -> str:  # type: ignore[override]  # of elements, it runs operators
+        return f"_Sum({tuple(self.shape)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["high", "low"], None

@@ -255,12 +255,12 @@ def test_used_as_torchs(rank: int) -> None:
     found = []
     for model in models:
         _loss(model, rank).backward()
-        param: Any = model[1].up  # type: ignore[index]
+        param: Any = model[1].down  # type: ignore[index]
         penalty = (param.view(3, 12 * 24) * 2).square().sum() + (param @ param.mT).sum()
         penalty.redistribute(placements=[Replicate()]).to_local().backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         with torch.no_grad():
-            param.mul_(2).copy_(param.flip(1).redistribute(param.device_mesh, param.placements))
+            param.mul_(2).copy_(param.redistribute(placements=[Replicate()]) / 3)
         found.append([norm.full_tensor(), param.grad.to_local(), param.to_local()])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
