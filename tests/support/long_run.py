@@ -21,6 +21,7 @@ from models import batch, loss_of, make_transformer, wrap
 from modes import MODES, in_mode
 
 from fsdp_dynamo import FSDP, checkpoint
+from fsdp_dynamo.core.dtensors import local_of
 
 SAVE_EVERY = 20
 _LATE_S = 2.5
@@ -136,7 +137,7 @@ class _Trained:
         for param in self._model.parameters():
             states = self._optimizer.state.get(param, {})
             for tensor in (param.detach(), *(states[name] for name in sorted(states))):
-                crc = zlib.crc32(torch.as_tensor(tensor).numpy().tobytes(), crc)
+                crc = zlib.crc32(local_of(torch.as_tensor(tensor)).numpy().tobytes(), crc)
         return crc
 
 

@@ -20,6 +20,7 @@ import unit_kinds
 from fsdp1_programs import draw_branch, leaves_of, map_leaves, smaller_trees
 from modes import in_mode
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fsdp_dynamo import FSDP, FSDPStateError, MixedPrecision, ShardingStrategy, checkpoint
@@ -334,7 +335,11 @@ def _move(how: str, parameters: Iterable[torch.Tensor], others: Iterable[torch.T
 
 
 def _set_data(param: torch.Tensor, other: torch.Tensor) -> None:
-    param.data = torch.lerp(param.data, other.data, 0.25)
+    moved = torch.lerp(param.data, other.data, 0.25)
+    if isinstance(param, DTensor):  # which takes no other data
+        param.data.copy_(moved)
+    else:
+        param.data = moved
 
 
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
