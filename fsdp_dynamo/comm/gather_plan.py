@@ -252,10 +252,7 @@ def _decoded(numbers: tuple[int, ...]) -> GatherPlan:
     num_direct, packed_start = numbers[:2]
     packed = 2 + 2 * num_direct
     starts, numels = numbers[2 : 2 + num_direct], numbers[2 + num_direct : packed]
-    widths, blocks = numbers[packed::2], numbers[packed + 1 :: 2]
-    return _shared(
-        starts, numels, widths, packed_start, blocks if max(blocks, default=1) > 1 else ()
-    )
+    return plan_of(starts, numels, numbers[packed::2], packed_start, numbers[packed + 1 :: 2])
 
 
 def decode(numbers: Sequence[int]) -> GatherPlan:

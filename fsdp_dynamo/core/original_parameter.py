@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,24 +109,25 @@ class OriginalParameter:
         """Put a plain parameter in the place of one of a class of its own: the memory of it."""
         old = self.param
         self.tensor_class = TensorClass(old)
-        self.param = nn.Parameter(self.tensor_class.memory(old).detach(), old.requires_grad)
-        own = self.tensor_class.around(self.param.detach()).__dict__
-        self.param.__dict__.update({k: v for k, v in old.__dict__.items() if k not in own})
-        hand_over_hooks(old, self.param)
-        setattr(old, REPLACED, self.fqn)
-        self._put_into_modules(self.param)
+        plain = nn.Parameter(self.tensor_class.memory(old).detach(), old.requires_grad)
+        own = self.tensor_class.around(plain.detach()).__dict__
+        self._succeed_by(plain, {k: v for k, v in old.__dict__.items() if k not in own})
 
     # -- this rank's part --------------------------------------------------------------------------
 
     def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
         """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
-        old = self.param
         self.placing = placing
-        self.param = nn.Parameter(self._around(part), requires_grad=old.requires_grad)
-        self.param.__dict__.update(old.__dict__)
-        hand_over_hooks(old, self.param)
+        new = nn.Parameter(self._around(part), requires_grad=self.param.requires_grad)
+        self._succeed_by(new, self.param.__dict__)
+
+    def _succeed_by(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+        """Let ``new`` be the parameter: with hooks and attributes, in all of its places."""
+        old, self.param = self.param, new
+        new.__dict__.update(attributes)
+        hand_over_hooks(old, new)
         setattr(old, REPLACED, self.fqn)
-        self._put_into_modules(self.param)
+        self._put_into_modules(new)
 
     @property
     def part(self) -> torch.Tensor:

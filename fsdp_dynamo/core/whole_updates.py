@@ -33,6 +33,7 @@ class _Whole:
 
     Attributes:
         fqn: of its parameter.
+        shape: of the whole tensor.
         part: this rank's, where collectives work.
         ranges: what each rank of the group has of it.
         owner: the rank of the group that updates it.
@@ -78,8 +79,7 @@ def update_whole(
     }
     for fqn, part in parts.items():
         _check(places.get(fqn), fqn, part)
-    together: dict[tuple[FlatParameter | None, torch.dtype], list[_Whole]] = {}
-    first: dict[dist.ProcessGroup, FlatParameter] = {}
+    together: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_Whole]] = {}
     every = []
     for fqn in sorted(parts):
         flat, index = places[fqn]
@@ -89,14 +89,14 @@ def update_whole(
         ranges = [flat.layout.shard_range(index, flat.groups.shard_of(rank)) for rank in ranks]
         every.append(_Whole(fqn, shape, local, ranges))
         is_on_each = flat.originals[index].is_replicated or len(ranks) == 1
-        key = None if is_on_each else first.setdefault(flat.group, flat)
-        together.setdefault((key, local.dtype), []).append(every[-1])
-    for (of, _), wholes in together.items():
-        if of is None:
+        group = None if is_on_each else flat.group
+        together.setdefault((group, local.dtype), []).append(every[-1])
+    for (group, _), wholes in together.items():
+        if group is None:
             for one in wholes:
                 one.updated = _result(one, update, one.part)
         else:
-            _update_among(of.group, wholes, update)
+            _update_among(group, wholes, update)
     return {one.fqn: _as_given(places[one.fqn], one, parts[one.fqn]) for one in every}
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from loops import error_of
+from loops import error_of, fit_squares
 from modes import in_mode
 from pool import on_ranks
 from torch import nn
@@ -168,15 +168,7 @@ def _model(kind: str, rows: int = 8) -> nn.Sequential:
 
 
 def _train(model: Any, rank: int, optimizer: Any, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return fit_squares(model, optimizer, (4, 6), [10 * step + rank for step in range(steps)])
 
 
 @pytest.mark.parametrize("rows", [8, 7])

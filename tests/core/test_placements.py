@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from loops import error_of
+from loops import error_of, fit_squares
 from modes import MODES, in_mode
 from pool import RankPool, on_ranks
 from torch import nn
@@ -80,14 +80,7 @@ def _loss(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def _train(model: nn.Module, rank: int, steps: range, optimizer: Any) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = _loss(model, 10 * step + rank)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return fit_squares(model, optimizer, (5, 12), [10 * step + rank for step in steps])
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loops import fit_squares
 from models import Block, batch, loss_of, make_transformer, wrap
 from pool import RankPool, on_ranks
 from torch import nn
@@ -392,21 +393,12 @@ def test_sharded_states_of_another_shape_are_refused(rank: int) -> None:
         FSDP.optim_state_dict(model, optimizer)
 
 
+IMAGES = (4, 4, 4, 4), range(3)
+
+
 def _convolution() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 16, 2))
-
-
-def _fit_images(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(3):
-        x = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -415,9 +407,9 @@ def test_states_of_a_plain_model_in_channels_last(rank: int, by_name: bool) -> N
     """Parts of them are contiguous: fused optimizers take them for as contiguous as parameters."""
     plain = _convolution().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = torch.optim.Adam(plain.parameters(), 0.05)
-    _fit_images(plain, before)
+    fit_squares(plain, before, *IMAGES)
     states, values = copy.deepcopy(before.state_dict()), copy.deepcopy(plain.state_dict())
-    expected = _fit_images(plain, before)
+    expected = fit_squares(plain, before, *IMAGES)
     model = _convolution()
     model.load_state_dict(values)
     fully_shard(model)
@@ -429,4 +421,4 @@ def test_states_of_a_plain_model_in_channels_last(rank: int, by_name: bool) -> N
         states["param_groups"][0]["params"] = names
         states = FSDP.optim_state_dict_to_load(model, optimizer, states)
     optimizer.load_state_dict(states)
-    assert _fit_images(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    assert fit_squares(model, optimizer, *IMAGES) == pytest.approx(expected, rel=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,21 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: ra
     for step in steps:
         loss = classification_loss(model, examples(rank, step))
         optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fit_squares(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shape: Sequence[int], seeds: Iterable[int]
+) -> list[float]:
+    """A step on a random input for each seed; returns the losses, means of squares."""
+    losses = []
+    for seed in seeds:
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
