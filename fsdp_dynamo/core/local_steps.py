@@ -7,10 +7,12 @@ local tensors of its DTensors; before and after, everything is as without.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -94,30 +96,34 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
 
 
 @dataclass(eq=False)
-class _Local:
+class _Shown:
     """What stands for one DTensor during steps.
 
     Attributes:
         of: the DTensor.
-        memory: its local tensor.
-        param: a plain parameter over it.
-        own: the DTensor's states, as the optimizer holds them between steps.
-        states: those of ``param``, as the optimizer holds them in a step.
+        param: a plain parameter over its local tensor.
+        grad_spec: of gradients that need no look, as a former one was placed and typed.
     """
 
-    of: torch.Tensor
-    memory: torch.Tensor
+    of: DTensor
     param: nn.Parameter
-    own: dict[Any, Any] | None = None
-    states: dict[Any, Any] | None = None
+    grad_spec: Any = ""
 
 
 class _Locals:
-    """Plain parameters in the places of an optimizer's DTensors."""
+    """Plain parameters in the places of an optimizer's DTensors, and their states.
+
+    All of it is kept from step to step while the optimizer holds the same objects: comparing lists
+    of them is what a step costs the host.
+    """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: dict[int, _Local] = {}
+        self._seen: list[Any] = []
+        self._shown: list[_Shown] = []
+        self._groups: list[list[torch.Tensor]] = []
+        self._states: Any = {}
+        self._states_seen: list[Any] = []
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -125,73 +131,98 @@ class _Locals:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         held = [group["params"] for group in groups]
-        every = [param for params in held for param in params]
-        pairs = [(param, self._local(param)) for param in every if isinstance(param, DTensor)]
-        in_step: Any = type(state)(dict)
-        for param in every:
-            if param in state and id(param) not in self._known:
-                in_step[param] = state[param]
-        for param, local in pairs:
-            if (states := _states_of(local, state.get(param))) is not None:
-                in_step[local.param] = states
+        seen = [*_memories(held), *_objects_of(state)]
+        if not _are_same(seen, self._seen):
+            self._make(held, state)
+            self._seen = seen
+        self._show_grads()
         try:
-            optimizer.state = in_step
+            optimizer.state = self._states
             note_checked(optimizer)
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = [
-                    self._known[id(p)].param if id(p) in self._known else p for p in params
-                ]
+            for group, params in zip(groups, self._groups, strict=True):
+                group["params"] = params
             yield
         finally:
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             optimizer.state = state
             note_checked(optimizer)
-            for param, local in pairs:
-                local.param.grad = None
-                local.states = in_step.pop(local.param, None)
-                if local.states is not None:
-                    if local.own is None:
-                        local.own = state[param]
-                    _take_back(local.own, local.states, param)
-            state.update(in_step)  # of plain parameters
-            increment_version([param for param, _ in pairs])  # units notice that they were written
+            for shown in self._shown:
+                shown.param.grad = None
+            if not _are_same(_objects_of(self._states), self._states_seen):
+                self._take_back(state)
+            increment_version([shown.of for shown in self._shown])  # units notice the writes
 
-    def _local(self, param: Any) -> _Local:
-        """What stands for a DTensor, with the gradient's local tensor."""
-        memory = param._local_tensor
-        local = self._known.get(id(param))
-        if local is None or local.memory is not memory:
-            plain = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
-            local = self._known[id(param)] = _Local(param, memory, plain)
-        grad = param.grad
-        if grad is not None:
-            if isinstance(grad, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(param.device_mesh, param.placements)
-            grad = local_of(grad)
-            if grad.dtype != memory.dtype:
-                local.param.grad_dtype = None
-            local.param.grad = grad
-        return local
+    def _make(self, held: list[list[Any]], state: Any) -> None:
+        """Make the plain parameters, and states with the local tensors of the DTensors' states."""
+        plains = {
+            param: nn.Parameter(param._local_tensor.detach(), requires_grad=param.requires_grad)
+            for params in held
+            for param in params
+            if isinstance(param, DTensor)
+        }
+        self._shown = [_Shown(*pair) for pair in plains.items()]
+        self._groups = [[plains.get(param, param) for param in params] for params in held]
+        self._states = type(state)(dict)
+        for param, own in state.items():
+            self._states[plains.get(param, param)] = (
+                {key: local_of(value) for key, value in own.items()} if param in plains else own
+            )
+        self._states_seen = _objects_of(self._states)
+
+    def _show_grads(self) -> None:
+        """Give the plain parameters the local tensors of the DTensors' gradients."""
+        for shown in self._shown:
+            grad: Any = shown.of.grad
+            if grad is None:
+                continue
+            if getattr(grad, "_spec", None) is not shown.grad_spec:
+                grad = _placed_grad(shown, grad)
+            shown.param.grad = local_of(grad)
+
+    def _take_back(self, state: Any) -> None:
+        """Let the DTensors' states be what a step has left of the local tensors'."""
+        self._seen = []
+        left = dict(self._states)
+        for shown in self._shown:
+            if (states := left.pop(shown.param, None)) is not None:
+                _take_states(state[shown.of], states, shown.of)
+        state.update(left)  # of plain parameters
 
 
-def _states_of(local: _Local, own: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """The local tensors of a DTensor's states."""
-    if own is not local.own or own is None or local.states is None or len(own) != len(local.states):
-        local.own = own
-        local.states = None if own is None else {}
-    if own is None or local.states is None:
-        return None
-    for key, value in own.items():
-        local.states[key] = value._local_tensor if isinstance(value, DTensor) else value
-    return local.states
+def _placed_grad(shown: _Shown, grad: Any) -> Any:
+    """A gradient that is placed as its DTensor is, of which the next ones have the spec."""
+    param = shown.of
+    if isinstance(grad, DTensor):
+        if grad.placements == param.placements:
+            shown.grad_spec = grad._spec
+        else:
+            grad = grad.redistribute(param.device_mesh, param.placements)
+    if grad.dtype != shown.param.dtype:
+        shown.param.grad_dtype = None
+    return grad
 
 
-def _take_back(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
-    """Let a DTensor's states be what a step has left of the local tensor's."""
+def _memories(held: list[list[Any]]) -> list[Any]:
+    """Parameters, the memory of DTensors among them, and where groups end."""
+    params = list(chain.from_iterable((*params, None) for params in held))
+    return params + [param._local_tensor for param in params if isinstance(param, DTensor)]
+
+
+def _objects_of(state: Any) -> list[Any]:
+    """The parameters with states, and the states."""
+    return [*state, *chain.from_iterable(map(dict.values, state.values()))]
+
+
+def _are_same(objects: list[Any], others: list[Any]) -> bool:
+    """Whether these are the same objects, not equal ones."""
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+def _take_states(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
+    """Let a DTensor's states be what a step has left of its local tensor's."""
     for key, value in states.items():
-        before = own.get(key)
-        if before is value or (isinstance(before, DTensor) and before._local_tensor is value):
+        if key in own and local_of(own[key]) is value:
             continue
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and key not in SCALAR_STATES and value.shape == param._local_tensor.shape:
@@ -204,6 +235,5 @@ def _take_back(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
                 stride=param.stride(),
             )
         own[key] = value
-    if len(own) > len(states):
-        for key in own.keys() - states.keys():
-            del own[key]
+    for key in own.keys() - states.keys():
+        del own[key]
