@@ -12,9 +12,9 @@ import fsdp_dynamo.api
 import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
 import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.agreement.exchange import set_agreement_timeout
+from fsdp_dynamo.agreement.comparison import set_agreement_timeout
 from fsdp_dynamo.agreement.flight_recorder import record_flight
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
@@ -32,7 +32,7 @@ from fsdp_dynamo.config import (
     StateDictType,
     TrainingState,
 )
-from fsdp_dynamo.core.local_steps import step_on_shards
+from fsdp_dynamo.core.optimizers import step_on_shards
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -52,8 +52,11 @@ from fsdp_dynamo.precompiled import load_precompiled, precompile
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
 from fsdp_dynamo.warmup import limit_recompiles, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
-from fsdp_dynamo.wrap.fsdp2_identity import register_fsdp_forward_method
-from fsdp_dynamo.wrap.fsdp2_methods import GradientReductionHandle, UnshardHandle
+from fsdp_dynamo.wrap.fsdp2_methods import (
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
 from fsdp_dynamo.wrap_policy import (
     CustomPolicy,
     ModuleWrapPolicy,

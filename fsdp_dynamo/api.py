@@ -1,4 +1,442 @@
-"""The name that ``torch.distributed.fsdp`` gives to its configuration types."""
+"""Public configuration types: enums and dataclasses.
 
-from fsdp_dynamo.config import *  # noqa: F403
-from fsdp_dynamo.config import __all__ as __all__
+The names are those of ``torch.distributed.fsdp``. This file is a leaf: of the package it imports
+only the errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from graph_passes.wire_format import WIRE_FORMATS, WireFormat, WireFormatName
+
+
+class ShardingStrategy(Enum):
+    """Which tensors of a unit are sharded over the ranks, and when parameters are unsharded.
+
+    - ``FULL_SHARD``: unsharded for the forward, resharded after it, unsharded again for
+      the backward. The root stays unsharded between the two.
+    - ``SHARD_GRAD_OP``: unsharded from the forward to the end of the backward.
+    - ``NO_SHARD``: never sharded; gradients are all-reduced.
+    - ``HYBRID_SHARD``: ``FULL_SHARD`` inside a shard group; gradients are then averaged over the
+      groups, each of which holds a replica.
+    - ``HYBRID_SHARD_ZERO2`` (upstream's ``_HYBRID_SHARD_ZERO2``): the same with
+      ``SHARD_GRAD_OP`` inside.
+    - ``HIERARCHICAL_SHARD``: ``FULL_SHARD`` over all ranks, which are those of several nodes.
+      Between nodes, parameters are gathered once an optimizer step, into secondary shards over the
+      ranks of each node; unsharding gathers these inside the node. Gradients are reduced inside
+      the node first. (Not in upstream.)
+
+    Source: FSDP (arXiv:2304.11277); ``FULL_SHARD`` is stage 3 of ZeRO (arXiv:1910.02054),
+    ``SHARD_GRAD_OP`` is close to stage 2, with parameters that are sharded between steps.
+    ``HIERARCHICAL_SHARD`` has the secondary partition of ZeRO++ (arXiv:2306.10209).
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    HYBRID_SHARD_ZERO2 = auto()
+    _HYBRID_SHARD_ZERO2 = HYBRID_SHARD_ZERO2
+    HIERARCHICAL_SHARD = auto()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the strategy has replicas of shards."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether the ranks that shard form two levels: inside nodes, and between them."""
+        return self is ShardingStrategy.HIERARCHICAL_SHARD
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether units below the root are unsharded twice per step."""
+        return self in (
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.HYBRID_SHARD,
+            ShardingStrategy.HIERARCHICAL_SHARD,
+        )
+
+
+class BackwardPrefetch(Enum):
+    """When the all-gather of the next unit in the backward is issued.
+
+    - ``BACKWARD_PRE``: before the current unit's backward (most overlap).
+    - ``BACKWARD_POST``: after the current unit's backward (least memory).
+
+    Source: backward prefetching of FSDP (arXiv:2304.11277).
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+class TrainingState(Enum):
+    """What a wrapper is doing, by its attribute ``training_state``.
+
+    - ``IDLE``: nothing, or it waits for its backward.
+    - ``FORWARD_BACKWARD``: its forward or its backward runs.
+    - ``SUMMON_FULL_PARAMS``: its parameters are whole on the user's request.
+    """
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+@dataclass
+class MixedPrecision:
+    """Data types of a unit's parameters, reductions and buffers.
+
+    Attributes:
+        param_dtype: of the unsharded parameters, and thus of forward and backward; ``None``: their
+            own. Shards, and thus the optimizer's parameters, always keep their own.
+        reduce_dtype: of the gradient reduction; ``param_dtype`` if not given. Sums under
+            ``no_sync()`` are in a dtype that holds both.
+        buffer_dtype: of floating-point buffers; ``None``: their own.
+        keep_low_precision_grads: leave gradients in the reduction's data type; otherwise they are
+            cast to that of the shards.
+        cast_forward_inputs: cast a unit's floating-point inputs to ``param_dtype``, if it has
+            parameters of its own.
+        cast_root_forward_inputs: cast those of the root in any case.
+        _module_classes_to_ignore: modules of these classes stay in their own data type; their
+            inputs are cast to it and their outputs cast back.
+        output_dtype: cast a unit's floating-point outputs to it; ``None``: not cast. (FSDP2's.)
+        _param_dtype_override_fn: gives for a parameter its own dtype, where it is to compute in
+            that, or ``None``. (FSDP2's.)
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+    output_dtype: torch.dtype | None = None
+    _param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+@dataclass(frozen=True)
+class CollectivePrecision:
+    """Formats in which the shards of a unit travel, beside the dtypes that it computes in.
+
+    Shards, and thus what the optimizer changes, stay exact. All ranks gather bitwise equal
+    parameters. Each rank sends its part of a gradient once, to the rank that sums it, in fp32.
+
+    Attributes:
+        all_gather: of parameters: ``"bfloat16"``, ``"float8"`` (e4m3), ``"int8"``, or ``None``: as
+            they are.
+        reduce_scatter: of gradients: the same, or ``"int4"``.
+        all_reduce: of gradients that replicas average (hybrid strategies, ``NO_SHARD``): the same.
+            Each replica sums a part, in fp32, and sends it to the others in this format, too.
+        block_numel: elements that share a scale, in all formats but ``bfloat16``. A NaN or an
+            infinity makes all of its block NaN.
+        stochastic_rounding: round gradients in ``int8`` and ``int4`` up or down at random, so that
+            their mean is right.
+        only_where_exposed: in graph mode, let the planner give these formats to the collectives
+            that it cannot hide, where that makes the step shorter, and to no others. (Eager and
+            hooks mode have no planner and refuse it.)
+
+    Source: ZeRO++ (arXiv:2306.10209), QSDP (arXiv:2302.02390).
+    """
+
+    all_gather: WireFormatName | None = None
+    reduce_scatter: WireFormatName | None = None
+    block_numel: int = 64
+    stochastic_rounding: bool = True
+    all_reduce: WireFormatName | None = None
+    only_where_exposed: bool = False
+
+    def wire_of(
+        self, kind: Literal["all_gather", "reduce_scatter", "all_reduce"], dtype: torch.dtype
+    ) -> WireFormat | None:
+        """The format of a collective of tensors of a dtype; ``None``: as they are."""
+        name: WireFormatName | None = getattr(self, kind)
+        if name is None or (name == "bfloat16" and dtype.itemsize <= 2):
+            return None
+        is_stochastic = self.stochastic_rounding and kind != "all_gather"
+        is_stochastic &= name in ("int8", "int4")
+        return WireFormat(name, self.block_numel, is_stochastic, self.only_where_exposed)
+
+
+@dataclass
+class CPUOffload:
+    """Keep sharded parameters and gradients in (pinned) host memory.
+
+    On CPU devices this changes nothing and is accepted.
+
+    Attributes:
+        offload_params: offload parameters, and with them gradients and the optimizer's state.
+        _pin_memory: whether that memory may be pinned. (FSDP2's.)
+    """
+
+    offload_params: bool = False
+    _pin_memory: bool = True
+
+
+class StateDictType(Enum):
+    """Forms of a model's state dict, all with the plain model's names.
+
+    - ``FULL_STATE_DICT``: unsharded tensors, on every rank or only on the first.
+    - ``SHARDED_STATE_DICT``: DTensors, for ``torch.distributed.checkpoint``;
+      nothing is gathered, and another number of ranks can load it.
+    - ``LOCAL_STATE_DICT``: this rank's parameters, for one file per rank (``torch.save``), which
+      only the same sharding can load. The values share the parameters' memory.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Options of all forms.
+
+    Attributes:
+        offload_to_cpu: copy the state dict's tensors to host memory.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Options of a full state dict.
+
+    Attributes:
+        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Options of a sharded state dict.
+
+    Attributes:
+        shares_memory: values share the parameters' memory: saving needs no more memory, and reading
+            into them changes the model. They change with the next step. (Not in upstream.)
+    """
+
+    shares_memory: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Options of a local state dict."""
+
+
+@dataclass
+class OptimStateDictConfig(StateDictConfig):
+    """Options of an optimizer's state dict in all forms.
+
+    Upstream's is offloaded by default; here the default is the same as for the model.
+    """
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Options of an optimizer's full state dict.
+
+    Attributes:
+        rank0_only: only rank 0 gets the tensors; the other ranks' state dict is empty.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options of an optimizer's sharded state dict.
+
+    Attributes:
+        shares_memory: values share the optimizer's memory, and loading takes over the memory of the
+            given values. They change with its next step. (Not in upstream.)
+    """
+
+    shares_memory: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of an optimizer's local state dict."""
+
+
+@dataclass
+class StateDictSettings:
+    """Form and options of a module's state dicts.
+
+    Attributes:
+        state_dict_type: the form, for the model and its optimizer.
+        state_dict_config: options for the model, of the form's class.
+        optim_state_dict_config: options for the optimizer, of the form's class.
+    """
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+    @property
+    def copies_model(self) -> bool:
+        """Whether values of units' parameters have memory of their own."""
+        config = self.state_dict_config
+        if config.offload_to_cpu or isinstance(config, FullStateDictConfig):
+            return True
+        return isinstance(config, ShardedStateDictConfig) and not config.shares_memory
+
+    @property
+    def copies_optim(self) -> bool:
+        """Whether states have memory of their own."""
+        config = self.optim_state_dict_config
+        shares = isinstance(config, ShardedOptimStateDictConfig) and config.shares_memory
+        return config.offload_to_cpu or not shares
+
+
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
+    """``value`` as a member of ``enum_type``; accepts members of upstream's enum of that name."""
+    if isinstance(value, enum_type):
+        return value
+    if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
+        return enum_type[value.name]
+    raise FSDPTypeError(
+        expected=f"a {enum_type.__name__}",
+        got=repr(value),
+        where=f"argument '{argument}'",
+        fix=f"Pass one of {', '.join(m.name for m in enum_type)}.",
+    )
+
+
+def coerce_mixed_precision(value: object) -> MixedPrecision | None:
+    """A copy of ``value``; accepts upstream's dataclass of that name."""
+    if value is None:
+        return None
+    if isinstance(value, MixedPrecision):
+        return replace(value)
+    if type(value).__name__ == "MixedPrecision":
+        return MixedPrecision(**vars(value))
+    raise FSDPTypeError(
+        expected="a MixedPrecision or None",
+        got=repr(value),
+        where="argument 'mixed_precision'",
+        fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
+    )
+
+
+def coerce_collective_precision(value: object) -> CollectivePrecision | None:
+    """``value``, if all of its fields are such as can be.
+
+    Raises:
+        FSDPTypeError: another class.
+        FSDPValueError: an unknown format, or blocks that cannot be.
+    """
+    if value is None:
+        return None
+    where = "argument 'collective_precision'"
+    if not isinstance(value, CollectivePrecision):
+        raise FSDPTypeError(
+            expected="a CollectivePrecision or None",
+            got=repr(value),
+            where=where,
+            fix='Pass fsdp_dynamo.CollectivePrecision(all_gather="int8").',
+        )
+    gathers = [name for name in WIRE_FORMATS if name != "int4"]  # parameters would be too coarse
+    kinds = {"all_gather": gathers, "reduce_scatter": WIRE_FORMATS, "all_reduce": WIRE_FORMATS}
+    for kind, names in kinds.items():
+        name = getattr(value, kind)
+        if name is not None and name not in names:
+            raise FSDPValueError(
+                expected=f"{kind}: None or one of {', '.join(names)}",
+                got=repr(name),
+                where=where,
+                fix="Leave a direction out to let it travel as it is.",
+            )
+    block = value.block_numel
+    if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block % 8:
+        raise FSDPValueError(
+            expected="blocks of a positive multiple of 8 elements",
+            got=f"block_numel={block!r}",
+            where=where,
+            fix="Leave it at 64, or take 256 for more error and 5 % fewer bytes.",
+        )
+    if value.only_where_exposed and not any(getattr(value, kind) for kind in kinds):
+        raise FSDPValueError(
+            expected=f"a format for one of {', '.join(kinds)} with only_where_exposed=True",
+            got="none",
+            where=where,
+            fix='Say which format exposed collectives get, such as all_gather="int8".',
+        )
+    return value
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def settings_of(
+    state_dict_type: object, config: object | None, optim_config: object | None
+) -> StateDictSettings:
+    """Checked settings; accepts upstream's enum and dataclasses of the same names."""
+    chosen = coerce_enum(StateDictType, state_dict_type, "state_dict_type")
+    model, optim = _CONFIGS[chosen]
+    return StateDictSettings(
+        chosen,
+        _coerce_config(model, config, "state_dict_config"),
+        _coerce_config(optim, optim_config, "optim_state_dict_config"),
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=StateDictConfig)
+
+
+def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) -> ConfigT:
+    if config is None:
+        return kind()
+    if isinstance(config, kind):
+        return replace(config)
+    if type(config).__name__ == kind.__name__:
+        known = {f.name for f in fields(kind)}
+        return kind(**{name: value for name, value in vars(config).items() if name in known})
+    raise FSDPTypeError(
+        expected=f"a {kind.__name__}",
+        got=repr(config),
+        where=f"argument '{argument}'",
+        fix="Pass the class that goes with the state_dict_type, or leave it out.",
+    )
+
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CollectivePrecision",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]

@@ -12,9 +12,9 @@ from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, error_message
 from graph_passes.cost_model import Device, Link
 from graph_passes.graph_pass import GraphPass, as_pass
 from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
-from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.plan import Plan, PlanError
 from graph_passes.scheduling.schedule import Options
+from graph_passes.scheduling.simulation import Limits
 
 _SWITCHES = ("prefetch", "sink_waits", "bucket", "grad_buffer", "selective_unshard", "regions")
 

@@ -34,8 +34,7 @@ from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.dynamo.private_api import compiled_parts
 from fsdp_dynamo.errors import FSDPValueError
 from fsdp_dynamo.graph_options import GraphOptions
-from fsdp_dynamo.graph_path.cache_keys import source_key
-from fsdp_dynamo.graph_path.compile_cache import require_usable_folder
+from fsdp_dynamo.graph_path.compile_cache import require_usable_folder, source_key
 from fsdp_dynamo.graph_path.planning import adopt_rates, known_rates
 from fsdp_dynamo.graph_path.traced_unit import groups_in_graph
 from fsdp_dynamo.version import __version__

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,3 +59,18 @@ def check_distributed() -> None:
 
 def _named(minor: tuple[int, int]) -> str:
     return ".".join(map(str, minor))
+
+
+# -- torch features --------------------------------------------------------------------------------
+# What differs between the supported versions of torch, by feature.
+#
+# No other file of this package asks for a version, or whether torch has a name.
+
+
+# Public since torch 2.12, where the older names warn.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)

@@ -31,10 +31,10 @@ from graph_passes.graph_utils import collectives, wait_of
 from graph_passes.markers import Mark, mark_of
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.report import GraphReport, report_of
-from graph_passes.scheduling.limits import BudgetError, Limits
 from graph_passes.scheduling.plan import Plan, PlanError
 from graph_passes.scheduling.planner import Planner
 from graph_passes.scheduling.schedule import Options
+from graph_passes.scheduling.simulation import BudgetError, Limits
 from graph_passes.spec import SpecError
 
 __all__ = [

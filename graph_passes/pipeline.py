@@ -19,17 +19,14 @@ from pathlib import Path
 
 from torch import fx
 
-from graph_passes.gradients.absent import absent_gradients
-from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node
-from graph_passes.gradients.group_writes import group_writes
+from graph_passes.gradients.grad_buffer import grad_buffer, grad_buffer_node_by_node, group_writes
+from graph_passes.gradients.producers import absent_gradients
 from graph_passes.graph_pass import GraphPass, PassFunction, as_pass
-from graph_passes.regions.inlining import inline_regions
+from graph_passes.graph_utils import source_digest
+from graph_passes.regions.outlining import inline_regions
 from graph_passes.scheduling.planner import Planner
-from graph_passes.source_digest import source_digest
 from graph_passes.spec import inventory, verify_graph
-from graph_passes.views.cut_views import cut_views
-from graph_passes.views.drop_noop_views import drop_noop_views
-from graph_passes.views.sink_views import sink_views
+from graph_passes.views import cut_views, drop_noop_views, sink_views
 
 _VIEW_PASSES: tuple[GraphPass, ...] = (drop_noop_views, cut_views)
 

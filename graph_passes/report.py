@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graph_passes.scheduling.binding_constraints import ConstraintFinder, Reason, with_launches
-from graph_passes.scheduling.limits import BudgetError, Limits
 from graph_passes.scheduling.planner import Planned
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.simulation import (
+    BudgetError,
+    Limits,
     Placement,
     Timeline,
     lower_bound_ms,

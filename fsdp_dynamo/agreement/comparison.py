@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement.busy_ranks import busy
-from fsdp_dynamo.agreement.exchange import wait_for_texts
-from fsdp_dynamo.agreement.gathering import exchange_texts
-from fsdp_dynamo.agreement.late_ranks import Awaited
-from fsdp_dynamo.agreement.linked_groups import stores_with
-from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks
-from fsdp_dynamo.agreement.rank_ranges import listed
-from fsdp_dynamo.agreement.store import next_round, shared_store
-from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
+from fsdp_dynamo.agreement import late_ranks
+from fsdp_dynamo.agreement.flight_recorder import listed, ranges_by_text
+from fsdp_dynamo.agreement.late_ranks import Awaited, LateRanks, busy
+from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks, stores_with
+from fsdp_dynamo.agreement.store import exchange_device, next_round, shared_store
+from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError, error_message
 
 _MAX_SHOWN = 60
 """Characters of a text that a message shows."""
@@ -121,3 +125,232 @@ def _excerpts(one: str, other: str) -> tuple[str, str]:
     """Both texts from shortly before their first difference, cut to a readable length."""
     begin = max(0, (first_difference(one, other) or 0) - _MAX_SHOWN // 3)
     return one[begin : begin + _MAX_SHOWN], other[begin : begin + _MAX_SHOWN]
+
+
+# -- exchange --------------------------------------------------------------------------------------
+# Waits for texts of other ranks in the store, with a timeout, and small values of all ranks.
+
+
+_POLL_S = (0.005, 0.2)  # at first, and at most
+
+_timeout_s: float | None = None
+
+
+def set_agreement_timeout(seconds: float | None) -> None:
+    """Limit how long a rank waits for others that do not compile (default: no shorter limit).
+
+    It waits before it first runs a new graph, and for decisions that one rank makes for all. After
+    10 s it warns, and names who is late. It raises when a rank it waits for has failed, is gone or
+    runs something else, and in any case after the process group's own timeout. A limit here ends
+    the wait earlier, or later; time in which a rank of the group compiles is not counted.
+
+    Args:
+        seconds: more than 0; ``None``: the process group's timeout, but 10 s at least.
+
+    Raises:
+        FSDPValueError: neither ``None`` nor a number above 0.
+    """
+    global _timeout_s
+    fix = "Pass how late a rank that does not compile may be, or None."
+    where = "set_agreement_timeout()"
+    _timeout_s = None if seconds is None else checked_seconds(seconds, where, fix)
+
+
+def checked_seconds(seconds: object, where: str, fix: str) -> float:
+    """A number of seconds that a user has given.
+
+    Raises:
+        FSDPValueError: not a number above 0.
+    """
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise FSDPValueError(
+            expected="a number of seconds above 0", got=repr(seconds), where=where, fix=fix
+        )
+    return float(seconds)
+
+
+def maximum_over(
+    groups: Sequence[dist.ProcessGroup], values: list[int], device: torch.device, what: str
+) -> list[int]:
+    """Each value's maximum over all ranks that groups connect; every rank must call it.
+
+    What is known is carried from group to group: over the shard and the replicate group of a mesh
+    it reaches every rank.
+
+    Args:
+        groups: this rank's, in the same order on all ranks.
+        values: integers, as many on all ranks.
+        device: one of the groups', used by those that do not serve the CPU.
+        what: they are, for messages.
+    """
+    for group in groups:
+        tensor = torch.tensor(values, device=exchange_device(group, device))
+        with watched(group, "all_reduce", what, len(values)):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+        values = tensor.tolist()
+    return values
+
+
+def wait_for_texts(
+    group: dist.ProcessGroup,
+    store: Any,
+    key: str,
+    ranks: Sequence[int],
+    awaited: Awaited,
+    each_time: Callable[[], object] | None = None,
+) -> dict[int, str]:
+    """Texts of ranks, by rank, from ``key/rank``.
+
+    Args:
+        group: its timeout bounds the wait in any case.
+        store: the group's, from ``shared_store``.
+        key: of this exchange.
+        ranks: global ranks that set their text.
+        awaited: what they set, for messages.
+        each_time: called whenever this rank has looked for them.
+
+    Raises:
+        DivergenceError: on all ranks that wait: a rank has failed, is gone, runs something else, or
+            has not come in time.
+    """
+    with late_ranks.waiting():
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        wait_for_keys(group, store, keys, awaited, each_time=each_time)
+    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks}
+
+
+def wait_for_keys(
+    group: dist.ProcessGroup,
+    store: Any,
+    keys: Mapping[int, str],
+    awaited: Awaited,
+    *,
+    each_time: Callable[[], object] | None = None,
+    shows_life: Callable[[], bool] | None = None,
+) -> None:
+    """Wait until ranks have set a key each; otherwise as ``wait_for_texts``.
+
+    Args:
+        keys: by rank.
+        shows_life: whether the ranks that have not come have shown meanwhile that they wait
+            themselves: then they are not late.
+    """
+    try:
+        with LateRanks(group, store, keys, awaited, _timeout_s, shows_life) as late:
+            try:
+                _poll(late, each_time)
+            except dist.DistError:  # the store has gone with the rank that served it
+                late.raise_if_gone(rank for rank in keys if rank != dist.get_rank())
+                raise
+    except DivergenceError as error:
+        raise_on_all_ranks(group, error)
+
+
+def _poll(late: LateRanks, each_time: Callable[[], object] | None) -> None:
+    poll_s, max_poll_s = _POLL_S
+    while missing := late.missing():
+        late.look_after(missing)
+        if each_time is not None:
+            each_time()
+        time.sleep(poll_s)
+        poll_s = min(1.5 * poll_s, max_poll_s)
+
+
+# -- gathering -------------------------------------------------------------------------------------
+# Gathering of texts from all ranks of a group, at a cost that grows with their number.
+#
+# If each rank read what all others give, operations and bytes would grow with the square of it:
+# 512 ranks with a fingerprint of 20 kB would read 5 GB from the process that serves the store. So
+# the rank that comes first reads for all, and publishes what it has read::
+#
+#     each rank   gives its text                                              N texts
+#     the first   reads all of them, tells which ranks are late, publishes    N texts
+#     the others  read what it has published: each distinct text once         N times one text
+#
+# Texts that are to be the same are compared by their digests first.
+
+
+def exchange_texts(
+    group: dist.ProcessGroup, store: Any, purpose: str, text: str, awaited: Awaited
+) -> dict[int, str]:
+    """Every rank's text, by rank; every rank must call it.
+
+    Args:
+        group: the ranks.
+        store: the group's, from ``shared_store``.
+        purpose: keeps exchanges apart.
+        text: this rank's.
+        awaited: what ranks give, for messages.
+
+    Raises:
+        DivergenceError: ranks that are not busy have not come within the timeout, or a rank has
+            posted a notice.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    key = f"{purpose}/{next_round(purpose, ranks)}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests = _gather(group, store, f"{key}/digest", digest, awaited)
+    if len(set(digests.values())) == 1:
+        return dict.fromkeys(ranks, text)
+    return _gather(group, store, f"{key}/text", text, awaited)
+
+
+def texts_over(
+    groups: Sequence[dist.ProcessGroup], purpose: str, text: str, awaited: Awaited
+) -> dict[int, str]:
+    """The texts of all ranks that groups connect, by rank; every rank must call it."""
+    texts = {dist.get_rank(): text}
+    for number, group in enumerate(groups):
+        # To the first group the text goes as it is: with a rank's number, no two would be equal.
+        own = _packed(texts) if number else text
+        answers = exchange_texts(group, shared_store(group), purpose, own, awaited)
+        for rank, answer in answers.items():
+            texts |= _unpacked(answer) if number else {rank: answer}
+    return dict(sorted(texts.items()))
+
+
+def _gather(
+    group: dist.ProcessGroup, store: Any, key: str, text: str, awaited: Awaited
+) -> dict[int, str]:
+    rank = dist.get_rank()
+    ranks = dist.get_process_group_ranks(group)
+    store.set(f"{key}/{rank}", text)
+    first = int(store.compare_set(f"{key}/first", "", str(rank)))
+    if first == rank:
+        beat = partial(store.add, f"{key}/beat", 1)
+        texts = wait_for_texts(group, store, key, ranks, awaited, each_time=beat)
+        store.set(f"{key}/all", _packed(texts))
+        return texts
+    beats = _Beats(store, f"{key}/beat")
+    with late_ranks.waiting():
+        keys = {first: f"{key}/all"}
+        wait_for_keys(group, store, keys, awaited, shows_life=beats.have_come)
+    return _unpacked(store.get(f"{key}/all").decode())
+
+
+class _Beats:
+    """Signs of the first rank that it waits for others, which it names itself if they are late."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._seen = -1
+
+    def have_come(self) -> bool:
+        """Whether there was one since the last call."""
+        before, self._seen = self._seen, self._store.add(self._key, 0)
+        return self._seen != before
+
+
+def _packed(texts: Mapping[int, str]) -> str:
+    """Each distinct text once, with its ranks as ranges."""
+    return json.dumps(ranges_by_text(texts))
+
+
+def _unpacked(content: str) -> dict[int, str]:
+    texts = {
+        rank: text
+        for text, ranges in json.loads(content)
+        for begin, end in ranges
+        for rank in range(begin, end + 1)
+    }
+    return dict(sorted(texts.items()))

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -34,8 +34,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.comm.exit_callbacks import register_exit_callback
-from fsdp_dynamo.errors import FSDPStateError
+from fsdp_dynamo.errors import FSDPStateError, RankFailedError
 
 VARIABLE = "FSDP_DYNAMO_FLIGHT"
 _STACK_FRAMES = 12
@@ -304,3 +305,140 @@ def _write_stack(reason: str, frame: FrameType | None) -> None:
     if _recorder is not None:
         with suppress(Exception):  # the signal must take effect in any case
             _recorder.write(reason, traceback.format_stack(frame))
+
+
+# -- flight report ---------------------------------------------------------------------------------
+# Report of a failed run from the flight records of its ranks.
+
+
+Record = Mapping[str, Any]
+FIELDS = frozenset({"rank", "world_size", "reason", "groups", "stack"})
+"""Fields of a record that a report needs."""
+
+
+def explain_records(records: Sequence[Record]) -> str:
+    """The ranks that failed or left no record, and where the ranks' collectives diverged.
+
+    Args:
+        records: of the ranks, in any order.
+    """
+    by_rank = {record["rank"]: record for record in records}
+    size = max(record["world_size"] for record in records)
+    lines = [f"{len(by_rank)} of {size} ranks have left a record."]
+    missing = [rank for rank in range(size) if rank not in by_rank]
+    if missing:
+        lines.append(
+            f"{_ranks(missing)} left none: killed (kill -9, out of memory, machine down), ended "
+            "without an error, or the record is on another machine."
+        )
+    for rank in sorted(by_rank):
+        lines.append(f"rank {rank}: {by_rank[rank]['reason'].splitlines()[0]}")
+    for ranks, logs in _groups(by_rank):
+        lines += _compare_logs(ranks, logs)
+    causes = [r for r in sorted(by_rank) if not _is_consequence(by_rank[r]["reason"])]
+    if causes and not missing:
+        lines.append(f"Look first at rank {causes[0]}:")
+        lines += [line.rstrip() for line in by_rank[causes[0]]["stack"]]
+    return "\n".join(lines)
+
+
+def _is_consequence(reason: str) -> bool:
+    """Whether a rank ended only because another one failed."""
+    return (
+        reason == "SIGTERM" or reason.startswith(RankFailedError.__name__) or "Connection" in reason
+    )
+
+
+Logs = dict[int, tuple[int, list[Entry]]]
+
+
+def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[tuple[int, ...], Logs]]:
+    """Ranks of each group, with each rank's number of collectives and the last of them.
+
+    Groups of the same ranks are distinguished by the order of their first use.
+    """
+    found: dict[tuple[tuple[int, ...], int], Logs] = {}
+    for rank, record in sorted(by_rank.items()):
+        seen: dict[tuple[int, ...], int] = {}
+        for group in record["groups"]:
+            ranks = tuple(group["ranks"])
+            position = seen[ranks] = seen.get(ranks, -1) + 1
+            entries = [Entry(*entry) for entry in group["entries"]]
+            found.setdefault((ranks, position), {})[rank] = (group["count"], entries)
+    for (ranks, _), logs in found.items():
+        yield ranks, logs
+
+
+def _compare_logs(ranks: tuple[int, ...], logs: Logs) -> list[str]:
+    """The first mismatch between the ranks of a group, or the ranks that are behind."""
+    if len(logs) < 2:
+        return []
+    known = {r: {entry.number: entry for entry in entries} for r, (_, entries) in logs.items()}
+    first = min(known)
+    for number in sorted(set.intersection(*(set(entries) for entries in known.values()))):
+        mine = known[first][number]
+        differing = (r for r in sorted(known) if known[r][number].signature != mine.signature)
+        other = next(differing, None)
+        if other is not None:
+            return [
+                f"Among {_ranks(ranks)}, collective {number}: rank {first} issued "
+                f"{mine.description()}, rank {other} {known[other][number].description()}. They "
+                "diverged here: a unit left out or run once more, another branch, another wrap."
+            ]
+    least, most = min(c for c, _ in logs.values()), max(c for c, _ in logs.values())
+    if least == most:
+        return [f"Among {_ranks(ranks)}, all have issued the same {most} collectives."]
+    behind = [rank for rank, (count, _) in logs.items() if count == least]
+    ahead = next(rank for rank, (count, _) in logs.items() if count == most)
+    following = known[ahead].get(least)
+    what = "the next" if following is None else following.description()
+    return [
+        f"Among {_ranks(ranks)}, {_ranks(behind)} issued {least} collectives, rank {ahead} {most}: "
+        f"{_ranks(behind)} did not come to {what}."
+    ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+# -- rank ranges -----------------------------------------------------------------------------------
+# Ranks as ranges, in records and in messages: short, however many ranks there are.
+
+
+Ranges = Sequence[tuple[int, int]]
+"""First and last ranks of those without a gap."""
+
+_MOST_LISTED = 12
+
+
+def ranges_by_text(texts: Mapping[int, str]) -> list[tuple[str, Ranges]]:
+    """Each distinct text of ranks once, with the ranks that have it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return [(text, _ranges(ranks)) for text, ranks in ranks_of.items()]
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks for a message, ``0, 1, 4 to 9``; of many pieces the first, and how many ranks more."""
+    pieces: list[str] = []
+    left = 0
+    for first, last in _ranges(ranks):
+        if len(pieces) >= _MOST_LISTED:
+            left += last - first + 1
+        elif last - first > 1:
+            pieces.append(f"{first} to {last}")
+        else:
+            pieces += map(str, range(first, last + 1))
+    return ", ".join(pieces) + (f" and {left} more" if left else "")
+
+
+def _ranges(ranks: Iterable[int]) -> Ranges:
+    found: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1] = (found[-1][0], rank)
+        else:
+            found.append((rank, rank))
+    return found

@@ -16,15 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement.comparison import first_difference
-from fsdp_dynamo.agreement.failure_propagation import link_groups
-from fsdp_dynamo.agreement.gathering import exchange_texts
+from fsdp_dynamo.agreement.comparison import exchange_texts, first_difference
 from fsdp_dynamo.agreement.late_ranks import CAUSE, Awaited
-from fsdp_dynamo.agreement.linked_groups import linked_stores
-from fsdp_dynamo.agreement.notices import raise_on_all_ranks
+from fsdp_dynamo.agreement.notices import link_groups, linked_stores, raise_on_all_ranks
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.errors import DivergenceError, error_message
-from graph_passes.text.fingerprint import SEPARATOR, alone, describe_entry
+from graph_passes.text.listing import SEPARATOR, alone, describe_entry
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
@@ -34,7 +31,7 @@ def require_agreement(group: dist.ProcessGroup, fingerprint: str) -> None:
 
     Args:
         group: the group of the graph's first collective.
-        fingerprint: of the graph, from ``graph_passes.text.fingerprint``.
+        fingerprint: of the graph, from ``graph_passes.text.listing``.
 
     Raises:
         DivergenceError: on every rank, if one of them differs or has not come.

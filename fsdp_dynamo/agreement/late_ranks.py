@@ -12,24 +12,32 @@ late one is named in a warning, and waited for until the group's timeout. What e
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch._dynamo.callback import callback_handler  # no public API reports compilations
 
-from fsdp_dynamo.agreement import busy_ranks
 from fsdp_dynamo.agreement.collective_order import issued_by
-from fsdp_dynamo.agreement.linked_groups import linked_groups, linked_stores, stores_with
-from fsdp_dynamo.agreement.notices import raise_if_noticed
-from fsdp_dynamo.agreement.rank_ranges import Ranges, listed, ranges_by_text
+from fsdp_dynamo.agreement.flight_recorder import Ranges, listed, ranges_by_text
+from fsdp_dynamo.agreement.notices import (
+    linked_groups,
+    linked_stores,
+    raise_if_noticed,
+    stores_with,
+)
+from fsdp_dynamo.agreement.store import PREFIX, default_store
 from fsdp_dynamo.comm import collective_log, watchdog
-from fsdp_dynamo.comm.new_groups import group_timeout_s
-from fsdp_dynamo.comm.peer_failure import GONE, GONE_FIX, gone_ranks
+from fsdp_dynamo.comm.process_groups import group_timeout_s
+from fsdp_dynamo.comm.watchdog import GONE, GONE_FIX, gone_ranks
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
+from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 CAUSE = (
     "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "
@@ -119,7 +127,7 @@ class LateRanks:
             self._last_look = now
             self._raise_on_evidence(self._some_of(missing))
         shows_life = self._shows_life is not None and self._shows_life()
-        if shows_life or any(map(busy_ranks.is_busy, missing)):
+        if shows_life or any(map(is_busy, missing)):
             self._last_busy = now
         late_s = now - self._last_busy
         if late_s > self._timeout_s or now - self._began > self._limit_s:
@@ -177,7 +185,7 @@ class LateRanks:
 
     def _warn(self, missing: Sequence[int], late_s: float) -> None:
         first, others = missing[:_MAX_NAMED], missing[_MAX_NAMED:]
-        each = ", ".join(f"{rank} ({busy_ranks.process_of(rank)})" for rank in first)
+        each = ", ".join(f"{rank} ({process_of(rank)})" for rank in first)
         each += f", {listed(others)}" if others else ""
         warnings.warn(
             f"{self._awaited.name}: rank {dist.get_rank()} has waited {late_s:.0f} s for rank(s) "
@@ -238,3 +246,99 @@ def _key_in(packed: list[tuple[str, Ranges]], rank: int) -> str | None:
         if any(first <= rank <= last for first, last in ranges):
             return f"{key}{rank}" if key.endswith("/") else key
     return None
+
+
+# -- busy ranks ------------------------------------------------------------------------------------
+# Announcement of busy ranks: while a rank compiles, the others do not count it as late.
+
+
+_num_reasons = 0
+
+
+def _key(rank: int) -> str:
+    return f"{PREFIX}/busy/{rank}"
+
+
+def _publish(is_busy: bool) -> None:
+    store = default_store()
+    if store is None:
+        return
+    with suppress(RuntimeError):  # a store that is gone is no reason to fail a compilation
+        store.set(_key(dist.get_rank()), "1" if is_busy else "0")
+
+
+def publish_state() -> None:
+    """Write to the store whether this rank is busy, and which process it is."""
+    _publish(is_busy=_num_reasons > 0)
+    store = default_store()
+    if store is not None:
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        store.set(f"{PREFIX}/process/{dist.get_rank()}", process)
+
+
+def process_of(rank: int) -> str:
+    """The process and the host of a rank, in words."""
+    store, key = default_store(), f"{PREFIX}/process/{rank}"
+    return store.get(key).decode() if store.check([key]) else "of an unknown process"
+
+
+@untraced(UNDER_LOCK)
+def _begin(_: object = None) -> None:
+    global _num_reasons
+    _num_reasons += 1
+    if _num_reasons == 1:
+        _publish(is_busy=True)
+
+
+@untraced(UNDER_LOCK)
+def _end(_: object = None) -> None:
+    global _num_reasons
+    _num_reasons = max(0, _num_reasons - 1)
+    if _num_reasons == 0:
+        _publish(is_busy=False)
+
+
+def announce_compilations() -> None:
+    """Announce all compilations of this rank, until ``torch.compiler.reset`` ends that."""
+    if _end not in callback_handler.end_callbacks:
+        callback_handler.register_start_callback(_begin)
+        callback_handler.register_end_callback(_end)
+
+
+def announce_this_compilation() -> None:
+    """Announce the compilation in progress, if it is not announced yet."""
+    if _end not in callback_handler.end_callbacks:
+        announce_compilations()
+        _begin()
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """This rank is busy while the context is open: ranks that wait for it keep waiting."""
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """This rank waits for others and so is not busy, even while it compiles.
+
+    Otherwise two ranks that wait for each other would both count as making progress.
+    """
+    if _num_reasons:
+        _publish(is_busy=False)
+    try:
+        yield
+    finally:
+        if _num_reasons:
+            _publish(is_busy=True)
+
+
+def is_busy(rank: int) -> bool:
+    """Whether a rank has announced that it is busy."""
+    store = default_store()
+    key = _key(rank)
+    return bool(store.check([key])) and store.get(key) == b"1"

@@ -7,13 +7,20 @@ wait, and a rank that was busy meanwhile still raises it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement.linked_groups import Stores, stores_with
-from fsdp_dynamo.errors import DivergenceError, RankFailedError
+from fsdp_dynamo.agreement.collective_order import find_order_mismatch
+from fsdp_dynamo.agreement.flight_recorder import report_blocked
+from fsdp_dynamo.agreement.store import next_round, shared_store
+from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
 
 _REQUESTS = "requests"
 _KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
@@ -92,3 +99,123 @@ def raise_on_all_ranks(group: dist.ProcessGroup, error: DivergenceError) -> NoRe
     with suppress(dist.DistError):  # the store has gone with the rank that served it
         deliver(stores_with(group), error)
     raise error
+
+
+# -- failure propagation ---------------------------------------------------------------------------
+# Propagation of failures between groups: a notice for one group reaches all that share a rank.
+
+
+_MAX_SHOWN = 300
+"""Characters of an error that a notice shows."""
+
+
+def link_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let notices reach these groups and all groups that were linked before, and watch for them."""
+    stores = linked_stores()
+    for group in groups:
+        added = add_group(group)
+        if added is not None:
+            requests = Requests(added[0])
+            watched = Watched(
+                check=partial(_check, stores, *added),
+                ask=requests.make,
+                is_asked=requests.is_new,
+                report_blocked=report_blocked,
+            )
+            enable_watchdog(group, watched, _check_notices, _deliver)
+
+
+def announce_failure(error: BaseException) -> None:
+    """Post a notice to all linked groups that an exception ends this rank."""
+    if isinstance(error, DivergenceError) or not dist.is_initialized():
+        return  # the other ranks have a notice already, or cannot be reached
+    last = collective_log.latest()
+    message = error_message(
+        expected="all ranks to go on",
+        got=f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}",
+        where=f"rank {dist.get_rank()}" + (f" after {last.description()}" if last else ""),
+        fix="Look at the output of that rank, and start all ranks again.",
+    )
+    with suppress(dist.DistError):  # the store has gone with the rank that served it
+        _pass_on(linked_stores(), RankFailedError(message))
+
+
+def _deliver(error: DivergenceError) -> None:
+    deliver(linked_stores(), error)
+
+
+def _check_notices(_: dist.ProcessGroup) -> None:
+    """Raise for another rank's notice to any of the linked groups."""
+    for store in linked_stores().values():
+        raise_if_noticed(store)
+
+
+def _pass_on(stores: Stores, error: DivergenceError) -> None:
+    for store in stores.values():
+        post_notice(store, error)
+
+
+def _check(stores: Stores, store: Any, name: str, group: dist.ProcessGroup) -> None:
+    """Raise for another rank's notice, or for a mismatch in the order of a group's collectives."""
+    try:
+        for other in stores.values():
+            raise_if_noticed(other)
+        message = find_order_mismatch(group, store, name)
+        if message is not None:
+            raise DivergenceError(message)
+    except DivergenceError as error:
+        # Pass it on: this rank may be the only one that two groups have in common.
+        _pass_on(stores, error)
+        raise
+
+
+# -- linked groups ---------------------------------------------------------------------------------
+# The groups that are linked: a failure that is known in one of them reaches all of them.
+
+
+Stores = dict[tuple[int, ...], Any]
+"""Stores of groups, by their ranks."""
+
+_Names = WeakKeyDictionary[dist.ProcessGroup, tuple[str, tuple[int, ...]]]
+_names: WeakKeyDictionary[dist.ProcessGroup, _Names] = WeakKeyDictionary()
+"""Names and ranks of the linked groups, by default group. Torch's names are local to a rank, so
+groups of the same ranks are numbered."""
+
+_stores: WeakKeyDictionary[dist.ProcessGroup, Stores] = WeakKeyDictionary()
+"""Stores of the linked groups, by default group."""
+
+
+def add_group(group: dist.ProcessGroup) -> tuple[Any, str] | None:
+    """Link a group; returns its store and its name, the same on all of its ranks.
+
+    ``None``: it is linked already, has one rank, or no shared store.
+    """
+    store = shared_store(group)
+    default: Any = dist.group.WORLD
+    names = _names.setdefault(default, WeakKeyDictionary())
+    if store is None or group in names:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    linked_stores().setdefault(ranks, store)
+    name = str(next_round("group", ranks))
+    names[group] = name, ranks
+    return store, name
+
+
+def linked_stores() -> Stores:
+    """Stores of all linked groups, by ranks; none if there is no default group."""
+    default = dist.group.WORLD
+    return {} if default is None else _stores.setdefault(default, {})
+
+
+def stores_with(group: dist.ProcessGroup) -> Stores:
+    """Stores of all linked groups and of another group, which has a shared store."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return {ranks: shared_store(group), **linked_stores()}
+
+
+def linked_groups() -> list[tuple[dist.ProcessGroup, str, tuple[int, ...]]]:
+    """Linked groups, with their names and ranks."""
+    default: Any = dist.group.WORLD
+    names = _names.get(default)
+    return [] if names is None else [(group, *known) for group, known in list(names.items())]

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement import busy_ranks
-from fsdp_dynamo.agreement.comparison import awaited, difference
-from fsdp_dynamo.agreement.exchange import maximum_over
-from fsdp_dynamo.agreement.gathering import texts_over
+from fsdp_dynamo.agreement import late_ranks
+from fsdp_dynamo.agreement.comparison import awaited, difference, maximum_over, texts_over
 from fsdp_dynamo.agreement.store import agree_on_run_id, shared_store
 from fsdp_dynamo.errors import DivergenceError, RankFailedError
 from fsdp_dynamo.version import __version__
@@ -32,7 +30,7 @@ def begin_run(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None
     """
     new = [group for group in groups if agree_on_run_id(group, device)]
     if new:
-        busy_ranks.publish_state()
+        late_ranks.publish_state()
         _require_same_versions(new, device)
 
 

@@ -15,7 +15,7 @@
 Each rank writes and reads its own part of every tensor, through torch.distributed.checkpoint.
 """
 
-from fsdp_dynamo.checkpoint.coordination_group import set_arrival_timeout
+from fsdp_dynamo.checkpoint.coordination import set_arrival_timeout
 from fsdp_dynamo.checkpoint.directory import complete
 from fsdp_dynamo.checkpoint.loading import Loaded, load
 from fsdp_dynamo.checkpoint.saving import Saving, async_save, save

@@ -3,7 +3,7 @@
 ::
 
     run/
-        owner.json                    the run that saves there (owner.py)
+        owner.json                    the run that saves there (``coordination.Owner``)
         000001-step-100/              complete, as its name shows
         000002-step-200/
             manifest.json             contents: sizes, checksums, format (manifest.py)
@@ -28,7 +28,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from fsdp_dynamo.checkpoint.owner import claim
+from fsdp_dynamo.checkpoint.coordination import claim
 from fsdp_dynamo.errors import CheckpointError
 
 MANIFEST = "manifest.json"

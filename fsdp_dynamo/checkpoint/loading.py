@@ -13,18 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from fsdp_dynamo.checkpoint import auxiliary_states, manifest, saving, tensor_states
 from fsdp_dynamo.checkpoint import directory as folders
-from fsdp_dynamo.checkpoint.auxiliary_states import StatefulObject
-from fsdp_dynamo.checkpoint.integrity import require_checksums, require_complete_files
-from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.rank_coordination import (
+from fsdp_dynamo.checkpoint import manifest, saving, states
+from fsdp_dynamo.checkpoint.coordination import (
     RankCoordinator,
     coordinate_ranks,
     translate_dcp_errors,
 )
+from fsdp_dynamo.checkpoint.manifest import Manifest
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
-from fsdp_dynamo.checkpoint.storage_reader import LoadPlanner, Reader
+from fsdp_dynamo.checkpoint.states import StatefulObject
+from fsdp_dynamo.checkpoint.storage import (
+    LoadPlanner,
+    Reader,
+    require_checksums,
+    require_complete_files,
+)
 from fsdp_dynamo.errors import CheckpointError
 
 
@@ -97,8 +101,8 @@ def load(
     )
 
     def check() -> list[torch.optim.Optimizer]:
-        auxiliary_states.require_stateful(shared, "shared")
-        auxiliary_states.require_stateful(per_rank, "per_rank")
+        states.require_stateful(shared, "shared")
+        states.require_stateful(per_rank, "per_rank")
         return as_list(optimizers)
 
     optimizers = coordinator.run_locally(check)
@@ -113,10 +117,10 @@ def load(
     _load_tensors(coordinator, path, model, optimizers, shared_states["model"])
 
     def restore() -> None:
-        auxiliary_states.restore_states(shared, shared_states["shared"])
+        states.restore_states(shared, shared_states["shared"])
         if own_states is not None:
-            auxiliary_states.restore_states(per_rank, own_states["per_rank"])
-            auxiliary_states.set_random_state(own_states["random"])
+            states.restore_states(per_rank, own_states["per_rank"])
+            states.set_random_state(own_states["random"])
 
     coordinator.run_locally(restore)
     if not is_exact:
@@ -164,8 +168,8 @@ def _load_tensors(
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         return (
-            tensor_states.model_tensors(index, others, model),
-            tensor_states.allocate_optim_states(index, model, optimizers),
+            states.model_tensors(index, others, model),
+            states.allocate_optim_states(index, model, optimizers),
         )
 
     def read(state: dict[str, Any]) -> None:
@@ -183,9 +187,7 @@ def _load_tensors(
     if optimizers:
         coordinator.run_locally(lambda: read(optimizer_tensors))
         load_optimizers = coordinator.run_locally(
-            lambda: tensor_states.prepare_optimizer_load(
-                optimizer_tensors, index, model, optimizers
-            )
+            lambda: states.prepare_optimizer_load(optimizer_tensors, index, model, optimizers)
         )
     coordinator.run_locally(lambda: read(model_tensors))
     if load_optimizers is not None:
@@ -196,15 +198,15 @@ def _load_tensors(
             for optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
             raise
-    coordinator.run_locally(lambda: tensor_states.load_model(model_tensors, others, model))
+    coordinator.run_locally(lambda: states.load_model(model_tensors, others, model))
 
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
     """States shared by all ranks, and those of this rank (``None`` unless ``is_exact``)."""
-    shared = auxiliary_states.deserialize((path / folders.SHARED_FILE).read_bytes())
+    shared = states.deserialize((path / folders.SHARED_FILE).read_bytes())
     if not is_exact:
         return shared, None
-    return shared, auxiliary_states.deserialize((path / folders.rank_file(rank)).read_bytes())
+    return shared, states.deserialize((path / folders.rank_file(rank)).read_bytes())
 
 
 def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_dynamo.agreement.comparison import difference
-from fsdp_dynamo.checkpoint import auxiliary_states, manifest, tensor_states
 from fsdp_dynamo.checkpoint import directory as folders
-from fsdp_dynamo.checkpoint.auxiliary_states import StatefulObject
-from fsdp_dynamo.checkpoint.integrity import require_complete_files, require_readback
-from fsdp_dynamo.checkpoint.manifest import Manifest
-from fsdp_dynamo.checkpoint.rank_coordination import (
+from fsdp_dynamo.checkpoint import manifest, states
+from fsdp_dynamo.checkpoint.coordination import (
     RankCoordinator,
     coordinate_ranks,
     error_text,
     translate_dcp_errors,
 )
-from fsdp_dynamo.checkpoint.staging import in_host_memory
-from fsdp_dynamo.checkpoint.storage_reader import SavePlanner
-from fsdp_dynamo.checkpoint.storage_writer import Writer
-from fsdp_dynamo.checkpoint.throttle import Throttle
+from fsdp_dynamo.checkpoint.manifest import Manifest, Throttle
+from fsdp_dynamo.checkpoint.states import StatefulObject
+from fsdp_dynamo.checkpoint.storage import (
+    SavePlanner,
+    Writer,
+    require_complete_files,
+    require_readback,
+)
+from fsdp_dynamo.core.dtensors import local_of, with_local
 from fsdp_dynamo.errors import (
     CheckpointError,
     DivergenceError,
@@ -39,6 +45,7 @@ from fsdp_dynamo.errors import (
     FSDPValueError,
 )
 from fsdp_dynamo.state_dict import optim_state
+from fsdp_dynamo.state_dict.optim_state import copied
 
 _BACKGROUND_DUTY_CYCLE = 0.2
 """Fraction of one processor's time that writing in the background may use."""
@@ -212,19 +219,19 @@ def _prepare(
 
     def collect() -> _Content:  # without communication: a rank may fail alone
         _require_numbers(step, keep_last)
-        auxiliary_states.require_stateful(shared, "shared")
-        auxiliary_states.require_stateful(per_rank, "per_rank")
-        state, others = tensor_states.tensors_to_save(
+        states.require_stateful(shared, "shared")
+        states.require_stateful(per_rank, "per_rank")
+        state, others = states.tensors_to_save(
             model, as_list(optimizers), lambda *comparison: comparisons.append(comparison)
         )
-        shared_states = auxiliary_states.collect_states(shared)
-        own_states = auxiliary_states.collect_states(per_rank)
-        random_state = auxiliary_states.random_state()
+        shared_states = states.collect_states(shared)
+        own_states = states.collect_states(per_rank)
+        random_state = states.random_state()
         return _Content(
             step,
             in_host_memory(state) if copied else state,
-            auxiliary_states.serialize({"shared": shared_states, "model": others}),
-            auxiliary_states.serialize({"random": random_state, "per_rank": own_states}),
+            states.serialize({"shared": shared_states, "model": others}),
+            states.serialize({"random": random_state, "per_rank": own_states}),
             names,
         )
 
@@ -353,3 +360,39 @@ def _require_numbers(step: int, keep_last: int | None) -> None:
                 where=name,
                 fix="Nothing was written.",
             )
+
+
+# -- staging ---------------------------------------------------------------------------------------
+# Copies in host memory of what a checkpoint holds, so that training may go on.
+
+
+def in_host_memory(state: Any) -> Any:
+    """A copy of a nested state, with all of its tensors in host memory.
+
+    Tensors of a device are copied into pinned memory, which is kept as long as they live: the next
+    copy overwrites this one. It is complete when this returns, so no later write can get into it,
+    whoever makes it and on whichever stream.
+    """
+    elements: dict[Any, torch.Tensor] = {
+        id(leaf): local_of(leaf).detach() for leaf in tree_leaves(state) if _is_on_device(leaf)
+    }
+    staged: Any = _stager().stage(elements, non_blocking=True) if elements else {}
+    for device in {tensor.device for tensor in elements.values()}:
+        torch.accelerator.synchronize(device)
+
+    def in_host(leaf: Any) -> Any:
+        if id(leaf) not in staged:
+            return copied(leaf, to_cpu=True, is_deep=True)
+        values = staged[id(leaf)]
+        return with_local(leaf, values) if isinstance(leaf, DTensor) else values
+
+    return tree_map(in_host, state)
+
+
+def _is_on_device(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+
+
+@cache
+def _stager() -> StateDictStager:
+    return StateDictStager(pin_memory=torch.cuda.is_available())

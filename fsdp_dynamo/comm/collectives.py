@@ -32,7 +32,7 @@ from fsdp_dynamo.comm.point_to_point import Work
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.comm.watchdog import refusal_of
-from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
+from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
 from graph_passes.wire_format import WireFormat
 
 Transport = Literal["library", "all_to_all", "point_to_point"]

@@ -7,8 +7,7 @@ With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
     replica     0  0 | 1  1
 
 All-gathers and reduce-scatters stay inside a shard group; the results of the reduce-scatters are
-averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels
-(``hierarchy``).
+averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels below.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.comm.hierarchy import Hierarchy, hierarchy_of
-from fsdp_dynamo.comm.new_groups import new_group
+from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.errors import (
     FSDPStateError,
     FSDPTypeError,
@@ -351,4 +352,158 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+# -- new groups ------------------------------------------------------------------------------------
+# New process groups of some ranks of another one.
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The timeout that a group was created with, which no public API returns."""
+    backend = group._get_backend(group._device_types[0])
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
+
+
+def new_group(
+    of: Sequence[dist.ProcessGroup], ranks: Sequence[int], use: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group of this rank and others, who meet in groups that they are in already.
+
+    (``dist.new_group()`` waits for a rank that is gone until its timeout.)
+
+    Args:
+        of: groups of which every rank calls it, and that connect the ranks of the new one. It gets
+            the timeout of the first.
+        ranks: global ones of the new group, this rank among them.
+        use: what the group is for, as users know it.
+        backend: of the new group; ``None``: the default group's.
+
+    Raises:
+        RankFailedError: a rank is gone, or has not come within the timeout.
+    """
+    for group in of:
+        with watched(group, "barrier", use):
+            dist.barrier(group)
+    timeout = timedelta(seconds=group_timeout_s(of[0]))
+    with _unbound_default_group() as device:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout, backend, use_local_synchronization=True
+        )
+    made.bound_device_id = device  # barriers run there
+    return made
+
+
+@contextmanager
+def _unbound_default_group() -> Iterator[torch.device | None]:
+    """Hide the device of ``init_process_group(device_id=...)``; yields it.
+
+    Where it is set, torch splits the default group's communicator to make that of a new group. A
+    split needs every rank of the job, and only the ranks of the new group come here.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
+
+
+# -- hierarchy -------------------------------------------------------------------------------------
+# Two levels of ranks that share one sharding: inside nodes, and between them.
+#
+# With 2 nodes of 2 ranks::
+#
+#     rank              0    1   |   2    3       node    {0, 1} {2, 3}
+#     secondary shard   A    B   |   A    B       across  {0, 2} {1, 3}
+#     shard             A0   B0  |   A1   B1
+#
+#     a parameter       | A0 A1 | B0 B1 |
+#
+# Ranks of one position in their nodes hold a secondary shard together. Gathered among them, and
+# then inside a node, shards become the flat parameter in its order. So shards are numbered by
+# position first, by node second.
+#
+# Source: ZeRO++ (arXiv:2306.10209), whose secondary partition this is.
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """The two levels, as this rank is in them.
+
+    Attributes:
+        node: the ranks of its node.
+        across: the ranks of its position in all nodes.
+        shards: for each rank of the group of all of them, the shard that it holds.
+        grid: by position and node, the global ranks.
+    """
+
+    node: dist.ProcessGroup
+    across: dist.ProcessGroup
+    shards: tuple[int, ...]
+    grid: tuple[tuple[int, ...], ...]
+
+
+def hierarchy_of(
+    node: dist.ProcessGroup,
+    across: dist.ProcessGroup,
+    default: dist.ProcessGroup,
+) -> tuple[dist.ProcessGroup, Hierarchy]:
+    """The group of all ranks of both levels, and the levels; every rank must call it.
+
+    Args:
+        node: the ranks of this rank's node.
+        across: those of its position in all nodes.
+        default: the default group.
+
+    Raises:
+        FSDPValueError: the ranks form no regular grid.
+    """
+    grid = _grid(node, across)
+    ranks = sorted(rank for row in grid for rank in row)
+    if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < default.size():
+        raise FSDPValueError(
+            expected="nodes of equally many ranks, at equal distances: rank = node * ranks in a "
+            "node + position",
+            got=f"ranks {_in_words(node)} in a node and {_in_words(across)} between nodes, on rank "
+            f"{dist.get_rank()}",
+            where="HIERARCHICAL_SHARD",
+            fix="Create device_mesh with init_device_mesh(device, (nodes, ranks in a node)).",
+        )
+    number = {
+        rank: position * len(grid) + index
+        for index, row in enumerate(grid)
+        for position, rank in enumerate(row)
+    }
+    everyone = _group_of(ranks, default, [node, across])
+    shards = tuple(number[rank] for rank in ranks)
+    return everyone, Hierarchy(node, across, shards, tuple(zip(*grid, strict=True)))
+
+
+def _grid(node: dist.ProcessGroup, across: dist.ProcessGroup) -> list[list[int]]:
+    """Global ranks by node and position, as this rank's row and column continue."""
+    own = dist.get_rank()
+    return [[one + other - own for one in _in_words(node)] for other in _in_words(across)]
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""By default group and ranks: one serves all wrappers, as connections cost memory."""
+
+
+def _group_of(
+    ranks: Sequence[int], default: dist.ProcessGroup, levels: Sequence[dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    if len(ranks) == default.size():
+        return default
+    made = _groups.setdefault(default, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = new_group(levels, ranks, "the group of all nodes")
+    return made[tuple(ranks)]
+
+
+def _in_words(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)

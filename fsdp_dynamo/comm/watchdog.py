@@ -9,33 +9,259 @@ that last longer than a period, and closes a group's connections only when there
 ends the wait.
 
 On a device a wait holds a stream back, not the host. There the thread checks the groups whose
-streams stand still behind a wait (``device_waits``), and the next wait raises what it finds.
+streams stand still behind a wait (``DeviceWaits``), and the next wait raises what it finds.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp_dynamo.comm.collective_log import Entry, record
-from fsdp_dynamo.comm.device_waits import DeviceWaits
+from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry, record
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
-from fsdp_dynamo.comm.peer_failure import peer_failure_message
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
 from fsdp_dynamo.comm.streams import SideStreams
-from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError
+from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, error_message
+
+# -- peer failure ----------------------------------------------------------------------------------
+# Ranks that are gone, and error messages for collectives that failed because of another rank.
+
+
+_LATE = re.compile(r"[Tt]imed? ?out(?: waiting (\d+)ms)?")
+_GONE = re.compile(r"closed|reset by peer|Broken pipe|refused|unreachable", re.IGNORECASE)
+_PROBE_TAG = 0x0D000002
+
+GONE = "a closed connection"
+GONE_FIX = (
+    "It has ended or was killed (usually because it ran out of memory), or its machine is down: "
+    "look at the end of its output, then start all ranks again."
+)
+_FULL_PARAMS_FIX = " All ranks must call state_dict() and summon_full_params()."
+_ALONE_FIX = (
+    "It may not have called the model at all (if rank == 0: evaluate(model)): all ranks must, as a "
+    "forward gathers from all. Or it"
+)
+
+
+def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
+    """Those of some ranks to which a gloo group's connection is closed; of other groups none.
+
+    gloo notices at once when the process at the other end has ended, and says so to the next
+    operation. Here that is a receive for which nothing is ever sent, and nothing waits.
+
+    Args:
+        group: the connections are its own.
+        ranks: global ones, of the group, without this one.
+    """
+    return [rank for rank in ranks if _is_closed(group, dist.get_group_rank(group, rank))]
+
+
+def _is_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        group.recv([torch.empty(1)], rank, _PROBE_TAG)
+    except RuntimeError as error:
+        return _GONE.search(str(error)) is not None
+    return False
+
+
+def _only_one_gone(group: dist.ProcessGroup) -> int | None:
+    """The only rank of a group that is gone; ``None`` if there are others, or none."""
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    gone = gone_ranks(group, others)
+    return gone[0] if len(gone) == 1 else None
+
+
+def peer_failure_message(
+    error: RuntimeError, group: dist.ProcessGroup, peer: int | None, entry: Entry | None
+) -> str | None:
+    """The message for a peer that is late or gone; ``None`` if the error has another cause.
+
+    Args:
+        error: of the backend. gloo's errors differ only in their text.
+        group: of the collective.
+        peer: global rank at the other end; ``None``: all others are at the other end.
+        entry: the collective, if known.
+    """
+    is_full_params = entry is not None and entry.use == FULL_PARAMS
+    text = str(error)
+    late = _LATE.search(text)
+    if late is None and _GONE.search(text) is None:
+        return None
+    if late is not None:
+        within = f" within {int(late[1]) / 1000:g} s" if late[1] else " within the group's timeout"
+        got = f"nothing{within}"
+        begin = _ALONE_FIX if entry is not None and entry.use == "forward" else "It"
+        fix = (
+            f"{begin} is stopped, stuck, cut off, or waits for something else: look at its stack "
+            "(py-spy dump), then start all ranks again. If it is only slow, give the process group "
+            "a longer timeout."
+        )
+    else:
+        got, fix = GONE, GONE_FIX
+        peer = _only_one_gone(group) if peer is None else peer
+    return error_message(
+        expected=f"its part of {'a collective' if entry is None else entry.description()}",
+        got=got,
+        where="another rank" if peer is None else f"rank {peer}",
+        fix=fix + (_FULL_PARAMS_FIX if is_full_params else ""),
+        see="other-units-on-one-rank" if is_full_params else None,
+    )
+
+
+# -- device waits ----------------------------------------------------------------------------------
+# Waits of a device's streams, watched from another thread than the one that enqueues them.
+#
+# Behind each wait for a collective an event is recorded on the stream that waits. An event holds
+# no tensor; a backend's handle would keep the collective's output in memory, and what comes next
+# could not use it again. An event that is not reached says that the stream stands still or is
+# slow, not which: that is for the ranks to compare (``agreement.collective_order``).
+
+
+_LOOKS_UNTIL_OVERDUE = 3
+_LOOKS_UNTIL_BLOCKED = 3
+
+
+class Reachable(Protocol):
+    """A point on a stream."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the stream has come there; asking does not block."""
+
+
+class _Pending:
+    """Points of one group's waits that are not reached yet, oldest first.
+
+    Attributes:
+        run: the default group that its ranks are of.
+    """
+
+    def __init__(self) -> None:
+        self.run = _current_run()
+        self.points: deque[Reachable] = deque()
+        self._oldest: Reachable | None = None
+        self._num_looks = 0
+
+    def is_overdue(self) -> bool:
+        """Whether the oldest has been the same for some looks; drops those that are reached."""
+        try:
+            while self.points and self.points[0].is_reached:
+                self.points.popleft()
+        except RuntimeError:  # the device has failed, which it tells the main thread itself
+            self.points.clear()
+        oldest = self.points[0] if self.points else None
+        is_same = oldest is not None and oldest is self._oldest
+        self._num_looks = self._num_looks + 1 if is_same else 0
+        self._oldest = oldest
+        return self._num_looks >= _LOOKS_UNTIL_OVERDUE
+
+
+def _current_run() -> weakref.ref[dist.ProcessGroup] | None:
+    world = dist.group.WORLD
+    return None if world is None else weakref.ref(world)
+
+
+class DeviceWaits:
+    """All waits of streams for collectives, by group, and the error that ends them.
+
+    The thread that enqueues adds points; another one looks at them from time to time. Groups are
+    not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._pending: WeakKeyDictionary[dist.ProcessGroup, _Pending] = WeakKeyDictionary()
+        self._lock = threading.Lock()  # of the keys
+        self._failure: DivergenceError | None = None
+        self._report: Callable[[DivergenceError], None] | None = None
+        self._run: weakref.ref[dist.ProcessGroup] | None = None
+        self._looks_since_failure = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look at."""
+        run = _current_run()
+        pending = [one for one in self._all().values() if one.run == run]
+        return self._looks_since_failure > 0 or any(one.points for one in pending)
+
+    def add(self, group: dist.ProcessGroup, point: Reachable) -> None:
+        """Watch a point behind a wait for one of a group's collectives."""
+        pending = self._pending.get(group)
+        if pending is None:
+            with self._lock:
+                pending = self._pending[group] = _Pending()
+        pending.points.append(point)
+
+    def _all(self) -> dict[dist.ProcessGroup, _Pending]:
+        with self._lock:
+            return dict(self._pending)
+
+    def look(self) -> list[tuple[dist.ProcessGroup, bool]]:
+        """All groups, and whether a stream waits for one of them that has not moved for some looks.
+
+        (A group of which nothing is pending may be one for which another rank waits.) Groups that
+        were destroyed are left out: there may be no store any more. None after a failure.
+        """
+        run = _current_run()
+        if self._failure is not None and self._run == run:
+            return []
+        now = [(group, pending) for group, pending in self._all().items() if pending.run == run]
+        return [(group, pending.is_overdue()) for group, pending in now]
+
+    # -- the error -----------------------------------------------------------------------------
+
+    def fail(self, error: DivergenceError, report: Callable[[DivergenceError], None]) -> None:
+        """Raise an error at the next wait, whatever its group. What is pending is given up.
+
+        Args:
+            error: what was found.
+            report: called with it if there is no next wait.
+        """
+        self._failure, self._report, self._run = error, report, _current_run()
+        self._looks_since_failure = 1
+        for pending in self._all().values():
+            pending.points.clear()
+
+    def raise_if_failed(self) -> None:
+        """Raise what ``fail`` was given for the ranks of this run, anew at each call.
+
+        Raises:
+            DivergenceError: what was found.
+        """
+        if self._failure is None:
+            return
+        self._looks_since_failure = 0
+        if self._run == _current_run():
+            raise type(self._failure)(str(self._failure))
+        self._failure = None  # of groups that were destroyed
+
+    def report_if_blocked(self) -> None:
+        """Look: report an error that no wait has raised for some looks, once."""
+        if self._looks_since_failure == 0:
+            return
+        self._looks_since_failure += 1
+        if self._looks_since_failure > _LOOKS_UNTIL_BLOCKED:
+            self._looks_since_failure = 0
+            if self._failure is not None and self._report is not None:
+                self._report(self._failure)
+
+
+# -- watchdog --------------------------------------------------------------------------------------
+
 
 PERIOD_S = 1.0
 STORE_TIMEOUT_S = 5.0

@@ -9,23 +9,26 @@ have its dimensions too, as FSDP2 has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_dynamo.comm.hierarchy import Hierarchy
-from fsdp_dynamo.core.layout.flat_layout import ShardRange
-from fsdp_dynamo.core.tensor_parallel import TensorParallel
-from fsdp_dynamo.core.whole_dtensor import whole_of
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.comm.process_groups import Hierarchy
+from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.flat_layout import ShardRange
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
+from fsdp_dynamo.module_tree import UnitPaths
 
 _new: Any = DTensor.__new__
 
@@ -211,3 +214,214 @@ def _kept(meshes: _Meshes, group: dist.ProcessGroup, make: Callable[[], DeviceMe
         mesh = make()
         meshes[group] = ref(mesh)
     return mesh
+
+
+# -- tensor parallel -------------------------------------------------------------------------------
+# Parameters that tensor parallelism has split already: DTensors inside units.
+#
+# ``parallelize_module`` on one dimension of a mesh leaves DTensors; a unit shards their local
+# tensors over another dimension::
+#
+#                  tp 0        tp 1
+#     dp 0     W[:4] [0:8]   W[4:] [0:8]      a row of the mesh holds all of W,
+#     dp 1     W[:4] [8:16]  W[4:] [8:16]     a column shards one local tensor
+#
+# The parameter that optimizers see is a DTensor on both dimensions. While the unit is unsharded,
+# its modules see a DTensor over the whole local tensor.
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """How one parameter is split over the ranks of another mesh than the unit's.
+
+    Attributes:
+        mesh: those ranks.
+        placements: one a dimension of the mesh.
+        shape: of the whole parameter.
+        stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        """Groups of ranks are shared between copies."""
+        return self
+
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor over a whole local tensor; differentiable."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, a plain tensor; every rank of the mesh must call it."""
+        copy = local.detach().clone()  # what is not split would come back as it is
+        return whole_of(self.as_dtensor(copy))
+
+    def local(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's local tensor of a whole parameter; no communication."""
+        split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
+        return split.to_local()
+
+    def num_pieces(self, dim: int) -> int:
+        """Into how many pieces it is split along a dimension."""
+        split = [i for i, placement in enumerate(self.placements) if placement.is_shard(dim)]
+        return math.prod(self.mesh.size(i) for i in split)
+
+    @property
+    def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which its elements are spread: those of a sum over all of them."""
+        split = [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
+        return tuple(self.mesh.get_group(i) for i in split)
+
+
+def check_parallel(
+    param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None
+) -> None:
+    """Raise if a parameter is a DTensor that a unit of these groups cannot shard.
+
+    Args:
+        mesh: of the DTensors that the unit's parameters become; ``None``: one that is made.
+    """
+    if not isinstance(param, DTensor):
+        return
+    where = f"parameter '{fqn}'"
+    if any(placement.is_partial() for placement in param.placements):
+        raise UnsupportedError(
+            expected="a DTensor that is split or replicated",
+            got=str(param.placements),
+            where=where,
+            fix="Redistribute it first.",
+        )
+    own = set(map(int, param.device_mesh.mesh.flatten()))
+    for group in groups:
+        shared = own & set(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise FSDPValueError(
+                expected="a DTensor whose mesh shares one rank with the unit's groups",
+                got=f"ranks {sorted(shared)} in both",
+                where=where,
+                fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
+                "...), then FSDP(model, device_mesh=mesh['dp']).",
+            )
+    if mesh is None or not _have_one_root(mesh, param.device_mesh):
+        raise FSDPValueError(
+            expected="a unit on named dimensions of the mesh that tensor parallelism uses: its "
+            "DTensors have both",
+            got="a process_group" if mesh is None else str(mesh),
+            where=where,
+            fix="Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and shard with "
+            "device_mesh=mesh['dp'] (fully_shard: mesh=mesh['dp']).",
+        )
+
+
+def _have_one_root(*meshes: DeviceMesh) -> bool:
+    """Whether meshes are dimensions of one, by name."""
+    roots = {mesh._get_root_mesh() for mesh in meshes}
+    return len(roots) == 1 and all(mesh.mesh_dim_names for mesh in meshes)
+
+
+def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) -> None:
+    """Raise if one of the parameters, by FQN, is split by tensor parallelism too."""
+    for fqn, parallel in parameters.items():
+        if parallel is not None:
+            raise UnsupportedError(
+                expected="parameters that no tensor parallelism has split",
+                got=f"one of placements {parallel.placements}",
+                where=f"{what}, parameter '{fqn}'",
+                fix="Use state_dict(), which gives whole tensors, and load_state_dict().",
+            )
+
+
+def as_local_parameter(param: nn.Parameter) -> tuple[nn.Parameter, TensorParallel | None]:
+    """A plain parameter for a DTensor's local tensor, and how the whole is split."""
+    if not isinstance(param, DTensor):
+        return param, None
+    spec = TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
+    local = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+    hand_over_hooks(param, local)
+    return local, spec
+
+
+# -- whole dtensor ---------------------------------------------------------------------------------
+# The whole tensor of a DTensor of torch's own, whose collectives are torch's.
+
+
+_USE = "a DTensor of torch's"
+
+
+def whole_of(value: Any) -> torch.Tensor:
+    """The whole tensor of a ``DTensor``, without a gradient; every rank of its mesh must call it.
+
+    The wait ends when another rank fails, if the mesh has one dimension: of several groups, only
+    one could be watched at a time.
+
+    Raises:
+        DivergenceError: another rank has posted a notice.
+        RankFailedError: a rank is gone, or has not come within the group's timeout.
+    """
+    mesh = value.device_mesh
+    watch = watched(mesh.get_group(), "all_gather", _USE, value.numel()) if mesh.ndim == 1 else None
+    with watch or nullcontext():
+        return cast(torch.Tensor, value.detach().full_tensor())
+
+
+# -- gradient hooks --------------------------------------------------------------------------------
+# Users' gradient hooks of original parameters: run, or refused.
+#
+# Autograd never sees an original parameter: modules hold views of the unsharded flat parameter in
+# its place. Hooks that want an accumulated gradient run when the reduced one is in ``.grad``.
+# Hooks that want to change a gradient on its way would get this rank's, before the mean: there is
+# none.
+
+
+def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None:
+    """Raise for a parameter with hooks of ``register_hook()``.
+
+    Args:
+        param: an original parameter.
+        paths: of its unit, for messages.
+        fqn: its own, relative to the unit.
+
+    Raises:
+        FSDPStateError: it has one.
+    """
+    if param._backward_hooks:
+        raise FSDPStateError(
+            expected="hooks of register_post_accumulate_grad_hook() on a parameter",
+            got="one of register_hook()",
+            where=f"parameter '{paths.fqn_of(fqn)}'",
+            fix="Register it with register_post_accumulate_grad_hook(), and change p.grad there: "
+            "this rank's part of the mean over ranks.",
+        )
+
+
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration.
+
+    Then the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step. It has
+    given them to the parameter, and a hook to an autograd node that is in no graph here.
+    """
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(param)
+    optimizers = getattr(param, "_in_backward_optimizers", ())
+    if optimizers and param.grad is not None:
+        for optimizer in optimizers:
+            optimizer.step()
+        param.grad = None
+
+
+def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let a parameter in the place of another have its hooks; their handles hold for both."""
+    hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks:
+        new._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]

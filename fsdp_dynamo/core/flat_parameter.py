@@ -41,20 +41,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_dynamo.api import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.collectives import all_gather
 from fsdp_dynamo.comm.gather_plan import GatherPlan
-from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.in_flight import InFlight
-from fsdp_dynamo.comm.process_groups import Groups, served_device
+from fsdp_dynamo.comm.process_groups import Groups, Hierarchy, served_device
 from fsdp_dynamo.comm.streams import StreamEvent, side_streams
-from fsdp_dynamo.config import CollectivePrecision, MixedPrecision
 from fsdp_dynamo.core.accumulation import UnshardedSum
-from fsdp_dynamo.core.dtensors import Placing, mesh_of, mesh_of_levels
-from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks, run_post_accumulate_hooks
-from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, has_value, make_layout
+from fsdp_dynamo.core.dtensors import (
+    Placing,
+    mesh_of,
+    mesh_of_levels,
+    refuse_tensor_hooks,
+    run_post_accumulate_hooks,
+)
+from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, has_value, make_layout
 from fsdp_dynamo.core.module_parameters import ModuleParameters, note_version, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.core.wires import Wires, wires_of
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
@@ -603,3 +607,74 @@ class FlatParameter:
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.make_buffer()
         self.point_originals_to_shard()
+
+
+# -- wires -----------------------------------------------------------------------------------------
+# Formats in which the collectives of a flat parameter travel.
+
+
+class Wires(NamedTuple):
+    """Formats in which shards travel; ``None``: as they are.
+
+    Attributes:
+        gather: of the shards of a flat parameter.
+        reduce: of those of its gradient.
+        replicas: of gradients that replicas average.
+    """
+
+    gather: WireFormat | None = None
+    reduce: WireFormat | None = None
+    replicas: WireFormat | None = None
+
+
+_AS_THEY_ARE = Wires()
+
+
+def wires_of(
+    precision: CollectivePrecision | None,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    is_sharded: bool,
+) -> Wires:
+    """The formats that a user asked for, of a flat parameter of these dtypes."""
+    if precision is None:
+        return _AS_THEY_ARE
+    of_replicas = precision.wire_of("all_reduce", reduce_dtype)
+    if not is_sharded:
+        return Wires(replicas=of_replicas)
+    return Wires(
+        precision.wire_of("all_gather", param_dtype),
+        precision.wire_of("reduce_scatter", reduce_dtype),
+        of_replicas,
+    )
+
+
+# -- shard conversion ------------------------------------------------------------------------------
+# A shard of parts, and a whole tensor of shards.
+
+
+def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A shard ``(shard_numel,)`` of tensors of one dtype, as large as this rank's parts, on the
+    device where collectives work; zero where there is none."""
+    dtypes = {local.dtype for local in locals_ if local is not None} or {flat.dtype}
+    assert len(dtypes) == 1, f"tensors of one dtype, got {dtypes}"
+    shard = torch.zeros(flat.layout.shard_numel, dtype=dtypes.pop(), device=flat.device)
+    for place, local in zip(flat.shard_layout.split(shard), locals_, strict=True):
+        if local is not None:
+            place.copy_(local)
+    return shard
+
+
+def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
+    """The tensor ``(padded_numel,)`` of every rank's shard; where nothing is sharded, the shard."""
+    if not flat.is_sharded:
+        return shard
+    unsharded = shard.new_empty(flat.layout.padded_numel)
+    hierarchy, group, plan = flat.groups.hierarchy, flat.group, flat.layout.plan
+    if hierarchy is not None:
+        secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
+        all_gather(secondary, shard, hierarchy.across, flat.unit_fqn, plan)
+        shard, group = secondary, hierarchy.node
+        plan = plan.scaled(hierarchy.across.size())
+    all_gather(unsharded, shard, group, flat.unit_fqn, plan)
+    return unsharded

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from fsdp_dynamo.api import MixedPrecision
 from fsdp_dynamo.comm.gather_plan import GatherPlan, plan_of
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.streams import side_streams
-from fsdp_dynamo.config import MixedPrecision
 from fsdp_dynamo.core.dtensors import local_of, mesh_of
+from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, size_per_rank
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.layout.flat_layout import ALIGN_BYTES, size_per_rank
 from fsdp_dynamo.core.module_parameters import note_version, set_readable, set_version
 from fsdp_dynamo.core.original_parameter import wraps_one
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError

@@ -12,9 +12,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from fsdp_dynamo.core.dtensors import Placing, local_of, move_to
-from fsdp_dynamo.core.gradient_hooks import hand_over_hooks
-from fsdp_dynamo.core.tensor_parallel import TensorParallel, as_local_parameter
+from fsdp_dynamo.core.dtensors import (
+    Placing,
+    TensorParallel,
+    as_local_parameter,
+    hand_over_hooks,
+    local_of,
+    move_to,
+)
 from fsdp_dynamo.errors import FSDPStateError
 
 _OWNER = "_fsdp_dynamo_owner"

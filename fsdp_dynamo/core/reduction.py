@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import GatherPlan
-from fsdp_dynamo.comm.hierarchy import Hierarchy
 from fsdp_dynamo.comm.in_flight import InFlight
+from fsdp_dynamo.comm.process_groups import Hierarchy
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, side_streams
 from fsdp_dynamo.core.flat_parameter import FlatParameter, UnshardedGrad
 from graph_passes.markers import NO_VALUE

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import events
-from fsdp_dynamo.comm import collectives
-from fsdp_dynamo.comm.hierarchy import Hierarchy
-from fsdp_dynamo.comm.in_flight import InFlight
-from fsdp_dynamo.comm.process_groups import Groups
-from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
@@ -31,11 +27,14 @@ from fsdp_dynamo.config import (
     ShardingStrategy,
     StateDictSettings,
 )
+from fsdp_dynamo.comm import collectives
+from fsdp_dynamo.comm.in_flight import InFlight
+from fsdp_dynamo.comm.process_groups import Groups, Hierarchy
+from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
+from fsdp_dynamo.core.accumulation import UnitSettings
 from fsdp_dynamo.core.flat_parameter import FlatParameter, Piece
-from fsdp_dynamo.core.late_parameters import LateParameterCheck
+from fsdp_dynamo.core.module_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.core.training_state import StateMachine, UnitState
-from fsdp_dynamo.core.unit_settings import UnitSettings
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.wire_format import WireFormat
@@ -541,3 +540,106 @@ class Unit:
     def originals(self) -> list[OriginalParameter]:
         """All original parameters of the unit."""
         return [original for flat in self.flats for original in flat.originals]
+
+
+# -- training state --------------------------------------------------------------------------------
+# Training states of units and roots, and the one table of legal transitions.
+
+
+class UnitState(Enum):
+    """What a unit is doing.
+
+    - ``IDLE``: sharded (unless its strategy keeps it unsharded until the backward).
+    - ``FORWARD``: unsharded, inside its forward.
+    - ``BACKWARD_PRE``: unsharded, its backward runs.
+    - ``BACKWARD_POST``: resharded, its gradient is being reduced.
+    - ``SUMMON_FULL_PARAMS``: unsharded on the user's request.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every hook looks a state up
+
+
+class RootState(Enum):
+    """What a root is doing.
+
+    - ``IDLE``: nothing, or it waits for the backward of a forward that has ended.
+    - ``FORWARD``: the outermost forward runs.
+    - ``BACKWARD``: the engine runs; recomputed forwards are part of it.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+    __hash__ = object.__hash__
+
+
+_U = UnitState
+_R = RootState
+
+# (from, to); `_HINTS` says what the user most likely did where a transition is illegal.
+_LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
+    {
+        (_U.IDLE, _U.FORWARD),
+        (_U.FORWARD, _U.IDLE),
+        (_U.IDLE, _U.BACKWARD_PRE),
+        (_U.BACKWARD_PRE, _U.BACKWARD_PRE),  # the backward of a second forward call began
+        (_U.BACKWARD_PRE, _U.BACKWARD_POST),
+        (_U.IDLE, _U.BACKWARD_POST),  # none of the outputs carried a hook
+        (_U.BACKWARD_POST, _U.BACKWARD_PRE),  # a second forward call of the same step
+        (_U.BACKWARD_POST, _U.FORWARD),  # one is recomputed: activation checkpointing around it
+        (_U.BACKWARD_POST, _U.BACKWARD_POST),
+        (_U.BACKWARD_POST, _U.IDLE),
+        (_U.BACKWARD_PRE, _U.IDLE),  # no parameter of the unit took part in the backward
+        (_U.IDLE, _U.IDLE),
+        (_U.IDLE, _U.SUMMON_FULL_PARAMS),
+        (_U.SUMMON_FULL_PARAMS, _U.IDLE),
+        (_R.IDLE, _R.FORWARD),
+        (_R.FORWARD, _R.IDLE),
+        (_R.IDLE, _R.BACKWARD),
+        (_R.BACKWARD, _R.IDLE),
+    }
+)
+
+_HINTS: dict[Enum, str] = {
+    _U.FORWARD: "Do not call a unit from inside its own forward or its backward.",
+    _U.BACKWARD_PRE: "Do not call backward() inside the forward of a wrapped module.",
+    _U.BACKWARD_POST: "Do not call backward() inside the forward of a wrapped module.",
+    _U.SUMMON_FULL_PARAMS: "Ask for full parameters or a state dict between two steps only.",
+    _R.FORWARD: "Do not call a unit from inside its own forward or its backward.",
+    _R.BACKWARD: "Do not call backward() inside the forward of a wrapped module.",
+    _U.IDLE: "Leave the context manager that summoned the parameters first.",
+    _R.IDLE: "Let the forward or backward that runs end first.",
+}
+
+StateT = TypeVar("StateT", UnitState, RootState)
+
+
+class StateMachine(Generic[StateT]):
+    """One state; ``advance`` checks the table, ``reset`` does not."""
+
+    def __init__(self, initial: StateT, fqn: str) -> None:
+        self.state: StateT = initial
+        self.fqn = fqn
+        self._initial: StateT = initial
+
+    def advance(self, wanted: StateT) -> None:
+        """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such transition."""
+        if (self.state, wanted) not in _LEGAL:
+            raise FSDPStateError(
+                expected=f"a state from which {wanted.name} can be reached",
+                got=f"{self.state.name} -> {wanted.name}",
+                where=unit_name(self.fqn),
+                fix=_HINTS[wanted],
+            )
+        self.state = wanted
+
+    def reset(self) -> None:
+        """Back to the initial state, after an error or at the end of a pass."""
+        self.state = self._initial

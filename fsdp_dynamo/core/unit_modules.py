@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.module_tree import unit_modules, wrapper_of
+from fsdp_dynamo.pytree import tensors_of
 
 
 class UnitModuleProtocol(Protocol):
@@ -98,3 +100,58 @@ def units_in(module: nn.Module) -> list[Unit]:
     outer = [] if wrapper is None else [wrapper]
     found: list[UnitModuleProtocol] = [*outer, *(m for _, m in unit_modules(module))]
     return list(dict.fromkeys(unit_module._fsdp_unit for unit_module in found))
+
+
+# -- preserve state --------------------------------------------------------------------------------
+# Steps that leave no trace: gradients, buffers and random states are restored, no hooks called.
+
+
+@contextmanager
+def preserve_state(module: nn.Module, units: Sequence[Unit], values: Any = ()) -> Iterator[None]:
+    """Begin without gradients; restore gradients, buffers and random states at the end.
+
+    Args:
+        module: owner of the parameters and buffers.
+        units: of the module.
+        values: inputs, whose gradients are restored too.
+    """
+    leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
+    holders = dict.fromkeys([*module.parameters(), *leaves])
+    flats = [flat for unit in units for flat in unit.flats]
+    sums = [(flat, flat.grad_sum.take()) for flat in flats]  # of steps under no_sync()
+    grads = [(holder, holder.grad) for holder in holders]
+    buffers = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    values_of_buffers = [None if b is None else b.detach().clone() for _, _, b in buffers]
+    devices = [d for d in {unit.device for unit in units} if d is not None and d.type != "cpu"]
+    try:
+        with torch.random.fork_rng(devices):
+            clear_gradients(holders, units)
+            for flat in flats:
+                flat.runs_hooks = False  # they may run an optimizer
+            yield
+    finally:
+        clear_gradients(holders, units)
+        for flat in flats:
+            flat.runs_hooks = True
+        for holder, grad in grads:
+            holder.grad = grad
+        for flat, total in sums:
+            if total is not None:
+                flat.grad_sum.put(total)
+        with torch.no_grad():
+            for (owner, name, buffer), before in zip(buffers, values_of_buffers, strict=True):
+                owner._buffers[name] = buffer
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+
+
+def clear_gradients(
+    holders: Sequence[torch.Tensor] | dict[Any, None], units: Sequence[Unit]
+) -> None:
+    """Drop gradients of tensors, and those of units that wait for a reduction."""
+    for holder in holders:
+        holder.grad = None
+    for unit in units:
+        for flat in unit.flats:
+            flat.grad_sum.take()
+            flat.grad_sum.accumulation.refresh()

@@ -21,15 +21,20 @@ state dict has plain names, so it must also load them; there is no hook on a cla
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
+from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
+import torch._functorch.config
+from torch._C import _functorch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._C._functorch import TransformType
 from torch._dynamo.eval_frame import (
     OptimizedModule,
     cached_backends,
@@ -37,7 +42,14 @@ from torch._dynamo.eval_frame import (
     skip_code,
 )
 from torch._dynamo.exc import PackageError
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
+)
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
@@ -486,3 +498,97 @@ def _load_plain_names(
 
 
 OptimizedModule._load_from_state_dict = _load_plain_names  # type: ignore[method-assign,assignment]
+
+
+# -- donations -------------------------------------------------------------------------------------
+# Saved tensors that compiled backwards may overwrite: none.
+
+
+@contextmanager
+def nothing_donated() -> Iterator[None]:
+    """Let no backward of what is compiled inside write into what its forward has saved.
+
+    AOTAutograd numbers the saved tensors that nothing else reads, and Inductor reuses their memory.
+    It takes the numbers from the tracing context, which is that of the whole graph: those of one
+    segment or stretch are, in another one, a parameter or a buffer. With AOTAutograd's setting
+    ``donated_buffer`` off, a backward would refuse to be retained: so it finds nothing to donate.
+    Saved-tensor hooks that are graphs would then apply to nothing by AOTAutograd's default, which
+    is what is donated; so they apply to all that is saved, as in eager.
+    """
+    mode = torch._functorch.config.saved_tensors_hooks_filtering_mode
+    with (
+        patch.object(graph_compile, "collect_bw_donated_buffer_idxs", _none_found),
+        torch._functorch.config.patch(
+            saved_tensors_hooks_filtering_mode="all" if mode == "donated" else mode
+        ),
+    ):
+        yield
+
+
+def _none_found(*_: Any) -> list[int]:
+    return []
+
+
+# -- garbage ---------------------------------------------------------------------------------------
+# Garbage collection while a graph is traced and compiled.
+
+
+_THRESHOLDS = (50_000, 50, 100)
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """Let Python look for garbage seldom.
+
+    Tracing and compiling make a graph of objects of which nearly all stay, and a full collection
+    visits each of them: with 64 blocks that took 1.5 s. Thresholds that are higher already stay,
+    and so does a collector that is off.
+    """
+    before = gc.get_threshold()
+    if before[0] == 0:
+        yield
+        return
+    gc.set_threshold(*(max(pair) for pair in zip(before, _THRESHOLDS, strict=True)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+# -- transforms ------------------------------------------------------------------------------------
+# ``torch.func``'s transforms around a unit: its collectives, views and hooks are outside of them.
+#
+# Inside, new tensors are wrappers without memory that could be sent, and hooks would be on
+# wrappers that an outer backward never sees.
+
+
+_NOTHING = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Leave all transforms that are active while open."""
+    if _functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    return temporarily_clear_interpreter_stack()
+
+
+def is_in_reverse_mode() -> bool:
+    """Whether ``torch.func.grad``, ``vjp`` or ``jacrev`` is active, whose backward is its own."""
+    return _functorch.peek_interpreter_stack() is not None and any(
+        one.key() == TransformType.Grad for one in retrieve_all_functorch_interpreters()
+    )
+
+
+def below_transforms(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of the outer graph that a tensor consists of: its value, and a tangent in ``jvp``."""
+    top = _functorch.peek_interpreter_stack()
+    if top is None or not _functorch.is_functorch_wrapped_tensor(tensor):
+        return [tensor]
+    found = [tensor]
+    if _functorch.maybe_get_level(tensor) == top.level():
+        if top.key() == TransformType.Jvp:
+            tangent = forward_ad.unpack_dual(tensor).tangent  # its primal is another view
+            found += [] if tangent is None else [tangent]
+        found = [_functorch.get_unwrapped(one) for one in found]
+    with temporarily_pop_interpreter_stack():
+        return [below for one in found for below in below_transforms(one)]

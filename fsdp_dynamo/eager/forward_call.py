@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,13 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.module_parameters import put_version_back
 from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.dynamo.private_api import never_compiled_itself
 from fsdp_dynamo.eager.end_of_calls import EndOfCalls, sums
 from fsdp_dynamo.steps import NO_GRAPH_TASK, Step, current_step
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
@@ -144,3 +149,32 @@ class _UnshardedViews(torch.autograd.Function):
             call = ctx.call() or ForwardCall(unit, unit.trainable)
             schedule.post_backward(call, grads)
         return None, None, None
+
+
+# -- parametrizations ------------------------------------------------------------------------------
+# Parametrizations that a forward registers on the views that its modules hold.
+#
+# ``ParametrizationList`` calls ``set_()`` on the view, with itself. That writes nothing, but
+# counts as a write, after which autograd refuses all views of the buffer: its version is put
+# back.
+
+
+@functools.cache
+def let_forwards_register_parametrizations() -> None:
+    """Let parametrizations be registered on views, from now on.
+
+    Graphs of other models in which buffers are registered go through the hook and stay whole.
+    """
+    register_module_buffer_registration_hook(_buffer_registered)
+
+
+@never_compiled_itself
+def _buffer_registered(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    if type(module) is ParametrizationList and tensor is not None:
+        _registered(tensor)
+
+
+@untraced("Dynamo traces no registration of a parametrization")
+def _registered(tensor: torch.Tensor) -> None:
+    if tensor._base is not None:
+        put_version_back(tensor._base)

@@ -15,10 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_dynamo.comm.profiler_ranges import profiler_range
-from fsdp_dynamo.core.training_state import UnitState
-from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.dynamo.private_api import refuse_tracers, with_side_effects
-from fsdp_dynamo.dynamo.transforms import below_transforms, is_in_reverse_mode, outside_transforms
+from fsdp_dynamo.core.unit import Unit, UnitState
+from fsdp_dynamo.dynamo.private_api import (
+    below_transforms,
+    is_in_reverse_mode,
+    outside_transforms,
+    refuse_tracers,
+    with_side_effects,
+)
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.views_while_traced import shared_inputs, views_while_traced

@@ -18,19 +18,18 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import events, steps
-from fsdp_dynamo.config import BackwardPrefetch
+from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
-from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
-from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit import RootState, StateMachine, Unit, UnitState
 from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
-from fsdp_dynamo.eager.calls_in_a_row import CallsInARow
-from fsdp_dynamo.eager.end_of_calls import EndOfCalls
+from fsdp_dynamo.eager.end_of_calls import CallsInARow, EndOfCalls
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
-from fsdp_dynamo.eager.forward_call import ForwardCall, begin_call
-from fsdp_dynamo.eager.parametrizations import let_forwards_register_parametrizations
-from fsdp_dynamo.eager.planner_only import no_planner_error, unit_with_planner
-from fsdp_dynamo.eager.secondary_shards import SecondaryShards
+from fsdp_dynamo.eager.forward_call import (
+    ForwardCall,
+    begin_call,
+    let_forwards_register_parametrizations,
+)
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.steps import NO_GRAPH_TASK, current_graph_task
@@ -503,4 +502,89 @@ def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
         where=unit_name(unit.fqn),
         fix="Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
         "create_graph=True), and call backward() without create_graph.",
+    )
+
+
+# -- secondary shards ------------------------------------------------------------------------------
+# When the secondary shards of a root's units are gathered between nodes, and when they are freed.
+#
+# They live from the beginning of a forward to the end of the backward that reduces gradients, as
+# what may follow is a step of the optimizer. Steps that only accumulate gradients share them,
+# unless parameters change in between: in place, by a state dict or in ``summon_full_params()``.
+# What is written through ``param.data`` there leaves no trace, and is seen by the next
+# accumulation. A forward without gradients has its own, so that weights can be swapped for it in
+# any way.
+#
+# All ranks must decide alike, but see versions of their own parameters only. So one that has
+# changed in any unit lets all units gather anew.
+
+
+class SecondaryShards:
+    """Those of all units of a root.
+
+    Args:
+        units: of the root; those without a hierarchy of ranks are left alone.
+        accumulation: of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit], accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
+        self._units = [unit for unit in units if unit.config.groups.hierarchy is not None]
+
+    def begin_forward(self) -> None:
+        """Free those that may be out of date."""
+        accumulates = self._accumulation.has_sums or not self._accumulation.sync
+        keeps = accumulates and torch.is_grad_enabled()
+        if not (keeps and all(unit.is_secondary_current for unit in self._units)):
+            self.drop()
+
+    def gather(self) -> None:
+        """Start to gather those that are missing, for all units: the link is never idle."""
+        for unit in self._units:
+            unit.gather_secondary()
+
+    def end_forward(self) -> None:
+        """Free those of an evaluation."""
+        if not torch.is_grad_enabled():
+            self.drop()
+
+    def end_backward(self) -> None:
+        """Free those of units whose gradients are reduced."""
+        for unit in self._units:
+            if unit.settings.reduces:
+                unit.drop_secondary()
+
+    def abandon(self) -> None:
+        """Free all after an error, with gathers in any state."""
+        for unit in self._units:
+            unit.abandon()
+
+    def drop(self) -> None:
+        """Free all."""
+        for unit in self._units:
+            unit.drop_secondary()
+
+
+# -- planner only ----------------------------------------------------------------------------------
+# Arguments that only graph mode, which has a planner, can follow.
+
+
+def unit_with_planner(units: Iterable[Unit]) -> Unit | None:
+    """The first unit whose formats are for exposed collectives only, which a planner must find."""
+    for unit in units:
+        precisions = [flat.collective_precision for flat in unit.flats]
+        if any(one is not None and one.only_where_exposed for one in precisions):
+            return unit
+    return None
+
+
+def no_planner_error(unit: Unit) -> UnsupportedError:
+    """The error of a forward of this unit in eager or hooks mode."""
+    return UnsupportedError(
+        expected="graph mode, whose planner knows which collectives it cannot hide",
+        got="a forward in eager or hooks mode with only_where_exposed=True",
+        where=f"collective_precision of {unit_name(unit.fqn)}",
+        fix='Run torch.compile(model, fullgraph=True, backend="fsdp_dynamo"), or leave '
+        "only_where_exposed out and choose units by a policy's dict of arguments; "
+        "python -m fsdp_dynamo.estimator --only-where-exposed says whether it pays.",
     )

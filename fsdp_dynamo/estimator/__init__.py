@@ -3,10 +3,10 @@
 ``python -m fsdp_dynamo.estimator --model llama3-8b --world-size 512 --memory 80GB --link 400Gb/s``
 """
 
-from fsdp_dynamo.estimator.hardware import ACCELERATORS, Accelerator, Cluster
 from fsdp_dynamo.estimator.inventory import Build, Inventory, UnitInventory, Work, take_inventory
 from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
 from fsdp_dynamo.estimator.report import format_report, recommend
+from fsdp_dynamo.estimator.transfers import ACCELERATORS, Accelerator, Cluster
 
 Setup, best_of, text_of = ElementSizes, recommend, format_report
 """Former names."""

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from fsdp_dynamo.config import CollectivePrecision, ShardingStrategy, coerce_collective_precision
+from fsdp_dynamo.api import CollectivePrecision, ShardingStrategy, coerce_collective_precision
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
-from fsdp_dynamo.estimator import models
-from fsdp_dynamo.estimator.hardware import ACCELERATORS, Cluster, parse_bytes, parse_rate
-from fsdp_dynamo.estimator.inventory import Inventory, take_inventory
+from fsdp_dynamo.estimator.inventory import CONFIGS, Inventory, build_of, take_inventory
 from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
 from fsdp_dynamo.estimator.report import format_report
+from fsdp_dynamo.estimator.transfers import ACCELERATORS, Cluster, parse_bytes, parse_rate
 from fsdp_dynamo.observe.load_function import load_function
 from graph_passes.wire_format import WIRE_FORMATS
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster, precision = cluster_of(options), precision_of(options)
         if options.model is not None:
-            build = models.build_of(options.model, options.batch, options.length)
+            build = build_of(options.model, options.batch, options.length)
         else:
             build = load_function(
                 options.module, "a function that returns (model, {name: tensor})", "estimator"
@@ -75,7 +74,7 @@ def predictions_of(inventory: Inventory, cluster: Cluster, sizes: ElementSizes) 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fsdp_dynamo.estimator", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", help=f"one of {', '.join(models.CONFIGS)}")
+    source.add_argument("--model", help=f"one of {', '.join(CONFIGS)}")
     source.add_argument(
         "--module",
         metavar="PKG:FN",

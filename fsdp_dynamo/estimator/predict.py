@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsdp_dynamo.config import ShardingStrategy
-from fsdp_dynamo.estimator.hardware import Cluster
+from fsdp_dynamo.api import ShardingStrategy
 from fsdp_dynamo.estimator.inventory import Inventory
 from fsdp_dynamo.estimator.transfers import (
+    Cluster,
     ElementSizes,
     Sharding,
     accepted,
@@ -19,11 +19,10 @@ from fsdp_dynamo.estimator.transfers import (
     secondary_gathers,
     sharding_of,
 )
-from graph_passes.scheduling.format_choice import choose_formats, with_formats
-from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.planner import choose_formats, with_formats
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.schedule import Options, decide
-from graph_passes.scheduling.simulation import lower_bound_ms, simulate
+from graph_passes.scheduling.simulation import Limits, lower_bound_ms, simulate
 
 CATEGORIES = ("shards", "optimizer", "unsharded", "gradients", "activations")
 

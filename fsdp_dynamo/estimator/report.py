@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_dynamo.config import ShardingStrategy
-from fsdp_dynamo.estimator.hardware import Cluster
+from fsdp_dynamo.api import ShardingStrategy
 from fsdp_dynamo.estimator.inventory import Inventory
 from fsdp_dynamo.estimator.predict import CATEGORIES, Prediction
+from fsdp_dynamo.estimator.transfers import Cluster
 from fsdp_dynamo.observe.text_format import format_bytes, format_table
 
 

@@ -8,56 +8,62 @@ run the pass pipeline over forward and backward, and lower the collectives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
 
-from fsdp_dynamo.agreement.busy_ranks import announce_compilations, announce_this_compilation
+from fsdp_dynamo.agreement.late_ranks import announce_compilations, announce_this_compilation
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.dynamo import artifacts
-from fsdp_dynamo.dynamo.donations import nothing_donated
-from fsdp_dynamo.dynamo.garbage import collected_seldom
 from fsdp_dynamo.dynamo.private_api import (
     GRAPH_MODE,
+    collected_seldom,
     declare_mode,
+    nothing_donated,
     one_schema_a_region,
 )
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import operators
-from fsdp_dynamo.graph_path.broken_units import warn_if_the_graph_breaks
-from fsdp_dynamo.graph_path.cache_keys import marks_key
-from fsdp_dynamo.graph_path.compile_cache import compile_once, graph_key, require_usable_folder
-from fsdp_dynamo.graph_path.gradient_routing import route_gradients
+from fsdp_dynamo.graph_path.calibration import best_probed
+from fsdp_dynamo.graph_path.compile_cache import (
+    compile_once,
+    graph_key,
+    marks_key,
+    require_usable_folder,
+)
+from fsdp_dynamo.graph_path.gradient_routing import refuse_writes_before_gathers, route_gradients
 from fsdp_dynamo.graph_path.inductor import (
     MAX_AUTOTUNE,
+    built_together,
     inductor_settings,
     keeps_graphs,
     mode_settings,
     users_settings,
 )
-from fsdp_dynamo.graph_path.kernel_builds import built_together
 from fsdp_dynamo.graph_path.lowering import lower_to_functions
-from fsdp_dynamo.graph_path.operator_inputs import copy_shared_inputs
-from fsdp_dynamo.graph_path.partitioner import Partitioner
 from fsdp_dynamo.graph_path.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
     note_compiled_alone,
     planner_for,
 )
-from fsdp_dynamo.graph_path.processor_probes import best_probed
 from fsdp_dynamo.graph_path.program import loaded_programs
-from fsdp_dynamo.graph_path.progress import told
-from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
+from fsdp_dynamo.graph_path.stretch_compiler import Partitioner, StretchCompiler
+from fsdp_dynamo.graph_path.trace import warn_if_the_graph_breaks
+from fsdp_dynamo.graph_path.traced_unit import copy_shared_inputs
 from fsdp_dynamo.graph_path.unshard_operators import collectives_of, share_unshards
-from fsdp_dynamo.graph_path.written_parameters import refuse_writes_before_gathers
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
 from graph_passes.regions.outlining import outline_regions
@@ -217,3 +223,39 @@ for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
     declare_mode(_backend, GRAPH_MODE)
     register_backend(_backend, name=_backend.__name__)
 announce_compilations()
+
+
+# -- progress --------------------------------------------------------------------------------------
+# Lines on stderr about what takes long: half a minute of silence looks like a hang.
+
+
+_AFTER_S = 5.0
+"""What is done sooner is not told."""
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Tell what is being done if it takes long, and when it has ended; on rank 0.
+
+    Args:
+        what: is being done, with the verb first: ``"compiling the backward"``.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        yield
+        return
+    began = time.monotonic()
+    timer = threading.Timer(_AFTER_S, lambda: _write(f"{what} ..."))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        seconds = time.monotonic() - began
+        if seconds > _AFTER_S:
+            _write(f"{what}: {seconds:.0f} s")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"fsdp_dynamo: {text}\n")
+    sys.stderr.flush()

@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from fsdp_dynamo.graph_path import offloading, operators
-from graph_passes.gradients.absent import absent_in
 from graph_passes.gradients.flat_gradient import reductions, write_name
 from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
+from graph_passes.gradients.producers import absent_in
 from graph_passes.graph_utils import is_collective, op_name, plan_of, wait_of
 from graph_passes.markers import launch_of
-from graph_passes.text.boundary_labels import Label, label_boundaries
-from graph_passes.text.fingerprint import fingerprint
+from graph_passes.text.listing import Label, fingerprint, label_boundaries
 
 _Function = Callable[..., Any]
 

@@ -17,9 +17,9 @@ from fsdp_dynamo.comm import collectives
 from fsdp_dynamo.comm.gather_plan import decode
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.streams import side_streams
-from fsdp_dynamo.graph_path import offloading, recording
-from graph_passes.gradients.absent import Ranges
-from graph_passes.text.boundary_labels import Label
+from fsdp_dynamo.graph_path import offloading, trace
+from graph_passes.gradients.producers import Ranges
+from graph_passes.text.listing import Label
 from graph_passes.wire_format import WireFormat
 
 _in_flight: dict[int, InFlight] = {}
@@ -58,7 +58,7 @@ def _launch(
     plans: collectives.Plans,
 ) -> None:
     """Issue collectives at once; each is recorded by itself, in their order."""
-    record = recording.current()
+    record = trace.current()
     labels = [_label_of(text) for text in texts]
     for label in labels:
         if label.kind != "all_gather":
@@ -221,7 +221,7 @@ def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.
     ``None`` if the collective keeps what it sends.
     """
     in_flight = _in_flight.pop(output.data_ptr())
-    record, label = recording.current(), _label_of(text)
+    record, label = trace.current(), _label_of(text)
     record.wait(label)
     try:
         in_flight.wait()

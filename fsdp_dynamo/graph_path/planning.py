@@ -2,7 +2,7 @@
 
 All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
 what is decided follows from those and the graph alone; where graphs differ, as batches do, the
-others follow what one has decided (``shared_plans``). That all ranks run the same graph is checked
+others follow what one has decided (``compile_cache``). That all ranks run the same graph is checked
 before its first run.
 """
 
@@ -25,11 +25,11 @@ from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.comm.process_groups import node_ranks_of
 from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.graph_path import calibration
-from fsdp_dynamo.graph_path.shared_plans import SharedPlans
+from fsdp_dynamo.graph_path.compile_cache import SharedPlans
 from fsdp_dynamo.graph_path.unshard_operators import collectives_of, unshard_nodes
 from graph_passes.cost_model import CostModel, Device, Link
-from graph_passes.memory.inductor_liveness import as_generated
 from graph_passes.memory.liveness import (
+    as_generated,
     live_bytes,
     message_bytes,
     profile_of,

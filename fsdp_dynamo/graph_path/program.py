@@ -42,7 +42,7 @@ from fsdp_dynamo.graph_path.lowering import BOUNDARIES
 from graph_passes.gradients.flat_gradient import write_name
 from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
 from graph_passes.scheduling.plan import GraphPlan
-from graph_passes.stretches.cutting import Cutting, Stretch, root_of
+from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
 
 
 def is_boundary(node: fx.Node) -> bool:

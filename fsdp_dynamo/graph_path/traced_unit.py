@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
-from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Wires
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
-from fsdp_dynamo.core.wires import Wires
 from fsdp_dynamo.dynamo.private_api import CompileRefusedError
 from fsdp_dynamo.eager.views_while_traced import may_call_operators
 from fsdp_dynamo.errors import unit_name
-from fsdp_dynamo.graph_path.unshard_operators import FlatConstants, ViewConstants, encode
+from fsdp_dynamo.graph_path.unshard_operators import (
+    PARAMETER_VIEWS,
+    PARAMETERS,
+    FlatConstants,
+    ViewConstants,
+    encode,
+)
 from graph_passes.markers import CollectiveKind, Mark
 from graph_passes.wire_format import text_of
 
@@ -226,3 +233,161 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
         )
     *constants, places, are_apart = _describe(module)
     return (*constants, tuple(places), are_apart)
+
+
+# -- operator inputs -------------------------------------------------------------------------------
+# Parameters as inputs of operators with bodies, such as ``torch.cond``.
+#
+# Dynamo and AOTAutograd refuse such an operator if two of its inputs share a storage, as the
+# parameters of a unit do. Where a unit's code may call one, each of its parameters therefore has
+# a storage of its own in Dynamo's graph. Before AOTAutograd sees the graph, parameters become
+# views again, and operators that refuse views get copies::
+#
+#     unshard -> parameters -> cond      =>      unshard -> parameter_views -> clone -> cond
+#                          \-> mm                                         \-> mm
+
+
+_OPS = torch.ops.higher_order
+_REFUSE = {_OPS.cond, _OPS.while_loop, _OPS.scan, _OPS.associative_scan, _OPS.map_impl}
+
+
+def copy_shared_inputs(gm: fx.GraphModule) -> None:
+    """Replace ``parameters`` in a graph of Dynamo's, as above.
+
+    Args:
+        gm: a graph with example values, in which units are unsharded once.
+    """
+    buffers: dict[int, fx.Node] = {}  # unsharded flat parameters by the storages of parameters
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for graph in graphs:
+        for node in graph.graph.find_nodes(op="call_function", target=PARAMETERS):
+            node.target = PARAMETER_VIEWS
+            values = node.meta["example_value"]
+            buffers |= dict.fromkeys(map(_storage, values), node.all_input_nodes[0])
+    _copy_inputs(gm, buffers)
+    for graph in graphs:
+        graph.recompile()
+
+
+def _copy_inputs(gm: fx.GraphModule, buffers: dict[int, fx.Node]) -> None:
+    for node in [*gm.graph.nodes]:
+        if node.target in _REFUSE:  # what its body calls gets inputs of the body's own
+            _copy_inputs_of(node, buffers)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            for body in node.all_input_nodes:
+                if body.op == "get_attr":
+                    _copy_inputs(gm.get_submodule(str(body.target)), buffers)  # type: ignore[arg-type]
+
+
+def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
+    """Copy all inputs of an operator that lie in one buffer but the first."""
+    seen: set[fx.Node] = set()
+    for source in node.all_input_nodes:
+        buffer = buffers.get(_storage(source.meta.get("example_value")))
+        if buffer in seen:
+            with node.graph.inserting_before(node):
+                copy = node.graph.call_method("clone", (source,))
+            copy.meta = dict(source.meta)
+            node.replace_input_with(source, copy)
+        elif buffer is not None:
+            seen.add(buffer)
+
+
+def _storage(value: Any) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
+
+
+# -- secondary inputs ------------------------------------------------------------------------------
+# Secondary shards (``HIERARCHICAL_SHARD``) as inputs of a compiled graph.
+#
+# They outlive the graph: several backwards that accumulate share them. So they are gathered
+# between nodes before a graph is called, when eager mode would do it, and the graph gathers them
+# inside the node. Dynamo sees a stand-in, which every call replaces::
+#
+#     stand-in -> all_gather -> wait -> ...      shard -> (nothing but its gradient)
+
+
+_OWNER = "_fsdp_dynamo_secondary"
+
+
+class _Owner(NamedTuple):
+    """Whose secondary shard a stand-in is for; weakly, as for shards (``mark_shard``)."""
+
+    module: ReferenceType[UnitModuleProtocol]
+    flat: ReferenceType[FlatParameter]
+
+
+def stand_in_for(
+    module: UnitModuleProtocol, flat: FlatParameter, *, is_full_precision: bool
+) -> torch.Tensor | None:
+    """An input of graphs for a secondary shard ``(padded_numel / ranks in a node,)``.
+
+    As large to look at, without memory. ``None``: the flat parameter has no secondary shard.
+
+    Args:
+        module: of its unit; its root may still change.
+        flat: the flat parameter.
+        is_full_precision: the dtype of the graphs.
+    """
+    if flat.hierarchy is None:
+        return None
+    stand_in = torch.empty(
+        flat.layout.padded_numel // flat.hierarchy.node.size(),
+        dtype=flat.dtypes(is_full_precision).param,
+        device=flat.device,
+    )
+    stand_in.untyped_storage().resize_(0)
+    setattr(stand_in, _OWNER, _Owner(ref(module), ref(flat)))
+    return stand_in
+
+
+class SecondaryInputs:
+    """Secondary shards of one call of a compiled graph, and of its backward.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._flats: dict[int, FlatParameter] = {}
+        roots: dict[Any, None] = {}
+        for position, value in enumerate(inputs):
+            owner: _Owner | None = getattr(value, _OWNER, None)
+            module = None if owner is None else owner.module()
+            flat = None if owner is None else owner.flat()
+            if module is not None and flat is not None:
+                roots[module._fsdp_root] = None
+                self._flats[position] = flat
+        self._roots = tuple(roots)
+
+    def gather(self, arguments: list[Any]) -> None:
+        """Put them in the place of their stand-ins, gathered if they are missing or may be old."""
+        try:
+            for root in self._roots:
+                if root.is_outside:  # else its own forward, around the graph's, has begun
+                    root.secondary.begin_forward()
+                root.secondary.gather()
+            for position, flat in self._flats.items():
+                piece = flat.take_piece()
+                assert piece is not None
+                arguments[position] = piece[0]
+        except BaseException:
+            self.abandon()
+            raise
+
+    def end_forward(self) -> None:
+        """Free those of an evaluation."""
+        for root in self._roots:
+            if root.is_outside:
+                root.secondary.end_forward()
+
+    def end_backward(self) -> None:
+        """Free those of units whose gradients are reduced."""
+        for root in self._roots:
+            if root.is_outside:
+                root.secondary.end_backward()
+
+    def abandon(self) -> None:
+        """Free all after an error."""
+        for root in self._roots:
+            root.secondary.abandon()

@@ -7,7 +7,7 @@ the graph, sees what they are made of::
     parameter_views  -> split -> view ...
 
 In units whose code may call operators with bodies, which refuse inputs that share a storage,
-``parameters`` stands for ``parameter_views`` while Dynamo traces (``operator_inputs``).
+``parameters`` stands for ``parameter_views`` while Dynamo traces (``traced_unit``).
 
 Every collective is marked where it is made. The constants of a unit are arguments, as text, so
 that they are part of every key of the graph.

@@ -43,8 +43,14 @@ from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
 from fsdp_dynamo.hooks_path.segments import split_at_leaves
-from fsdp_dynamo.hooks_path.side_effects import ObjectStates, are_as_given, holds_containers, thawed
-from fsdp_dynamo.hooks_path.users_hooks import has_hooks, hook_tables
+from fsdp_dynamo.hooks_path.side_effects import (
+    ObjectStates,
+    are_as_given,
+    has_hooks,
+    holds_containers,
+    hook_tables,
+    thawed,
+)
 from fsdp_dynamo.pytree import open_container, tensors_of
 
 _rebuild: dict[str, Callable[[Any], Any]] = {}

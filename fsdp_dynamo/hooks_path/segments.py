@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_dynamo.dynamo.donations import nothing_donated
+from fsdp_dynamo.dynamo.private_api import nothing_donated
 
 Backend = Callable[..., Any]
 _TAG = "fsdp_dynamo: nothing is donated"

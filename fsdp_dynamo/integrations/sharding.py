@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy

@@ -13,6 +13,8 @@ gradients, checkpoints, and the move to the device.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from fsdp_dynamo.checkpoint.auxiliary_states import set_random_state
-from fsdp_dynamo.config import FullStateDictConfig, MixedPrecision, StateDictType
-from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
-from fsdp_dynamo.integrations import trainer_files
+from fsdp_dynamo import checkpoint
+from fsdp_dynamo.api import FullStateDictConfig, MixedPrecision, StateDictType
+from fsdp_dynamo.checkpoint.states import random_state, set_random_state
+from fsdp_dynamo.errors import CheckpointError, FSDPStateError, UnsupportedError
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 from fsdp_dynamo.wrap.composable import FSDPModule
 from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
@@ -147,7 +149,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         scheduler, step = self.lr_scheduler, self.state.global_step
-        trainer_files.save(output_dir, self.model, self._optimizer(), scheduler, step)
+        save(output_dir, self.model, self._optimizer(), scheduler, step)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: our checkpoint holds the random state."""
@@ -165,20 +167,20 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             named: those of ``Trainer.train``, by name.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = trainer_files.newest(self.args.output_dir) or True
+            resume_from_checkpoint = newest(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *arguments, **named)
 
     def _load_from_checkpoint(self, path: str, model: nn.Module | None = None) -> None:
-        if not trainer_files.is_ours(path):  # else: when there is an optimizer, too
+        if not is_ours(path):  # else: when there is an optimizer, too
             super()._load_from_checkpoint(path, model)
 
     def _load_optimizer_and_scheduler(self, path: str | None) -> None:
         if path is None:
             return
-        if not trainer_files.is_ours(path):
-            trainer_files.require_no_other(path)
+        if not is_ours(path):
+            require_no_other(path)
             return
-        self._random = trainer_files.load(path, self.model, self._optimizer(), self.lr_scheduler)
+        self._random = load(path, self.model, self._optimizer(), self.lr_scheduler)
 
     def _load_rng_state(self, path: str | None) -> None:
         if path is not None and self._random is not None:
@@ -186,8 +188,8 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         path = self.state.best_model_checkpoint
-        if trainer_files.is_ours(path):
-            trainer_files.load_model(path, self.model)
+        if is_ours(path):
+            load_model(path, self.model)
         else:
             super()._load_best_model()
 
@@ -243,4 +245,102 @@ def _check_trainer() -> None:
 _check_trainer()
 
 
-__all__ = ["FSDPTrainer"]
+# -- trainer files ---------------------------------------------------------------------------------
+# The folder of one checkpoint of a ``transformers.Trainer``, with ours inside.
+#
+# ::
+#
+#     output_dir/
+#         checkpoint-100/
+#             fsdp_dynamo/000001-step-100/    model, optimizer, scheduler, random numbers by rank
+#             trainer_state.json              written last, by Trainer
+
+
+FOLDER = "fsdp_dynamo"
+STATE = "trainer_state.json"
+
+
+def is_ours(path: str | Path) -> bool:
+    """Whether a Trainer's checkpoint contains a complete one of ours."""
+    return bool(checkpoint.complete(Path(path) / FOLDER))
+
+
+def newest(output_dir: str | Path) -> str | None:
+    """The newest complete checkpoint, for ``resume_from_checkpoint``.
+
+    Args:
+        output_dir: the Trainer's output folder.
+
+    Returns:
+        The folder of the checkpoint of the highest step; ``None``: there is none.
+    """
+    folders = {
+        int(match[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    for step in sorted(folders, reverse=True):
+        if is_ours(folders[step]) and _is_readable(folders[step] / STATE):
+            return str(folders[step])
+    return None
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def save(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int
+) -> None:
+    """Write our part of a Trainer's checkpoint; every rank must call it."""
+    shared = {"scheduler": scheduler}
+    checkpoint.save(Path(path) / FOLDER, model, optimizer, step=step, shared=shared, keep_last=1)
+
+
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> dict[str, Any] | None:
+    """Restore a checkpoint, except the random state, which is restored when training resumes.
+
+    Returns:
+        This rank's random state; ``None`` if other ranks saved the checkpoint.
+
+    Raises:
+        CheckpointError: see ``checkpoint.load``.
+    """
+    before = random_state()
+    shared = {"scheduler": scheduler}
+    loaded = checkpoint.load(Path(path) / FOLDER, model, optimizer, shared=shared)
+    saved = random_state()
+    set_random_state(before)
+    return saved if loaded is not None and loaded.is_exact else None
+
+
+def load_model(path: str | Path, model: nn.Module) -> None:
+    """Restore only the model."""
+    before = random_state()
+    checkpoint.load(Path(path) / FOLDER, model)
+    set_random_state(before)
+
+
+def require_no_other(path: str | Path) -> None:
+    """Refuse an optimizer's state that a Trainer without sharding has saved.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for name in ("optimizer.pt", "optimizer.bin"):
+        if (Path(path) / name).exists():
+            raise CheckpointError(
+                expected=f"a folder '{FOLDER}' with a checkpoint of FSDPTrainer",
+                got=f"'{name}' of another Trainer, whose states are of whole parameters",
+                where=f"checkpoint '{path}'",
+                fix="Load its model with from_pretrained() and begin anew.",
+            )
+
+
+__all__ = ["FSDPTrainer", "newest"]

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile
+from fsdp_dynamo.observe.text_format import format_bytes, format_table
+from fsdp_dynamo.observe.training_step import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 
 VERSION = 8
@@ -182,6 +183,308 @@ def most_exposed(report: StepReport, num: int = 3) -> Sequence[tuple[GraphReport
     """The planned collectives with the most exposed time, in descending order."""
     exposed = [(g, t) for g, t, _ in report.pairs() if t.exposed_ms > 0]
     return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
+
+
+# -- explanation text ------------------------------------------------------------------------------
+# Text of an explanation for the terminal: totals, units, and what to change first.
+
+
+_MAX_ROWS = 24
+_HIDDEN_MS = 5e-4
+"""Less is shown as 0."""
+
+
+def format_report(report: StepReport, details: bool = False) -> str:
+    """Format a report, about a hundred columns wide.
+
+    Args:
+        report: the report.
+        details: add a row for every unit, and for collectives that expose little.
+    """
+    parts = [_header(report)]
+    if report.graphs:
+        parts += [_totals(report), _collectives(report, details)]
+        parts += [_units_of_plan(report), _compiled_alone(report)] if details else []
+        parts += [_advice(report)]
+    else:
+        parts += [_why_no_plan(report), _units_measured(report)]
+    if report.graph_breaks:
+        parts.append(_graph_breaks(report))
+    if report.recompiles:
+        parts.append(_recompiles(report))
+    return "\n\n".join(part for part in parts if part)
+
+
+def reason_of(graph: GraphReport, transfer: TransferReport) -> str:
+    """The reason why a collective did not move further, as a sentence."""
+    gather = transfer.kind == "all_gather"
+    if transfer.reason == "hidden":
+        return "hidden: nothing of it is exposed"
+    if transfer.reason == "dependency":
+        limit = "its input is not ready earlier" if gather else "its result is needed there"
+        return f"dependency: {limit}" + _at_the_edge(graph, transfer)
+    if transfer.reason == "memory":
+        where, excess = "earlier" if gather else "later", format_bytes(transfer.bytes_short)
+        return f"memory: one unit {where} would exceed the budget by {excess}"
+    if transfer.reason == "in flight":
+        return f"in flight: max_in_flight={graph.max_in_flight} collectives are already in flight"
+    behind = "" if transfer.behind is None else f" with {display_name(transfer.behind)}"
+    if transfer.reason == "order":
+        other = "another" if transfer.behind is None else f"that of {display_name(transfer.behind)}"
+        return f"order: it would overtake {other} on the link and gain nothing"
+    if transfer.reason == "bandwidth":
+        return f"bandwidth: the link is busy{behind}; moving it would gain nothing"
+    return f"not planned: moving it by one unit would save {transfer.saves_ms:.3f} ms"
+
+
+def _at_the_edge(graph: GraphReport, transfer: TransferReport) -> str:
+    """A remark where no compute is left on that side."""
+    if transfer.kind == "all_gather":
+        return " (start of the graph)" if transfer.issued_ms == 0 else ""
+    end = max((span.end_ms for span in graph.spans), default=0.0)
+    return " (end of the graph)" if transfer.wait_ms >= end else ""
+
+
+def format_of(transfer: TransferReport) -> str:
+    """The format of a collective, and why it has it or not where the planner chose."""
+    name = transfer.wire.partition("/")[0]
+    without = transfer.exposed_without_ms
+    if without is None:
+        return name or "-"
+    if name:
+        return f"{name}: {without:.3f} ms exposed without"
+    return "none: hidden" if without <= _HIDDEN_MS else f"none: no gain, {without:.3f} ms exposed"
+
+
+def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
+    """A change that would reduce the exposed time of a collective."""
+    if transfer.reason == "memory":
+        assert graph.budget_bytes is not None
+        budget = graph.budget_bytes + transfer.bytes_short
+        return f"memory_budget_bytes={budget}, smaller units, or checkpointed activations"
+    if transfer.reason == "in flight":
+        return f"max_in_flight={graph.max_in_flight + 1}"
+    if transfer.reason == "order":
+        return "units of similar size, so that none waits behind a large one"
+    if transfer.reason == "bandwidth":
+        return (
+            "fewer bytes (collective_precision, mixed precision, SHARD_GRAD_OP) or more compute "
+            "per step (larger batch)"
+        )
+    if transfer.reason == "not planned":
+        return "prefetch=True and sink_waits=True, or a new plan if one was given"
+    return f"split {display_name(transfer.unit)} into smaller units"
+
+
+def display_name(unit: str) -> str:
+    """Name of a unit in texts."""
+    return unit or "(root)"
+
+
+def _header(report: StepReport) -> str:
+    unsharded = sum(unit.unsharded_bytes for unit in report.units)
+    sharded = sum(unit.sharded_bytes for unit in report.units)
+    padding = sum(unit.padding_bytes for unit in report.units)
+    cut_ms = sum(cut.ms for cut in report.cuts)
+    return (
+        f"{report.mode} mode, {report.backend}, {report.device}, "
+        f"{_count(report.world_size, 'rank')}: {_count(len(report.units), 'unit')}, "
+        f"{_count(report.num_graphs, 'graph')}, "
+        f"{_count(len(report.graph_breaks), 'graph break')}\n"
+        f"flat parameters: {format_bytes(unsharded)} unsharded, {format_bytes(sharded)} per rank"
+        + (f", {format_bytes(padding)} of padding" if padding else "")
+        + (f"\ncompiled in the step: {cut_ms:.0f} ms, which are left out" if cut_ms else "")
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _totals(report: StepReport) -> str:
+    rows = [_TOTALS]
+    for phase in dict.fromkeys(graph.phase for graph in report.graphs):
+        graphs = [graph for graph in report.graphs if graph.phase == phase]
+        rows.append([phase, *_sums(graphs, _of_phase(report.measured, phase))])
+    rows.append(["step", *_sums(report.graphs, report.measured)])
+    return "times in ms; exposed: nothing is computed; measured: one step\n" + format_table(rows)
+
+
+_TOTALS = [
+    "graph",
+    "compute",
+    "comm",
+    "bound",
+    "sim.",
+    "unsched.",
+    "exposed",
+    "measured",
+    "exposed",
+    "sent",
+    "peak",
+    "budget",
+]
+
+
+def _sums(graphs: Sequence[GraphReport], events: Sequence[MeasuredEvent]) -> list[str]:
+    times = ("compute_ms", "communication_ms", "bound_ms", "simulated_ms", "unscheduled_ms")
+    cells = [f"{sum(getattr(graph, name) for graph in graphs):.2f}" for name in times]
+    cells.append(f"{sum(graph.exposed_ms for graph in graphs):.2f}")
+    cells += [f"{_span(events):.2f}", f"{_exposed(events):.2f}"]
+    cells.append(format_bytes(sum(t.wire_bytes for graph in graphs for t in graph.transfers)))
+    peaks = [graph.peak_bytes for graph in graphs if graph.peak_bytes is not None]
+    budgets = [graph.budget_bytes for graph in graphs if graph.budget_bytes is not None]
+    return [
+        *cells,
+        format_bytes(max(peaks)) if peaks else "-",
+        format_bytes(max(budgets)) if budgets else "-",
+    ]
+
+
+def _of_phase(events: Sequence[MeasuredEvent], phase: str) -> list[MeasuredEvent]:
+    return [event for event in events if event.phase == phase]
+
+
+def _span(events: Sequence[MeasuredEvent]) -> float:
+    if not events:
+        return 0.0
+    return max(e.done_ms for e in events) - min(e.issued_ms for e in events)
+
+
+def _exposed(events: Sequence[MeasuredEvent]) -> float:
+    return sum(event.exposed_ms for event in events if event.is_collective)
+
+
+def _units_of_plan(report: StepReport) -> str:
+    """A row for each unit and phase."""
+    rows = [["unit", "phase", "compute", "comm", "exposed", "measured", "exposed", "sent"]]
+    for graph in report.graphs:
+        events = _of_phase(report.measured, graph.phase)
+        for unit in graph.units:
+            own = [event for event in events if event.unit == unit.unit]
+            compute = sum(e.done_ms - e.issued_ms for e in own if not e.is_collective)
+            times = (unit.compute_ms, unit.communication_ms, unit.exposed_ms, compute)
+            cells = [f"{ms:.3f}" for ms in (*times, _exposed(own))]
+            rows.append(
+                [display_name(unit.unit), graph.phase, *cells, format_bytes(unit.wire_bytes)]
+            )
+    return format_table(rows, left=(0, 1))
+
+
+def _collectives(report: StepReport, details: bool) -> str:
+    """A row for each collective, in order of issue."""
+    rows = [["collective", "moved", "ms", "exposed", "measured", "sent", "reason"]]
+    formats = any(format_of(one) != "-" for graph in report.graphs for one in graph.transfers)
+    if formats:
+        rows[0][6:] = ["of", "coding", "reason", "format"]
+    exposed = []
+    for graph, transfer, event in report.pairs():
+        rows.append(
+            [
+                f"{graph.phase} {transfer.kind} {display_name(transfer.unit)}",
+                _moved(transfer),
+                f"{transfer.ms:.3f}",
+                f"{transfer.exposed_ms:.3f}",
+                "-" if event is None else f"{event.exposed_ms:.3f}",
+                format_bytes(transfer.wire_bytes),
+                transfer.reason,
+            ]
+        )
+        if formats:
+            as_tensor, coding_ms = format_bytes(transfer.tensor_bytes), f"{transfer.coding_ms:.3f}"
+            rows[-1][6:] = [as_tensor, coding_ms, transfer.reason, format_of(transfer)]
+        exposed.append(transfer.exposed_ms)
+    num_omitted = 0 if details else len(exposed) - _MAX_ROWS
+    if num_omitted > 0:
+        keep = sorted(sorted(range(len(exposed)), key=lambda i: -exposed[i])[:_MAX_ROWS])
+        rows = [rows[0], *(rows[i + 1] for i in keep)]
+    more = f"\n... and {num_omitted} that are less exposed" if num_omitted > 0 else ""
+    return format_table(rows, left=(0, 1, 8, 9) if formats else (0, 1, 6)) + more
+
+
+def _moved(transfer: TransferReport) -> str:
+    """The number of steps moved over, and their units."""
+    names = [display_name(unit) for unit in transfer.moved_across]
+    if not names:
+        return "-"
+    over = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    return f"{transfer.moved_steps} over {over}"
+
+
+def _advice(report: StepReport) -> str:
+    worst = most_exposed(report)
+    if not worst:
+        return "nothing is exposed in the simulation"
+    lines = ["most exposed, and what to change first:"]
+    for rank, (graph, transfer) in enumerate(worst, 1):
+        lines += [
+            f"{rank}. {graph.phase} {transfer.kind} of {display_name(transfer.unit)}: "
+            f"{transfer.exposed_ms:.3f} ms",
+            f"   {reason_of(graph, transfer)}",
+            f"   try: {suggestion_for(graph, transfer)}",
+        ]
+    return "\n".join(lines)
+
+
+def _why_no_plan(report: StepReport) -> str:
+    if report.mode == "graph":
+        return "no collectives in the graph: nothing to plan"
+    return (
+        "hooks mode: hooks issue the collectives between compiled regions, so there is no plan;\n"
+        "the numbers below were measured. For a plan: "
+        'torch.compile(model, fullgraph=True, backend="fsdp_dynamo")'
+    )
+
+
+def _units_measured(report: StepReport) -> str:
+    rows = [["unit", "phase", "compute", "exposed", "collectives", "unsharded", "messages"]]
+    keys = dict.fromkeys((event.phase, event.unit) for event in report.measured)
+    for phase, unit in keys:
+        events = [e for e in report.measured if (e.phase, e.unit) == (phase, unit)]
+        own = [e for e in events if e.is_collective]
+        compute = sum(e.done_ms - e.issued_ms for e in events if not e.is_collective)
+        rows.append(
+            [
+                display_name(unit),
+                phase,
+                f"{compute:.3f}",
+                f"{_exposed(own):.3f}",
+                str(len(own)),
+                format_bytes(sum(e.num_bytes for e in own)),
+                format_bytes(sum(e.message_bytes for e in own)),
+            ]
+        )
+    note = "compute of a unit includes the units inside it"
+    total = f"measured {report.measured_ms:.3f} ms, exposed {report.measured_exposed_ms:.3f} ms"
+    return f"{total}; {note}\n{format_table(rows, left=(0, 1))}"
+
+
+def _compiled_alone(report: StepReport) -> str:
+    """Units by the reason why they take time of their own in the first step."""
+    by_reason: dict[str, list[str]] = {}
+    for unit, reason in report.compiled_alone.items():
+        by_reason.setdefault(reason, []).append(display_name(unit))
+    lines = ["compiled by themselves, not as one of several equal units:"]
+    lines += [f"  {', '.join(units)}: {reason}" for reason, units in by_reason.items()]
+    return "\n".join(lines) if by_reason else ""
+
+
+def _graph_breaks(report: StepReport) -> str:
+    """Graph breaks with the user's line."""
+    lines = ["graph breaks:"]
+    for one in report.graph_breaks:
+        place = f"{one.file}:{one.line}" if one.file else "unknown line"
+        of = f" in {one.unit}" if one.unit else ""
+        lines.append(f"  {place}{of}: {one.code or '-'}")
+        lines.append(f"    {one.reason}")
+    return "\n".join(lines)
+
+
+def _recompiles(report: StepReport) -> str:
+    rows = (
+        f"  {one.unit}: {one.guard}" if one.unit else f"  {one.guard}" for one in report.recompiles
+    )
+    return "\n".join(["recompiles, with the guard that failed:", *rows])
 
 
 __all__ = ["Cut", "MeasuredEvent", "StepReport", "UnitSummary"]

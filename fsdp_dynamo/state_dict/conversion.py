@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from fsdp_dynamo.core.dtensors import local_of
-from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.shard_conversion import shard_of, unsharded_of
-from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.state_dict.rank_local import RankLocalTensor
-from fsdp_dynamo.state_dict.torch_shards import whole_tensor
+from fsdp_dynamo.agreement.store import exchange_device
+from fsdp_dynamo.comm.watchdog import watched
+from fsdp_dynamo.core.dtensors import local_of, whole_of
+from fsdp_dynamo.core.flat_parameter import FlatParameter, shard_of, unsharded_of
+from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
 
 def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
@@ -101,3 +106,144 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
         )
     # Loads the value of a file that is read as it is needed.
     return original.as_param(original.placing.part_of(torch.detach(value)))
+
+
+# -- rank local ------------------------------------------------------------------------------------
+# Values of LOCAL_STATE_DICT, which torch.distributed.checkpoint must not take for whole ones.
+
+
+class RankLocalTensor(torch.Tensor):
+    """A tensor in a local state dict; other ranks have different tensors of the same name.
+
+    torch.distributed.checkpoint takes tensors of one name to be the same on all ranks and would
+    keep one rank's, so it is refused. Otherwise this is a plain tensor, and is pickled as one.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankLocalTensor:
+        copied: RankLocalTensor = self.detach().clone()  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        raise _local(f"'{fqn}'")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        raise _local("a value of a local state dict")
+
+
+def _local(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        expected="a sharded state dict for torch.distributed.checkpoint",
+        got="a LOCAL_STATE_DICT, whose values of one name differ between ranks",
+        where=where,
+        fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file per rank.",
+    )
+
+
+# -- torch shards ----------------------------------------------------------------------------------
+# Whole tensors of torch's own sharded values: ShardedTensor and DTensor.
+#
+# State dicts that FSDP1 and FSDP2 wrote hold these, and so does what
+# ``torch.distributed.checkpoint.optimizer`` reads. They may be split otherwise than ours, so one
+# value at a time is gathered while it is loaded.
+
+
+def whole_tensor(value: Any) -> Any:
+    """The whole tensor of a ShardedTensor or DTensor; anything else as it is.
+
+    All ranks that share the value must call this together.
+    """
+    if isinstance(value, DTensor):
+        return whole_of(value)
+    return _gathered_shards(value) if isinstance(value, ShardedTensor) else value
+
+
+def _gathered_shards(value: ShardedTensor) -> torch.Tensor:
+    """All shards in one tensor, on the device where their group communicates."""
+    group = value._process_group
+    by_rank: dict[int, list[ShardMetadata]] = {}
+    for shard in value.metadata().shards_metadata:
+        placement: Any = shard.placement
+        by_rank.setdefault(placement.rank(), []).append(shard)
+    longest = max(sum(math.prod(s.shard_sizes) for s in held) for held in by_rank.values())
+    device = exchange_device(group, value.device)
+    sent = torch.zeros(max(1, longest), dtype=value.dtype, device=device)
+    own = {tuple(one.metadata.shard_offsets): one.tensor for one in value.local_shards()}
+    for place, shard in _places(sent, by_rank.get(dist.get_rank(), [])):
+        place.copy_(own[tuple(shard.shard_offsets)])
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    with watched(group, "all_gather", "a ShardedTensor", value.size().numel()):
+        dist.all_gather([one.view(torch.uint8) for one in received], sent.view(torch.uint8), group)
+    whole = torch.empty(value.size(), dtype=value.dtype, device=device)
+    for rank, buffer in zip(dist.get_process_group_ranks(group), received, strict=True):
+        for place, shard in _places(buffer, by_rank.get(rank, [])):
+            pairs = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+            whole[tuple(slice(begin, begin + size) for begin, size in pairs)] = place
+    return whole
+
+
+def _places(
+    buffer: torch.Tensor, shards: Sequence[ShardMetadata]
+) -> Iterator[tuple[torch.Tensor, ShardMetadata]]:
+    """Views of a 1-D buffer that holds some shards, one behind the other."""
+    begin = 0
+    for shard in shards:
+        end = begin + math.prod(shard.shard_sizes)
+        yield buffer[begin:end].view(shard.shard_sizes), shard
+        begin = end
+
+
+# -- broadcast -------------------------------------------------------------------------------------
+# Broadcast of nested states from the first rank, one tensor at a time.
+
+
+_USE = "loading what the first rank has"
+
+
+def broadcast_from_first(value: Any, groups: Sequence[dist.ProcessGroup] | None = None) -> Any:
+    """The first rank's value on every rank of some groups, with its tensors on the CPU.
+
+    Args:
+        value: nested dicts, lists and tuples of tensors and other values; ignored on other ranks.
+        groups: a unit's shard group and the one of its replicas; by default, the default group.
+    """
+    if not dist.is_initialized():
+        return value
+    default = dist.group.WORLD
+    assert default is not None
+    for group in reversed(groups or [default]):  # across replicas, then inside each
+        value = _from_first(value, group)
+    return value
+
+
+def _from_first(value: Any, group: dist.ProcessGroup) -> Any:
+    first = dist.get_process_group_ranks(group)[0]
+    is_first = dist.get_rank() == first
+    leaves, spec = tree_flatten(value) if is_first else ([], None)
+    shapes = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in leaves]
+    skeleton: list[Any] = [(shapes, spec)]
+    with watched(group, "broadcast", _USE):
+        dist.broadcast_object_list(skeleton, src=first, group=group)
+    shapes, spec = skeleton[0]
+    received = []
+    for position, one in enumerate(shapes):
+        if isinstance(one, torch.Tensor):
+            one = _broadcast(leaves[position] if is_first else None, one, first, group)
+        received.append(one)
+    return tree_unflatten(received, spec)
+
+
+def _broadcast(
+    own: torch.Tensor | None, like: torch.Tensor, first: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    device = exchange_device(group)
+    if own is None:
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=device)
+    else:
+        buffer = own.detach().to(device).contiguous()
+    with watched(group, "broadcast", _USE, buffer.numel()):
+        dist.broadcast(buffer, src=first, group=group)
+    return buffer.cpu()

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.overrides import is_tensor_like
 
+from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.comm.process_groups import Groups
-from fsdp_dynamo.config import StateDictConfig, StateDictSettings, StateDictType
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.training_state import UnitState
-from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit import Unit, UnitState
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import (
     COMPILED,

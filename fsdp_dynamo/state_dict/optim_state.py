@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.config import StateDictSettings, StateDictType
+from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.core.dtensors import local_of, note_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.optimizers import SCALAR_STATES
@@ -38,8 +38,8 @@ from fsdp_dynamo.state_dict.conversion import (
     from_rank_local,
     gather_states,
     mark_rank_local,
+    whole_tensor,
 )
-from fsdp_dynamo.state_dict.torch_shards import whole_tensor
 
 Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
 """Raises if ranks of one of the groups have different texts."""

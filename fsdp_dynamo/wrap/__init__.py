@@ -5,7 +5,7 @@ Its names are those of ``torch.distributed.fsdp.wrap``: policies, ``wrap`` and `
 Imports: all folders above except ``observe``.
 """
 
-from fsdp_dynamo.wrap.annotations import enable_wrap, wrap
+from fsdp_dynamo.wrap.attributes import enable_wrap, wrap
 from fsdp_dynamo.wrap_policy import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -19,17 +19,16 @@ from torch.distributed._composable.contract import (  # no public way to ask
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_dynamo.config import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.api import MixedPrecision, ShardingStrategy
+from fsdp_dynamo.core.dtensors import check_parallel, refuse_tensor_hooks
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.gather_hooks import HookedFlatParameter, has_gather_hooks
-from fsdp_dynamo.core.gradient_hooks import refuse_tensor_hooks
 from fsdp_dynamo.core.original_parameter import (
     REPLACED,
     OriginalParameter,
     mark_managed,
     owner_of,
 )
-from fsdp_dynamo.core.tensor_parallel import check_parallel
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
@@ -41,8 +40,8 @@ from fsdp_dynamo.module_tree import (
     plain_fqn,
     raw_named_modules,
 )
-from fsdp_dynamo.wrap.fsdp2_arguments import keeps_dtype
-from fsdp_dynamo.wrap.initial_values import InitialValues
+from fsdp_dynamo.wrap.arguments import keeps_dtype
+from fsdp_dynamo.wrap.deferred_init import InitialValues
 
 _SPLIT_BYTES = 1 << 20
 _TORCHS_UNITS = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.comm.process_groups import part_of
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
@@ -28,20 +27,23 @@ from fsdp_dynamo.config import (
     StateDictType,
     settings_of,
 )
+from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph, is_skipped
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor, without_forward
-from fsdp_dynamo.wrap.build import Together
-from fsdp_dynamo.wrap.construct import Arguments, construct
-from fsdp_dynamo.wrap.fsdp2_arguments import (
+from fsdp_dynamo.wrap.arguments import (
     PlacementFn,
+    check_module,
+    note_use_dtensor,
     offload_for,
     outermost_of,
     precision_for,
     ranks_after_forward,
     strategy_for,
+    without_forward,
 )
-from fsdp_dynamo.wrap.fsdp2_identity import TorchFSDPModule, let_pipelines_end_backwards
+from fsdp_dynamo.wrap.build import Together
+from fsdp_dynamo.wrap.construct import Arguments, construct
+from fsdp_dynamo.wrap.fsdp2_methods import TorchFSDPModule, let_pipelines_end_backwards
 from fsdp_dynamo.wrap.unit_module import UnitModule
 
 _SHARDED = settings_of(

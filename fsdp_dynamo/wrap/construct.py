@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -12,31 +13,43 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.agreement.failure_propagation import announce_failure, link_groups
 from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
+from fsdp_dynamo.agreement.notices import announce_failure, link_groups
 from fsdp_dynamo.agreement.run import begin_run, together
-from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
-from fsdp_dynamo.comm.process_groups import Groups, groups_of
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
+    MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
     coerce_collective_precision,
     coerce_mixed_precision,
 )
+from fsdp_dynamo.comm.exit_callbacks import let_gloo_settle_at_exit, register_exit_callback
+from fsdp_dynamo.comm.process_groups import Groups, groups_of
 from fsdp_dynamo.core.gather_hooks import check_gather_hooks, has_gather_hooks
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
-from fsdp_dynamo.module_tree import join_fqn
+from fsdp_dynamo.eager.hooks import keep_module_precision
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.module_tree import (
+    WRAPPED,
+    WRAPPER_NAMES,
+    is_unit,
+    join_fqn,
+    plain_fqn,
+    raw_named_modules,
+)
 from fsdp_dynamo.wrap import arguments, build
 from fsdp_dynamo.wrap.arguments import (
+    PlacementFn,
+    dim_of,
     effective_strategy,
+    override,
     strategy_of,
     warn_of_cpu_start,
 )
-from fsdp_dynamo.wrap.fsdp2_arguments import PlacementFn, dim_of
-from fsdp_dynamo.wrap.initial_values import InitialValues, device_for
-from fsdp_dynamo.wrap.kept_units import check_budget, keep_within
-from fsdp_dynamo.wrap.unit_choice import Chosen, choose_units, keep_full_precision
+from fsdp_dynamo.wrap.build import Ignored, managed_modules
+from fsdp_dynamo.wrap.deferred_init import InitialValues, device_for
+from fsdp_dynamo.wrap_policy import Targets, run_policy
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Upstream's environment variable: ``1``: modules that evaluate leave ``MixedPrecision`` out."""
@@ -213,3 +226,193 @@ def _plan(
         given_config = configs.get(owner, config)
         arguments.warn_of_padding(params, given_config, given_config.groups.shard.size())
     return _Plan(planned, ignored, chosen, config, values)
+
+
+# -- unit choice -----------------------------------------------------------------------------------
+# Modules below the root that become units of their own: a policy's, and those in full precision.
+#
+# Under mixed precision some classes of modules (``_module_classes_to_ignore``: batch norms)
+# compute in their own data type. Where a policy chooses units they are units of their own, as
+# upstream's are; elsewhere they stay in their unit, in a flat parameter of their own
+# (``wrap/build.py``).
+
+
+@dataclass
+class Chosen:
+    """Units below the root.
+
+    Attributes:
+        configs: by module.
+        kept: those that mixed precision leaves alone.
+    """
+
+    configs: dict[nn.Module, UnitConfig] = field(default_factory=dict)
+    kept: set[nn.Module] = field(default_factory=set)
+
+
+def choose_units(
+    root: nn.Module, policy: object | None, ignored: Ignored, config: UnitConfig
+) -> Chosen:
+    """The units below ``root``; changes nothing.
+
+    Args:
+        root: the module being wrapped.
+        policy: argument ``auto_wrap_policy``.
+        ignored: what stays as it is.
+        config: the root's.
+
+    Raises:
+        FSDPError: a subclass, for a policy that is none, that chooses nothing, or that chooses a
+            module which is in a unit already.
+    """
+    if policy is None:
+        return Chosen()
+    found = run_policy(policy, root, ignored.modules, ignored.parameters)
+    _refuse_wrapped(root, found)
+    free = {module for _, module in managed_modules(root, ignored)}
+    configs = {m: override(config, changes) for m, changes in found.items() if m in free}
+    kept = list(_full_precision_modules(root, ignored, config.precision))
+    if kept:
+        names = ", ".join(sorted({type(module).__name__ for module in kept}))
+        warnings.warn(
+            f"mixed precision and auto_wrap_policy: modules of class {names} become units of their "
+            "own in full precision",
+            stacklevel=6,
+        )
+    for module in kept:
+        configs[module] = replace(configs.get(module, config), precision=None)
+    return Chosen(configs, set(kept))
+
+
+def _refuse_wrapped(root: nn.Module, found: Targets) -> None:
+    """Raise if a policy has chosen a unit, or a module in one."""
+    for fqn, module in raw_named_modules(root):
+        if module in found and (is_unit(module) or WRAPPED in fqn.split(".")):
+            raise FSDPValueError(
+                expected="a policy that chooses modules in no unit",
+                got=f"a {type(module).__name__} that is wrapped already",
+                where=f"argument 'auto_wrap_policy', module '{plain_fqn(fqn)}'",
+                fix="Wrap by policy alone, or leave what you wrap by hand out of the policy.",
+                see="wrapped-twice",
+            )
+
+
+def _full_precision_modules(
+    root: nn.Module, ignored: Ignored, precision: MixedPrecision | None
+) -> Iterator[nn.Module]:
+    """Modules that mixed precision leaves alone.
+
+    Those inside checkpoint wrappers and compiled modules are left out: they run as one.
+    """
+    if precision is None:
+        return
+    classes = tuple(precision._module_classes_to_ignore)
+
+    def enters(module: nn.Module) -> bool:
+        return module not in ignored.modules and not is_unit(module)
+
+    for fqn, module in raw_named_modules(root, enters):
+        is_inside = not WRAPPER_NAMES.isdisjoint(fqn.split("."))
+        if isinstance(module, classes) and module is not root and not is_inside:
+            yield module
+
+
+def keep_full_precision(root: nn.Module, chosen: Chosen, config: UnitConfig) -> None:
+    """Let units in full precision take and give what the units around them compute with."""
+    missing = set(chosen.kept)
+
+    def visit(module: nn.Module, around: MixedPrecision | None) -> None:
+        for child in module.children():
+            if child in missing and around is not None:
+                missing.remove(child)
+                keep_module_precision(child, _own_dtype(child))
+            if not is_unit(child):
+                inside = chosen.configs.get(child)
+                visit(child, around if inside is None else inside.precision)
+
+    visit(root, config.precision)
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return dtypes[0] if dtypes else torch.float32
+
+
+# -- kept units ------------------------------------------------------------------------------------
+# ``SHARD_GRAD_OP`` within a budget: the units that stay unsharded between forward and backward.
+#
+# The last of the forward are kept first::
+#
+#     forward    AG(1) F(1)  AG(2) F(2)  AG(3) F(3) |           B(3) RS(3)  AG(2) B(2) ...
+#     budget                                   [kept 3]
+#
+# The backward begins with them. So nothing would hide the gather of the last one, whose bytes are
+# free again soonest; of a unit before it, another unit's backward hides the gather. Every kept
+# unit saves its own bytes of communication, whichever it is.
+#
+# Decided from sizes and the order of modules alone, so all ranks decide alike.
+
+
+_RESHARDING = {
+    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
+}
+"""Strategies that keep units, and what a unit has that is not kept."""
+
+
+def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
+    """Raise unless a budget, if there is one, is a number of bytes for a strategy that keeps units.
+
+    Raises:
+        FSDPTypeError: it is no whole number.
+        FSDPValueError: it is negative, or the strategy keeps nothing.
+    """
+    if budget_bytes is None:
+        return
+    where = "argument 'unsharded_budget_bytes'"
+    fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
+    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
+        raise FSDPTypeError(expected="an int or None", got=repr(budget_bytes), where=where, fix=fix)
+    if budget_bytes < 0:
+        raise FSDPValueError(expected="0 or more", got=str(budget_bytes), where=where, fix=fix)
+    if strategy not in _RESHARDING:
+        raise FSDPValueError(
+            expected=f"one of {', '.join(one.name for one in _RESHARDING)}",
+            got=strategy.name,
+            where=where,
+            fix="Choose one of these strategies, or leave the budget out.",
+        )
+
+
+def keep_within(root: nn.Module, units: Mapping[nn.Module, Unit], budget_bytes: int | None) -> None:
+    """Let units that do not fit into a budget reshard after their forward.
+
+    One that is larger than what is left is passed over. The root of the units is not counted: it
+    stays unsharded in any case.
+
+    Args:
+        root: the module of the first unit.
+        units: by their outermost module.
+        budget_bytes: of unsharded flat parameters; ``None``: all are kept.
+
+    Raises:
+        DivergenceError: ranks have other budgets.
+    """
+    if budget_bytes is None:
+        return
+    for group in next(iter(units.values())).config.groups.all:
+        require_same(group, "argument 'unsharded_budget_bytes'", str(budget_bytes))
+    left = budget_bytes
+    for module in reversed([*root.modules()]):
+        if module is root or module not in units:
+            continue
+        unit = units[module]
+        resharding = _RESHARDING.get(unit.config.strategy)
+        held = sum(flat.unsharded_bytes for flat in unit.flats)
+        if resharding is None:  # it reshards, or is whole, as a policy says
+            continue
+        if held <= left:
+            left -= held
+        else:
+            unit.config = replace(unit.config, strategy=resharding)

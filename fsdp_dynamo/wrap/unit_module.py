@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 from fsdp_dynamo import module_tree, steps
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.accumulation import REDUCES
-from fsdp_dynamo.core.late_parameters import LateParameterCheck
+from fsdp_dynamo.core.module_parameters import LateParameterCheck
 from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.original_parameter import OriginalParameter, mark_managed
 from fsdp_dynamo.core.unit import Unit
@@ -37,10 +39,10 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
-from fsdp_dynamo.errors import UnsupportedError, unit_name
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
-from fsdp_dynamo.graph_path.secondary_inputs import stand_in_for
 from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
+from fsdp_dynamo.graph_path.traced_unit import stand_in_for
 from fsdp_dynamo.hooks_path import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.pytree import is_plain
@@ -48,7 +50,6 @@ from fsdp_dynamo.state_dict import model
 from fsdp_dynamo.untraced import untraced
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
-from fsdp_dynamo.wrap.deep_copy import deep_copy, finished_copies
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
 for _each in (steps.begin_forward, steps.end_forward):
@@ -477,3 +478,56 @@ def _inner_load_hook(
     wrapper = _called_on(module, prefix)
     if wrapper is not None:
         _load_shards(wrapper, source, prefix, local_metadata, *reports)
+
+
+# -- deep copy -------------------------------------------------------------------------------------
+# Deep copies of a wrapped model: process groups are shared, everything else is new.
+
+
+_COPIES = "fsdp_dynamo: copies to be finished"
+
+
+def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outermost: bool) -> Any:
+    """A copy of a wrapper and all below, as ``copy.deepcopy`` wants it.
+
+    State that belongs to the process (registered name, compiled code) is left to the caller, who
+    gives it in ``finished_copies``.
+
+    Raises:
+        FSDPStateError: a nested wrapper by itself, whose unit belongs to its root's schedule.
+    """
+    is_alone = not any(id(group) in memo for group in unit.config.groups.all)
+    if is_alone and not is_outermost:
+        raise FSDPStateError(
+            expected="a copy of the outermost unit's module",
+            got="a nested one by itself",
+            where=unit_name(unit.fqn),
+            fix="Copy the whole model, or the module before it is wrapped.",
+        )
+    groups = (*unit.config.groups.every, unit.settings.regathers_among)
+    for group in groups:
+        memo[id(group)] = group
+    new = object.__new__(type(wrapper))
+    memo[id(wrapper)] = new
+    for name, value in wrapper.__dict__.items():
+        new.__dict__[name] = copy.deepcopy(value, memo)
+    memo[_COPIES].append(new)
+    return new
+
+
+@contextmanager
+def finished_copies(memo: dict[Any, Any], finish: Callable[[Any], None]) -> Iterator[None]:
+    """Finish all copies that are made inside, when the last of them has all of its attributes.
+
+    Modules of one unit hold each other: one is copied in the middle of the other.
+    """
+    if _COPIES in memo:
+        yield
+        return
+    copies = memo[_COPIES] = []
+    try:
+        yield
+    finally:
+        del memo[_COPIES]
+    for copied in copies:
+        finish(copied)

@@ -15,9 +15,8 @@ from fsdp_dynamo import module_tree
 from fsdp_dynamo.comm_hooks import CommHook, HookState
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
-from fsdp_dynamo.core.summon import SummonOptions, unshard_originals
+from fsdp_dynamo.core.summon import SummonOptions, WholeUpdate, unshard_originals, update_whole
 from fsdp_dynamo.core.unit import Unit, refuse_formats
-from fsdp_dynamo.core.whole_updates import WholeUpdate, update_whole
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
     BackwardPrefetch,
     CollectivePrecision,
     CPUOffload,
@@ -19,7 +19,7 @@ from fsdp_dynamo.config import (
     ShardingStrategy,
 )
 from fsdp_dynamo.dynamo.private_api import compiled_as_one_graph
-from fsdp_dynamo.state_dict import methods, optim_variants
+from fsdp_dynamo.state_dict import methods
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import check_module, note_use_dtensor
 from fsdp_dynamo.wrap.attributes import WrapperAttributes
@@ -202,12 +202,12 @@ class FullyShardedDataParallel(WrapperAttributes):
     get_state_dict_type = staticmethod(methods.get_state_dict_type)
     optim_state_dict = staticmethod(methods.optim_state_dict)
     optim_state_dict_to_load = staticmethod(methods.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(optim_variants.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_variants.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_variants.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_variants.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_variants.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_variants.rekey_optim_state_dict)
+    full_optim_state_dict = staticmethod(methods.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(methods.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(methods.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(methods.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(methods.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(methods.rekey_optim_state_dict)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:

@@ -11,9 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from graph_passes.scheduling.limits import Limits, is_within
 from graph_passes.scheduling.problem import Problem, Transfer
-from graph_passes.scheduling.simulation import Placement, Schedule, peak_bytes, simulate
+from graph_passes.scheduling.simulation import (
+    Limits,
+    Placement,
+    Schedule,
+    is_within,
+    peak_bytes,
+    simulate,
+)
 
 Reason = Literal["hidden", "dependency", "memory", "in flight", "order", "bandwidth", "not planned"]
 

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from graph_passes.scheduling.limits import Limits, is_within
+from graph_passes.scheduling.prefetch import place_waits
 from graph_passes.scheduling.problem import Problem, Transfer
-from graph_passes.scheduling.simulation import Placement, Schedule, lower_bound_ms, total_ms
-from graph_passes.scheduling.sink_waits import place_waits
+from graph_passes.scheduling.simulation import (
+    Limits,
+    Placement,
+    Schedule,
+    is_within,
+    lower_bound_ms,
+    total_ms,
+)
 
 _MAX_SWEEPS = 4
 _MAX_TRIALS = 6000

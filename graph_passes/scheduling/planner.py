@@ -25,7 +25,7 @@ from typing import Protocol
 from torch import fx
 
 from graph_passes.graph_pass import GraphPass
-from graph_passes.graph_utils import collectives
+from graph_passes.graph_utils import collectives, wait_of
 from graph_passes.markers import (
     choose_format,
     has_optional_format,
@@ -33,9 +33,7 @@ from graph_passes.markers import (
     set_graph,
     set_launch,
 )
-from graph_passes.scheduling.following import follow, launches_of, without_plan
-from graph_passes.scheduling.format_choice import FASTER, FormatChoice, choose_formats
-from graph_passes.scheduling.limits import BudgetError, too_small
+from graph_passes.memory.liveness import storages
 from graph_passes.scheduling.plan import (
     GraphPlan,
     Plan,
@@ -45,9 +43,18 @@ from graph_passes.scheduling.plan import (
     plan_of,
     schedule_from,
 )
-from graph_passes.scheduling.problem import Dissection, Problem, dissect, problem_of
-from graph_passes.scheduling.schedule import Options, apply, decide, pose
-from graph_passes.scheduling.simulation import Schedule, total_ms
+from graph_passes.scheduling.problem import Dissection, Problem, Transfer, dissect, problem_of
+from graph_passes.scheduling.schedule import (
+    Options,
+    apply,
+    decide,
+    follow,
+    launches_of,
+    pose,
+    quick,
+    without_plan,
+)
+from graph_passes.scheduling.simulation import BudgetError, Schedule, simulate, too_small, total_ms
 from graph_passes.wire_format import WireFormat
 
 
@@ -323,6 +330,225 @@ def _unknown_graph(plan: Plan, parts: Dissection, digest: str) -> str:
         f"{len(parts.chains)} collectives), got plans for {', '.join(known) or 'no graph'}. The "
         "model, its shapes, the world size, the compiler or the passes differ: make the plan anew."
     )
+
+
+# -- selective unshard -----------------------------------------------------------------------------
+# Selective unshard: with memory to spare, some units stay unsharded between forward and backward.
+#
+# Resharding after forward costs an all-gather in the backward. Where a memory budget leaves room,
+# the units are kept whose all-gather costs the most exposed time for the bytes that they hold::
+#
+#     forward ... wait(k) compute(k) ........ | ........ compute'(k)     kept: alive in between
+#     forward ... wait(k) compute(k)  freed   | ag(k) wait(k) compute'(k)
+#
+# Tried on the simulated clock, one unit after the other, until nothing fits or nothing is gained.
+
+
+LiveBytes = Callable[[fx.Graph], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class _State:
+    """Both graphs with the units that are kept so far."""
+
+    forward_live: tuple[int, ...]
+    backward: Problem
+    ms: float
+
+
+def choose_kept(
+    forward: fx.Graph, backward: fx.Graph, options: Options, live_bytes_of: LiveBytes
+) -> tuple[str, ...]:
+    """The units to keep within ``options.limits.memory_budget_bytes``, best first.
+
+    Args:
+        forward: as it is with every unit resharded.
+        backward: the same; put into unscheduled order.
+        options: the planner's; without a budget nothing is kept.
+        live_bytes_of: bytes alive at every node of a graph.
+
+    Raises:
+        BudgetError: the budget is too small without anything kept.
+    """
+    budget = options.limits.memory_budget_bytes
+    if budget is None:
+        return ()
+    last_use = _last_uses(forward)
+    state = _start(forward, backward, options, live_bytes_of)
+    if max(state.forward_live, default=0) > budget:
+        raise BudgetError(too_small(max(state.forward_live), budget))
+    kept: list[str] = []
+    while True:
+        best: tuple[float, str, _State] | None = None
+        for unit in _candidates(state.backward, last_use):
+            tried = _keep(state, unit, last_use[unit], options)
+            if tried is None or max(tried.forward_live) > budget:
+                continue
+            gain = (state.ms - tried.ms) / max(1, _held(state.backward, unit))
+            if gain > 0 and (best is None or gain > best[0]):
+                best = (gain, unit, tried)
+        if best is None:
+            return tuple(kept)
+        kept.append(best[1])
+        state = best[2]
+
+
+def _start(
+    forward: fx.Graph, backward: fx.Graph, options: Options, live_bytes_of: LiveBytes
+) -> _State:
+    _, problem = pose(backward, options.cost, live_bytes_of)
+    ms = total_ms(problem, quick(problem, options))
+    return _State(tuple(live_bytes_of(forward)), problem, ms)
+
+
+def _last_uses(forward: fx.Graph) -> dict[str, int]:
+    """For every unit that reshards, the position behind which it is freed in the forward."""
+    ends = {node: lifetime.end for lifetime in storages(forward) for node in lifetime.nodes}
+    result: dict[str, int] = {}
+    for node in collectives(forward):
+        mark = mark_of(node)
+        if mark is not None and mark.kind == "all_gather" and mark.reshards:
+            result[mark.unit] = max(ends[wait_of(node)], result.get(mark.unit, 0))
+    return result
+
+
+def _candidates(problem: Problem, last_use: dict[str, int]) -> list[str]:
+    units = [t.mark.unit for t in problem.transfers if t.is_gather and t.mark.unit in last_use]
+    return list(dict.fromkeys(units))
+
+
+def _held(problem: Problem, unit: str) -> int:
+    return sum(t.held_bytes for t in problem.transfers if t.is_gather and t.mark.unit == unit)
+
+
+def _keep(state: _State, unit: str, last_use: int, options: Options) -> _State | None:
+    """The state with one unit more kept; ``None`` where the backward has no room for it."""
+    problem = state.backward
+    gone = [t for t in problem.transfers if t.is_gather and t.mark.unit == unit]
+    base = list(problem.base_bytes)
+    for transfer in gone:
+        for step in range(transfer.need):
+            base[step] += transfer.held_bytes
+    left = tuple(t for t in problem.transfers if t not in gone)
+    smaller = replace(problem, transfers=left, base_bytes=tuple(base))
+    try:
+        ms = total_ms(smaller, quick(smaller, options))
+    except BudgetError:
+        return None
+    held = sum(t.held_bytes for t in gone)
+    live = [n + (held if i > last_use else 0) for i, n in enumerate(state.forward_live)]
+    return _State(tuple(live), smaller, ms)
+
+
+# -- format choice ---------------------------------------------------------------------------------
+# Choice of formats: which collectives travel in fewer bits, where the planner decides.
+#
+# A format shortens a transfer and lengthens what computes::
+#
+#     as it is    compute   |======== transfer ========| compute'     exposed in the middle
+#     formatted   compute + |=== transfer ===| + compute'             + encodes, decodes
+#
+# Where the transfer is hidden, only the second remains. So formats go to the collectives whose
+# format makes the simulated step shorter, those that expose the most time first; the schedule is
+# decided anew with them, and they are kept only if that one is faster than the best without any.
+
+
+_ROUNDS = 3
+"""A schedule decided with formats may expose other collectives; so often they are looked at."""
+_WORTH = 0.1
+"""A format must save this part of what the collective takes without it."""
+FASTER = 0.99
+"""All formats of a graph together must bring its time below this part of that without any: they
+cost accuracy, and the cost model errs too."""
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """Formats for one graph.
+
+    Attributes:
+        chosen: indices of the transfers that have theirs.
+        without_ms: simulated time of the graph without any.
+        exposed_ms: by index of the transfer, its exposed time without any.
+    """
+
+    chosen: frozenset[int]
+    without_ms: float
+    exposed_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Decided:
+    chosen: frozenset[int]
+    schedule: Schedule
+    ms: float
+
+
+def choose_formats(problem: Problem, formatted: Problem, options: Options) -> FormatChoice:
+    """Choose formats for a graph; in the simulation it is never slower with them.
+
+    Args:
+        problem: without formats that need not be.
+        formatted: the same with all of them; its transfers stand in the same order.
+        options: of the schedules that are compared.
+
+    Raises:
+        BudgetError: as ``decide``, without any format.
+    """
+    best = without = _decided(problem, frozenset(), options)
+    for _ in range(_ROUNDS):
+        chosen = _improved(problem, formatted, best)
+        if chosen == best.chosen:
+            break
+        tried = _decided(with_formats(problem, formatted, chosen), chosen, options)
+        if tried.ms >= best.ms:
+            break
+        best = tried
+    timings = simulate(problem, without.schedule).timings
+    exposed = tuple(timings[i].exposed_ms for i in range(len(problem.transfers)))
+    chosen = best.chosen if best.ms < FASTER * without.ms else frozenset()
+    return FormatChoice(chosen, without.ms, exposed)
+
+
+def with_formats(problem: Problem, formatted: Problem, chosen: Collection[int]) -> Problem:
+    """A problem in which some transfers have their format."""
+    transfers = tuple(
+        _in_format(one, other) if i in chosen else one
+        for i, (one, other) in enumerate(zip(problem.transfers, formatted.transfers, strict=True))
+    )
+    return replace(problem, transfers=transfers)
+
+
+def _in_format(one: Transfer, other: Transfer) -> Transfer:
+    """The first as the second travels; it stays between the same steps."""
+    return replace(other, ready=one.ready, need=one.need, is_dependent=one.is_dependent)
+
+
+def _decided(problem: Problem, chosen: frozenset[int], options: Options) -> _Decided:
+    schedule, _ = decide(problem, options)
+    return _Decided(chosen, schedule, total_ms(problem, schedule))
+
+
+def _improved(problem: Problem, formatted: Problem, best: _Decided) -> frozenset[int]:
+    """Formats that shorten a schedule as it stands: more of them, less those without effect."""
+    optional = [
+        i
+        for i, (one, other) in enumerate(zip(problem.transfers, formatted.transfers, strict=True))
+        if one.wire != other.wire
+    ]
+    timings = simulate(with_formats(problem, formatted, best.chosen), best.schedule).timings
+    order = sorted(optional, key=lambda i: (-timings[i].exposed_ms, i))
+    chosen, ms = set(best.chosen), best.ms
+    for adds, indices in ((True, order), (False, order[::-1])):
+        for index in indices:
+            if (index in chosen) is adds:
+                continue
+            other = chosen ^ {index}
+            other_ms = total_ms(with_formats(problem, formatted, other), best.schedule)
+            saves = (ms - other_ms) if adds else (other_ms - ms)
+            if (saves > _WORTH * problem.transfers[index].ms) is adds:
+                chosen, ms = other, other_ms
+    return frozenset(chosen)
 
 
 __all__ = ["Planned", "Planner"]

@@ -9,16 +9,37 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from graph_passes.graph_utils import is_region
-from graph_passes.markers import decode_name, encode_name, mark_of, unit_of
+from graph_passes.graph_utils import (
+    collectives,
+    is_backward,
+    is_collective,
+    is_compute,
+    is_region,
+    is_wait,
+    op_name,
+    plan_of,
+)
+from graph_passes.markers import (
+    CollectiveKind,
+    decode_name,
+    encode_name,
+    graph_of,
+    has_optional_format,
+    launch_of,
+    mark_of,
+    unit_of,
+    wire_of,
+)
+from graph_passes.wire_format import text_of
 
 ROOT = "(root)"
 """How the unit whose FQN is empty is called."""
@@ -191,3 +212,203 @@ def _folded(lines: Sequence[Line]) -> Line:
     others = [encode_name(unit) or ROOT for unit in units_in(lines)]
     of = f" of {', '.join(others)}" if others else ""
     return Line(f"    # ... {len(lines)} line{'' if len(lines) == 1 else 's'}{of}")
+
+
+# -- boundary labels -------------------------------------------------------------------------------
+# Labels of collectives and waits in a *final* graph, as strings that survive code generation.
+#
+# A label tells what its collective is, and which units compute next to it.
+
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """One boundary of compute in a final graph.
+
+    Attributes:
+        unit: FQN of the collective's unit.
+        kind: what the collective does.
+        phase: the graph it is in.
+        before: units that compute before it, where it is the first boundary of its graph.
+        after: units that compute between it and the next boundary, in order.
+        ordinal: which flat parameter of the unit.
+        absent: ranges of elements of a gradient that is reduced of which this rank has none.
+        wire: the format in which shards travel, ``WireFormat.encode()``; ``""``: as they are.
+        graph: ``GraphPlan.short_digest`` of the graph it is in; ``""`` without a plan.
+    """
+
+    unit: str
+    kind: CollectiveKind
+    phase: Phase
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    ordinal: int = 0
+    absent: tuple[tuple[int, int], ...] = ()
+    wire: str = ""
+    graph: str = ""
+
+    def encode(self) -> str:
+        """The label as a string."""
+        lists = [
+            "".join(f"{encode_name(name)}," for name in names)
+            for names in (self.before, self.after)
+        ]
+        absent = "".join(f"{begin}-{end}," for begin, end in self.absent)
+        fields = [self.kind, self.phase, encode_name(self.unit), *lists]
+        return "|".join([*fields, str(self.ordinal), absent, self.wire, self.graph])
+
+    @staticmethod
+    def decode(text: str) -> Label:
+        """Back from ``encode``."""
+        kind, phase, unit, before, after, ordinal, absent, wire, graph = text.split("|")
+        names = [tuple(map(decode_name, part.split(",")[:-1])) for part in (before, after)]
+        spans = [span.split("-") for span in absent.split(",")[:-1]]
+        return Label(
+            decode_name(unit),
+            kind,  # type: ignore[arg-type]
+            phase,  # type: ignore[arg-type]
+            names[0],
+            names[1],
+            int(ordinal),
+            tuple((int(begin), int(end)) for begin, end in spans),
+            wire,
+            graph,
+        )
+
+
+def label_boundaries(graph: fx.Graph) -> dict[fx.Node, Label]:
+    """Labels of all collectives and waits of a scheduled graph."""
+    phase: Phase = "backward" if is_backward(graph) else "forward"
+    boundaries: list[tuple[fx.Node, list[fx.Node]]] = []
+    before: list[fx.Node] = []
+    current = before
+    reduced: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_collective(node) or is_wait(node):
+            current = []
+            boundaries.append((node, current))
+            mark = mark_of(node)
+            if mark is not None and mark.kind != "all_gather":
+                reduced.add(node)
+        elif node.all_input_nodes and all(n in reduced for n in node.all_input_nodes):
+            reduced.add(node)  # a cast or a division of a reduced gradient: no unit's compute
+        elif is_compute(node) and not _feeds_a_gather(node):
+            current.append(node)
+    labels: dict[fx.Node, Label] = {}
+    for position, (node, after) in enumerate(boundaries):
+        mark = mark_of(node) or mark_of(node.all_input_nodes[0])
+        if mark is None:
+            continue
+        first = _units(before) if position == 0 else ()
+        collective = node if is_collective(node) else node.all_input_nodes[0]
+        labels[node] = Label(
+            mark.unit,
+            mark.kind,
+            phase,
+            first,
+            _units(after),
+            ordinal=mark.ordinal,
+            wire=text_of(wire_of(collective)),
+            graph=graph_of(collective),
+        )
+    return labels
+
+
+def _feeds_a_gather(node: fx.Node) -> bool:
+    """The cast of a shard: it belongs to its all-gather, not to the unit's compute."""
+    return (
+        bool(node.users)
+        and all(is_collective(user) for user in node.users)
+        and all(source.op == "placeholder" for source in node.all_input_nodes)
+    )
+
+
+_HEAVY = ("mm", "linear", "conv", "attention", "embedding", "einsum")
+
+
+def _units(nodes: list[fx.Node]) -> tuple[str, ...]:
+    """Units in the order in which they compute; where there is heavy compute, of that alone."""
+    heavy = [node for node in nodes if _is_heavy(node)]
+    units: list[str] = []
+    for node in heavy or nodes:
+        unit = unit_of(node)
+        if unit is not None and (not units or units[-1] != unit):
+            units.append(unit)
+    return tuple(units)
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return any(part in op_name(node) for part in _HEAVY)
+
+
+# -- fingerprint -----------------------------------------------------------------------------------
+# The ordered collectives of a final graph as text: what all ranks must have in common.
+
+
+SEPARATOR = ";"
+_FIELDS = " "
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """One entry a collective, in order of issue, joined by ``SEPARATOR``.
+
+    An entry holds the operator, the unit (``(root)`` for the root) with the ordinal of its flat
+    parameter, dtype (and the format that it may travel in; of an optional one, ``yes`` or ``no``)
+    and elements of the input (and a checksum of its gather plan), the reduction (``-`` for none),
+    whether it is launched together with the one before it (``+``, else ``-``) and the registered
+    name of the process group, which whoever compares replaces by its global ranks.
+
+    Args:
+        graph: a scheduled graph whose collectives carry marks.
+    """
+    entries = []
+    launch_before = None
+    for node in collectives(graph):
+        launch = launch_of(node)
+        entries.append(_entry(node, launch is not None and launch == launch_before))
+        launch_before = launch
+    return SEPARATOR.join(entries)
+
+
+def _entry(node: fx.Node, with_the_one_before: bool) -> str:
+    mark = mark_of(node)
+    value = node.all_input_nodes[0].meta["val"]
+    unit = "?" if mark is None else f"{encode_name(mark.unit) or '(root)'}#{mark.ordinal}"
+    strings = [arg for arg in node.args if isinstance(arg, str)]
+    reduction = strings[0] if len(strings) > 1 else "-"
+    numel = f"{value.numel()}{_short(plan_of(node))}"
+    name = op_name(node).rpartition("::")[2]
+    dtype = str(value.dtype).removeprefix("torch.")
+    if mark is not None and mark.wire:
+        decided = "" if not has_optional_format(node) else "yes" if wire_of(node) else "no"
+        dtype = f"{dtype}~{mark.wire}{decided}"
+    together = "+" if with_the_one_before else "-"
+    fields = (name, unit, dtype, numel, reduction, together, strings[-1])
+    return _FIELDS.join(fields)
+
+
+def _short(plan: tuple[int, ...]) -> str:
+    """A gather plan with more than one message or piece, as a number."""
+    return f"/{zlib.crc32(repr(plan).encode()):08x}" if len(plan) > 4 or plan[:1] == (0,) else ""
+
+
+def alone(entry: str) -> str:
+    """An entry as if it shared no launch."""
+    fields = entry.split(_FIELDS, 6)
+    return _FIELDS.join((*fields[:5], "-", *fields[6:])) if entry else ""
+
+
+def describe_entry(entry: str) -> str:
+    """An entry in words, for a message; ``""`` stands for none."""
+    if not entry:
+        return "no further collective"
+    name, unit, dtype, numel, reduction, together, group = entry.split(_FIELDS, 6)
+    fqn, _, ordinal = unit.rpartition("#")
+    what = "" if reduction == "-" else f" ({reduction})"
+    launch = ", launched with the one before it" if together == "+" else ""
+    return (
+        f"{name}{what} of unit '{decode_name(fqn)}', flat parameter {ordinal}, {numel} {dtype}, "
+        f"ranks {group}{launch}"
+    )

@@ -27,13 +27,13 @@ from fsdp_dynamo import (
     ShardingStrategy,
     set_agreement_timeout,
 )
-from fsdp_dynamo.agreement import busy_ranks, notices
+from fsdp_dynamo.agreement import late_ranks, notices
 from fsdp_dynamo.agreement.comparison import require_same, share_from_first
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm import collectives, watchdog
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
+from graph_passes.text.listing import SEPARATOR, describe_entry, fingerprint
 
 NUM_STEPS = 4
 TIMEOUTS_S = {"busy": 1.0, "slow": 1.0, "absent": 1.0}
@@ -85,7 +85,7 @@ def run_differently(rank: int, world_size: int, how: str, mode: str) -> tuple[st
     if differs and how == "a unit skipped":
         plain.order = [0, 1]
     model = in_mode(wrapped, mode, bucket=False)
-    busy_ranks.announce_compilations()
+    late_ranks.announce_compilations()
     dist.barrier()
     try:
         for step in range(NUM_STEPS):
@@ -200,8 +200,8 @@ def compare_texts(rank: int, world_size: int, how: str) -> list[str]:
     set_agreement_timeout(TIMEOUTS_S.get(how))
     odd = rank == 1
     if how == "busy" and odd:
-        with busy_ranks.busy():  # as while a frame is compiled
-            with busy_ranks.busy():
+        with late_ranks.busy():  # as while a frame is compiled
+            with late_ranks.busy():
                 time.sleep(0.1)
             time.sleep(LONGER_S)
     text = "aaaa" * 100 + ("x" if odd and how == "differs" else "b")
@@ -267,7 +267,7 @@ def test_replicas_with_another_torch(ranks: RankPool) -> None:
 
 def wait_for_each_other(rank: int, world_size: int) -> str:
     """While both compile, each wants to compare what the other never will."""
-    with busy_ranks.busy():
+    with late_ranks.busy():
         return outcome(lambda: require_same(world(), f"plan {rank}", ""))
 
 
@@ -289,7 +289,7 @@ def count_announcements(rank: int, world_size: int) -> list[str]:
     seen: list[str] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        busy_ranks.announce_this_compilation()
+        late_ranks.announce_this_compilation()
         seen.append(store.get(f"fsdp_dynamo/agreement/busy/{rank}").decode())
         return gm.forward
 

@@ -21,9 +21,9 @@ from pool import RankPool
 from running_ahead import Device, running_ahead
 
 from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
-from fsdp_dynamo.agreement import failure_propagation, flight_recorder
+from fsdp_dynamo.agreement import flight_recorder, notices
 from fsdp_dynamo.comm import watchdog
-from fsdp_dynamo.comm.device_waits import DeviceWaits
+from fsdp_dynamo.comm.watchdog import DeviceWaits
 from fsdp_dynamo.steps import num_steps
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -147,7 +147,7 @@ def test_a_rank_that_dies(ranks: RankPool) -> None:
 def _late(rank: int, world_size: int) -> tuple[int, tuple[str, str], bool]:
     """Comparisons of this rank, its error, and whether its device has done everything."""
     store: Any = dist.distributed_c10d._get_default_store()
-    compare, compared = failure_propagation.find_order_mismatch, []
+    compare, compared = notices.find_order_mismatch, []
 
     def compare_and_tell(*args: Any) -> str | None:
         result = compare(*args)
@@ -158,7 +158,7 @@ def _late(rank: int, world_size: int) -> tuple[int, tuple[str, str], bool]:
 
     with (
         _on_device("eager") as (device, _, run),
-        mock.patch.object(failure_propagation, "find_order_mismatch", compare_and_tell),
+        mock.patch.object(notices, "find_order_mismatch", compare_and_tell),
     ):
         if rank == 1:
             store.wait(["compared"], timedelta(seconds=LIMIT_S))

@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_dynamo import FSDPStateError, flight, record_flight
 from fsdp_dynamo.agreement import flight_recorder
-from fsdp_dynamo.agreement.flight_report import explain_records
+from fsdp_dynamo.agreement.flight_recorder import explain_records
 from fsdp_dynamo.comm.collective_log import Entry
 
 REPOSITORY = Path(__file__).parents[2]

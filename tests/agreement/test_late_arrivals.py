@@ -21,10 +21,10 @@ from pool import RankPool
 from torch._dynamo.callback import callback_handler
 
 from fsdp_dynamo import DivergenceError, RankFailedError
-from fsdp_dynamo.agreement import busy_ranks, late_ranks
+from fsdp_dynamo.agreement import late_ranks
 from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.agreement.failure_propagation import link_groups
 from fsdp_dynamo.agreement.graph_agreement import require_agreement
+from fsdp_dynamo.agreement.notices import link_groups
 from fsdp_dynamo.comm import collectives, watchdog
 
 LIMIT_S = 10.0
@@ -53,7 +53,7 @@ def _outcome(action: Callable[[], object]) -> tuple[str, str, float]:
 
 def _come_late(rank: int, world_size: int) -> tuple[tuple[str, str, float], list[str]]:
     """Rank 1 comes when another has warned; returns each rank's outcome and warnings."""
-    busy_ranks.publish_state()
+    late_ranks.publish_state()
     store = dist.distributed_c10d._get_default_store()
     entry = f"all_gather x#0 float32 1 - - {_world().group_name}"
     told: list[str] = []

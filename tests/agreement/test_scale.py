@@ -15,12 +15,12 @@ from fsdp_dynamo import CheckpointError, DivergenceError
 from fsdp_dynamo.agreement import late_ranks
 from fsdp_dynamo.agreement.collective_order import _compared_with, find_order_mismatch
 from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.agreement.rank_ranges import listed
+from fsdp_dynamo.agreement.flight_recorder import listed
 from fsdp_dynamo.agreement.store import shared_store
-from fsdp_dynamo.checkpoint import integrity
+from fsdp_dynamo.checkpoint import storage
 from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
 from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest
-from fsdp_dynamo.checkpoint.storage_reader import INDEX_FILE
+from fsdp_dynamo.checkpoint.storage import INDEX_FILE
 from fsdp_dynamo.comm import collective_log
 
 FEW, MANY = 16, 128
@@ -132,11 +132,11 @@ def _checkpoint(folder: Path, num_ranks: int) -> Manifest:
 def test_each_file_is_looked_at_by_some_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: int, num_ranks: int
 ) -> None:
-    manifest, sizes = _checkpoint(tmp_path, saved_by), integrity._size
+    manifest, sizes = _checkpoint(tmp_path, saved_by), storage._size
     looked_at: list[str] = []
-    monkeypatch.setattr(integrity, "_size", lambda path: looked_at.append(path.name) or sizes(path))
+    monkeypatch.setattr(storage, "_size", lambda path: looked_at.append(path.name) or sizes(path))
     for rank in range(num_ranks):
-        integrity.require_complete_files(tmp_path, manifest, rank, num_ranks)
+        storage.require_complete_files(tmp_path, manifest, rank, num_ranks)
     assert set(looked_at) == set(manifest.files)
     assert len(looked_at) == 2 * saved_by + 2 * num_ranks
 
@@ -150,4 +150,4 @@ def test_a_rank_that_sees_other_storage(tmp_path: Path) -> None:
         for name in (rank_file(rank), f"__{rank}_0.distcp"):
             (own / name).write_bytes(b"1234")
         with pytest.raises(CheckpointError, match="no such file"):
-            integrity.require_complete_files(own, manifest, rank, 4)
+            storage.require_complete_files(own, manifest, rank, 4)

@@ -28,8 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_dynamo import FSDP, RankFailedError, ShardingStrategy, checkpoint, fully_shard
 from fsdp_dynamo.comm import watchdog
 from fsdp_dynamo.errors import CheckpointError
-from fsdp_dynamo.state_dict.broadcast import broadcast_from_first
-from fsdp_dynamo.state_dict.torch_shards import whole_tensor
+from fsdp_dynamo.state_dict.conversion import broadcast_from_first, whole_tensor
 
 PACKAGE = Path(__file__).parents[2] / "fsdp_dynamo"
 LIMIT_S = 10.0  # the promise

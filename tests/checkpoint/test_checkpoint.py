@@ -35,7 +35,7 @@ from fsdp_dynamo import (
     fully_shard,
     record_events,
 )
-from fsdp_dynamo.checkpoint import storage_writer
+from fsdp_dynamo.checkpoint import storage
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 
@@ -445,7 +445,7 @@ def _in_the_background(rank: int, world_size: int, folder: str, staged: bool) ->
 def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
     """Training goes on for two steps before the first byte is written."""
     may_write = threading.Event()
-    write = storage_writer.Writer.write_data
+    write = storage.Writer.write_data
 
     def later(self: Any, plan: Any, planner: Any) -> Any:
         assert may_write.wait(60)
@@ -454,7 +454,7 @@ def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
     _seed(rank)
     run = Run(rank, "blocks")
     run.step()
-    storage_writer.Writer.write_data = later  # type: ignore[method-assign]
+    storage.Writer.write_data = later  # type: ignore[method-assign]
     try:
         saving = checkpoint.async_save(folder, run.model, run.optimizers, **run.states(1))
         losses = [run.step(), run.step()]
@@ -465,7 +465,7 @@ def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
         path = saving.wait()
         second.wait()
     finally:
-        storage_writer.Writer.write_data = write  # type: ignore[method-assign]
+        storage.Writer.write_data = write  # type: ignore[method-assign]
     other = Run(rank, "blocks")
     checkpoint.load(
         folder, other.model, other.optimizers, step=1, shared=other.shared, per_rank=other.per_rank

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata
 
 from fsdp_dynamo import CheckpointError, DivergenceError, FSDPValueError, checkpoint
-from fsdp_dynamo.checkpoint import manifest, storage_reader, storage_writer
+from fsdp_dynamo.checkpoint import manifest, storage
 
 NEWEST = "000002-step-2"
 _INIT = metadata.Metadata.__init__
@@ -299,7 +299,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
 
 def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _model()
-    close = storage_writer._ChecksummingFileSystem.__dict__["create_stream"].__wrapped__
+    close = storage._ChecksummingFileSystem.__dict__["create_stream"].__wrapped__
 
     def lying(self: Any, path: Path, mode: str) -> Iterator[Any]:
         yield from close(self, path, mode)
@@ -308,9 +308,7 @@ def test_storage_that_returns_other_bytes(folder: Path, monkeypatch: pytest.Monk
 
     from contextlib import contextmanager
 
-    monkeypatch.setattr(
-        storage_writer._ChecksummingFileSystem, "create_stream", contextmanager(lying)
-    )
+    monkeypatch.setattr(storage._ChecksummingFileSystem, "create_stream", contextmanager(lying))
     message = r"__0_0.distcp': expected \d+ bytes with checksum \w{8}, as written, got"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(folder, model, optimizer, step=3)
@@ -395,7 +393,7 @@ def test_no_code_of_an_entry_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match=f"{entry} a state of tensors, numbers"):
         checkpoint.save(tmp_path, model, optimizer, step=1)
     assert checkpoint.complete(tmp_path) == []
-    monkeypatch.setattr(storage_reader, "require_readable", lambda *_: None)
+    monkeypatch.setattr(storage, "require_readable", lambda *_: None)
     checkpoint.save(tmp_path, model, optimizer, step=1)
     with pytest.raises(CheckpointError, match=f"{entry} tensors, numbers"):
         checkpoint.load(tmp_path, model, optimizer)
@@ -522,12 +520,12 @@ def test_what_cannot_be_removed_stays(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
     model, optimizer = _run(rank)
-    write = storage_writer.Writer.write_data
+    write = storage.Writer.write_data
 
     def fail(*_: Any) -> Any:
         raise OSError("the storage went away")
 
-    storage_writer.Writer.write_data = fail if rank == 1 else write  # type: ignore[method-assign]
+    storage.Writer.write_data = fail if rank == 1 else write  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -535,7 +533,7 @@ def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[lis
             while not failed.is_done():
                 time.sleep(0.01)
     finally:
-        storage_writer.Writer.write_data = write  # type: ignore[method-assign]
+        storage.Writer.write_data = write  # type: ignore[method-assign]
     texts = [str(one.message) for one in told]
     assert sum("was not saved" in text and "went away" in text for text in texts) == 1
     assert checkpoint.load(folder, model, optimizer, missing_ok=True) is None
@@ -556,14 +554,14 @@ def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, st
     elsewhere.mkdir(exist_ok=True)
     before = Path.cwd()
     may_write = threading.Event()
-    write = storage_writer.Writer.write_data
+    write = storage.Writer.write_data
 
     def later(*args: Any) -> Any:
         assert may_write.wait(60)
         return write(*args)
 
     os.chdir(folder)
-    storage_writer.Writer.write_data = later  # type: ignore[method-assign]
+    storage.Writer.write_data = later  # type: ignore[method-assign]
     try:
         saving = checkpoint.async_save("run", model, optimizer, step=1)
         os.chdir(elsewhere)
@@ -572,7 +570,7 @@ def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, st
         os.chdir(elsewhere if rank else folder)
         error = _error_of(lambda: checkpoint.save("run", model, optimizer, step=2))
     finally:
-        storage_writer.Writer.write_data = write  # type: ignore[method-assign]
+        storage.Writer.write_data = write  # type: ignore[method-assign]
         os.chdir(before)
     return str(path), error
 
@@ -597,7 +595,7 @@ def _read_one_and_stop(reader: Any, plan: Any, planner: Any) -> Any:
     return _gone()
 
 
-_READ_DATA = storage_reader.Reader.read_data
+_READ_DATA = storage.Reader.read_data
 READS = {"the index": ("read_metadata", _gone), "the tensors": ("read_data", _read_one_and_stop)}
 
 
@@ -614,7 +612,7 @@ def _cannot_read(rank: int, world_size: int, folder: str, what: str) -> tuple[st
     name, fault = READS[what]
     with pytest.MonkeyPatch.context() as patch:
         if rank == world_size - 1:
-            patch.setattr(storage_reader.Reader, name, fault)
+            patch.setattr(storage.Reader, name, fault)
         _, error = _error_of(lambda: checkpoint.load(folder, model, optimizer))
         _, of_model = _error_of(lambda: checkpoint.load(folder, model))
     now = [value for state in optimizer.state.values() for _, value in sorted(state.items())]

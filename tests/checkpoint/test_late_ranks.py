@@ -13,7 +13,7 @@ from models import batch, loss_of, make_transformer
 from pool import RankPool
 
 from fsdp_dynamo import checkpoint, fully_shard
-from fsdp_dynamo.checkpoint import coordination_group
+from fsdp_dynamo.checkpoint import coordination
 
 WAIT_S = 2.0
 
@@ -71,7 +71,7 @@ class _Stalled:
         self.has_come, self.goes_on = threading.Event(), threading.Event()
 
     def add(self, key: str, amount: int) -> int:
-        if key == coordination_group._BROKEN:
+        if key == coordination._BROKEN:
             self.has_come.set()
             assert self.goes_on.wait(60)
         return self._store.add(key, amount)
@@ -84,19 +84,19 @@ def test_what_one_gives_up_is_counted_before_another_goes_on() -> None:
     """Else ranks would begin their next save in different groups."""
     store = dist.HashStore()
     stalled = _Stalled(store)
-    first = threading.Thread(target=coordination_group._mark, args=(stalled, "save"))
+    first = threading.Thread(target=coordination._mark, args=(stalled, "save"))
     first.start()
     assert stalled.has_come.wait(60)
-    second = threading.Thread(target=coordination_group._mark, args=(store, "save"))
+    second = threading.Thread(target=coordination._mark, args=(store, "save"))
     second.start()
     second.join(0.3)
     assert second.is_alive()
-    assert store.add(coordination_group._BROKEN, 0) == 0
+    assert store.add(coordination._BROKEN, 0) == 0
     stalled.goes_on.set()
     first.join(60)
     second.join(60)
     assert not second.is_alive()
-    assert store.add(coordination_group._BROKEN, 0) == 1
+    assert store.add(coordination._BROKEN, 0) == 1
 
 
 def test_the_same_step_again(ranks: RankPool, tmp_path: Path) -> None:

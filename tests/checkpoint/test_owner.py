@@ -16,7 +16,7 @@ from loops import error_of
 from torch import nn
 
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.checkpoint.owner import OWNER_FILE
+from fsdp_dynamo.checkpoint.coordination import OWNER_FILE
 
 SAVE = """
 import sys, torch

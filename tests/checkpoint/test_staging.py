@@ -13,7 +13,7 @@ from staged_copies import as_if_on_a_device
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_dynamo.checkpoint import staging
+from fsdp_dynamo.checkpoint import saving
 
 
 def _shards(flat: torch.Tensor) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def test_a_copy_is_what_was_there(rank: int) -> None:
     flat, step, options = torch.arange(6.0), torch.tensor(3.0), {"betas": [0.9, 0.95]}
     state = {"model": _shards(flat), "optim": [{"step": step}, options]}
     with as_if_on_a_device():
-        copy = staging.in_host_memory(state)
+        copy = saving.in_host_memory(state)
     flat.zero_(), step.zero_(), options["betas"].clear()
     assert copy["model"]["a"].to_local().tolist() == [[0, 1], [2, 3]]
     assert copy["model"]["b"].to_local().tolist() == [[4, 5]]
@@ -40,9 +40,9 @@ def test_a_copy_is_what_was_there(rank: int) -> None:
 def test_memory_is_kept_for_the_next_copy(rank: int) -> None:
     flat = torch.arange(6.0)
     with as_if_on_a_device():
-        first = staging.in_host_memory(_shards(flat))
+        first = saving.in_host_memory(_shards(flat))
         flat.add_(1)
-        second = staging.in_host_memory(_shards(flat))
+        second = saving.in_host_memory(_shards(flat))
     pointers = [{k: v.to_local().data_ptr() for k, v in one.items()} for one in (first, second)]
     assert pointers[0] == pointers[1]
     assert second["b"].to_local().tolist() == [[5, 6]]
@@ -52,7 +52,7 @@ def test_memory_is_kept_for_the_next_copy(rank: int) -> None:
 def test_memory_goes_with_what_was_copied(rank: int) -> None:
     flat = torch.arange(6.0)
     with as_if_on_a_device():
-        copy = staging.in_host_memory(_shards(flat))
+        copy = saving.in_host_memory(_shards(flat))
         kept = weakref.ref(copy["a"].to_local().untyped_storage())
         del copy
         gc.collect()
@@ -64,6 +64,6 @@ def test_memory_goes_with_what_was_copied(rank: int) -> None:
 
 def test_tensors_of_the_host_are_copied_each_time() -> None:
     state: dict[str, Any] = {"a": torch.arange(6.0)}
-    with mock.patch.object(staging, "_stager", side_effect=AssertionError):
-        first, second = staging.in_host_memory(state), staging.in_host_memory(state)
+    with mock.patch.object(saving, "_stager", side_effect=AssertionError):
+        first, second = saving.in_host_memory(state), saving.in_host_memory(state)
     assert first["a"].data_ptr() != second["a"].data_ptr()

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_dynamo import fully_shard
 from fsdp_dynamo.comm import collectives, gather_plan
 from fsdp_dynamo.comm.gather_plan import GatherPlan, decode, one_slice
-from fsdp_dynamo.core.layout.flat_layout import FlatLayout, make_layout
+from fsdp_dynamo.core.flat_layout import FlatLayout, make_layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=7)
 LEAST = st.sampled_from([None, 1, 4, 9, 30])

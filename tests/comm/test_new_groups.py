@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch.distributed import distributed_c10d
 
-from fsdp_dynamo.comm.new_groups import new_group
+from fsdp_dynamo.comm.process_groups import new_group
 
 
 class _Library(dist.ProcessGroupGloo):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_dynamo import FSDP, MixedPrecision, ShardingStrategy, UnsupportedError
 from fsdp_dynamo.core.dtensors import local_of
-from fsdp_dynamo.core.norms import power_sum
+from fsdp_dynamo.core.grad_clip import power_sum
 from fsdp_dynamo.wrap_policy import CustomPolicy
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))

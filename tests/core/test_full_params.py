@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import FSDP, FSDPStateError, ShardingStrategy, fully_shard
 from fsdp_dynamo.comm.collectives import all_gather
-from fsdp_dynamo.core import shard_conversion
+from fsdp_dynamo.core import flat_parameter
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 STRATEGIES = ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
@@ -199,7 +199,7 @@ def _failing_gather(rank: int, world_size: int, mode: str, at: int) -> list[str]
         all_gather(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_conversion, "all_gather", fail)
+        patch.setattr(flat_parameter, "all_gather", fail)
         with (
             pytest.raises(torch.OutOfMemoryError, match="in a gather"),
             FSDP.summon_full_params(wrapped, rank0_only=True, with_grads=True),

@@ -140,7 +140,7 @@ def test_hooks_of_tensors_are_refused(ranks: RankPool, mode: str) -> None:
 
 
 def test_the_order_of_registration() -> None:
-    from fsdp_dynamo.core.gradient_hooks import run_post_accumulate_hooks
+    from fsdp_dynamo.core.dtensors import run_post_accumulate_hooks
 
     param, seen = nn.Parameter(torch.ones(1)), list[Any]()
     first = param.register_post_accumulate_grad_hook(lambda p: seen.append(("first", p is param)))

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_dynamo.core.layout.flat_layout import make_layout
-from fsdp_dynamo.core.training_state import RootState, StateMachine, UnitState
+from fsdp_dynamo.core.flat_layout import make_layout
+from fsdp_dynamo.core.unit import RootState, StateMachine, UnitState
 from fsdp_dynamo.errors import FSDPStateError
 
 SHAPES = st.lists(

@@ -17,9 +17,7 @@ from fsdp_dynamo import FSDP, DivergenceError, events, record_plans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.markers import Mark
 from graph_passes.scheduling.plan import Plan
-from graph_passes.text.boundary_labels import Label
-from graph_passes.text.fingerprint import SEPARATOR, describe_entry, fingerprint
-from graph_passes.text.listing import Line
+from graph_passes.text.listing import SEPARATOR, Label, Line, describe_entry, fingerprint
 
 KEYS = ("a|b|c", "d,e", "f;g", "h i", "100%7C", "(root)", "all_gather wait", "x  # y", "ü\n'\"")
 NAMES = ("", *KEYS, *(f"layers.{key}" for key in KEYS))

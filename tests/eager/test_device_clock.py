@@ -20,7 +20,7 @@ from benchmarks.streams.recording import record_program
 from fsdp_dynamo import explain, inspect_graphs, record_events
 from fsdp_dynamo.events import EventLog
 from fsdp_dynamo.observe import inspection
-from fsdp_dynamo.observe.recorded_steps import recorded_step
+from fsdp_dynamo.observe.explain import recorded_step
 
 NUM_BLOCKS = 3
 RATES = clock.Rates(

@@ -36,8 +36,7 @@ from fsdp_dynamo.comm.process_groups import part_of
 from fsdp_dynamo.comm.streams import HostCopy, SideStreams, StreamEvent
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.reduction import PendingReduce
-from fsdp_dynamo.core.training_state import RootState
-from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit import RootState, Unit
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.events import COLLECTIVE_KINDS
 from fsdp_dynamo.graph_path import offloading

@@ -32,9 +32,8 @@ from fsdp_dynamo.estimator import (
     take_inventory,
 )
 from fsdp_dynamo.estimator.__main__ import _parser, cluster_of, main
-from fsdp_dynamo.estimator.hardware import parse_bytes, parse_rate
-from fsdp_dynamo.estimator.inventory import UnitInventory, Work
-from fsdp_dynamo.estimator.models import build_of
+from fsdp_dynamo.estimator.inventory import UnitInventory, Work, build_of
+from fsdp_dynamo.estimator.transfers import parse_bytes, parse_rate
 from graph_passes.wire_format import WireFormat
 
 # -- inventory ------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graph_passes.gradients.operators import OPERATORS
 from graph_passes.graph_utils import is_collective, is_wait
 from graph_passes.markers import UNIT
-from graph_passes.stretches.bodies import graph_of, key_of
-from graph_passes.stretches.cutting import Cutting, Stretch, cut
+from graph_passes.scheduling.stretches import Cutting, Stretch, cut, graph_of, key_of
 
 
 class _Valued(Builder):

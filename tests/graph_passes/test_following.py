@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 from problems import random_problem
 
-from graph_passes.scheduling.following import follow, launches_of, without_plan
 from graph_passes.scheduling.plan import GraphPlan, PlanError, PlannedTransfer
 from graph_passes.scheduling.problem import Problem
-from graph_passes.scheduling.schedule import Options, decide
+from graph_passes.scheduling.schedule import Options, decide, follow, launches_of, without_plan
 from graph_passes.scheduling.simulation import Placement, Schedule
 
 

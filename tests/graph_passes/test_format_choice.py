@@ -23,11 +23,16 @@ from graph_passes.markers import Mark
 from graph_passes.report import GraphReport, report_of
 from graph_passes.scheduling import planner
 from graph_passes.scheduling.bucketing import bucket
-from graph_passes.scheduling.format_choice import FormatChoice, choose_formats, with_formats
-from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.planner import FormatChoice, choose_formats, with_formats
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.schedule import Options, decide
-from graph_passes.scheduling.simulation import lower_bound_ms, simulate, total_ms, unscheduled
+from graph_passes.scheduling.simulation import (
+    Limits,
+    lower_bound_ms,
+    simulate,
+    total_ms,
+    unscheduled,
+)
 from graph_passes.wire_format import (
     Coding,
     WireFormat,

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_passes.graph_utils import collectives, wait_of
 from graph_passes.markers import Mark
 from graph_passes.pipeline import Pipeline
-from graph_passes.scheduling.limits import Limits
+from graph_passes.scheduling.plan import share_gathers
 from graph_passes.scheduling.planner import Planner
 from graph_passes.scheduling.reshard import tag_reshard_after_forward
 from graph_passes.scheduling.schedule import Options
-from graph_passes.scheduling.shared_gathers import share_gathers
+from graph_passes.scheduling.simulation import Limits
 from graph_passes.spec import SpecError, verify_graph
-from graph_passes.text.boundary_labels import Label, label_boundaries
-from graph_passes.views.drop_noop_views import drop_noop_views
+from graph_passes.text.listing import Label, label_boundaries
+from graph_passes.views import drop_noop_views
 
 aten = torch.ops.aten
 

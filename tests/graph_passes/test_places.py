@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from problems import random_limits, random_problem
 from torch import fx
 
-from graph_passes.scheduling.coarsening import coarsen
-from graph_passes.scheduling.limits import is_within
+from graph_passes.scheduling.bucketing import coarsen
 from graph_passes.scheduling.planner import Planner
 from graph_passes.scheduling.problem import problem_of
 from graph_passes.scheduling.schedule import Options, decide
-from graph_passes.scheduling.simulation import peak_bytes, total_ms, unscheduled
-from graph_passes.views.sink_views import sink_views
+from graph_passes.scheduling.simulation import is_within, peak_bytes, total_ms, unscheduled
+from graph_passes.views import sink_views
 
 
 def _late() -> fx.Graph:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from planned_graphs import Place, make_planned
 
-from fsdp_dynamo.observe.explanation_text import reason_of, suggestion_for
+from fsdp_dynamo.observe.explanation import reason_of, suggestion_for
 from graph_passes.markers import CollectiveKind
 from graph_passes.report import report_of
-from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.plan import GraphPlan, PlannedTransfer
 from graph_passes.scheduling.planner import Planned
 from graph_passes.scheduling.schedule import decide
+from graph_passes.scheduling.simulation import Limits
 
 
 def _reasons(planned: Planned) -> list[str]:

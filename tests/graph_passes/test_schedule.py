@@ -17,11 +17,13 @@ from problems import random_limits, random_problem
 from graph_passes.cost_model import CostModel, Device
 from graph_passes.graph_utils import op_name
 from graph_passes.scheduling.bucketing import bucket
-from graph_passes.scheduling.limits import BudgetError, Limits, is_within
 from graph_passes.scheduling.plan import Plan, PlanError
 from graph_passes.scheduling.planner import Planned, Planner
 from graph_passes.scheduling.schedule import Options, decide, pose
 from graph_passes.scheduling.simulation import (
+    BudgetError,
+    Limits,
+    is_within,
     lower_bound_ms,
     peak_bytes,
     simulate,

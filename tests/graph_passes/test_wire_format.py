@@ -18,7 +18,7 @@ from graph_passes.markers import (
     has_optional_format,
     wire_of,
 )
-from graph_passes.text.fingerprint import describe_entry, fingerprint
+from graph_passes.text.listing import describe_entry, fingerprint
 from graph_passes.wire_format import WireFormat
 
 NUMEL, RANKS = 4096, 4

@@ -10,13 +10,12 @@ from types import ModuleType
 import pytest
 
 import graph_passes
-from fsdp_dynamo.graph_path import cache_keys
-from fsdp_dynamo.graph_path.partitioner import Partitioner
-from fsdp_dynamo.graph_path.stretch_compiler import LowerWrites
+from fsdp_dynamo.graph_path import compile_cache
+from fsdp_dynamo.graph_path.stretch_compiler import LowerWrites, Partitioner
 from graph_passes import pipeline
+from graph_passes.graph_utils import source_digest
 from graph_passes.pipeline import Pipeline
 from graph_passes.scheduling.planner import Planner
-from graph_passes.source_digest import source_digest
 
 KEYS: dict[str, Callable[[], str]] = {
     "pipeline": lambda: Pipeline().cache_key(),
@@ -69,6 +68,6 @@ def test_every_file_of_the_passes(
 def test_every_file_beside_the_backend(
     copy: Callable[[ModuleType], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copy(cache_keys)
-    monkeypatch.setattr(cache_keys, "__file__", str(folder / "cache_keys.py"))
+    folder = copy(compile_cache)
+    monkeypatch.setattr(compile_cache, "__file__", str(folder / "compile_cache.py"))
     _check_every_file(folder, {"passes", "partition"})

@@ -23,7 +23,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_dynamo.graph_path import compile_cache, partitioner, progress, stretch_compiler
+from fsdp_dynamo.graph_path import backends, compile_cache, stretch_compiler
 from graph_passes.graph_utils import op_name
 
 
@@ -100,7 +100,7 @@ def _older_passes() -> Iterator[None]:
 
     lower = stretch_compiler.lower_boundaries
     with pytest.MonkeyPatch.context() as patch:
-        for module in (stretch_compiler, partitioner):
+        for module in (stretch_compiler, stretch_compiler):
             patch.setattr(module, "source_key", lambda: "older")
         patch.setattr(stretch_compiler, "lower_boundaries", lower_wrongly)
         yield
@@ -303,9 +303,9 @@ class _Stderr(io.StringIO):
 def _told(seconds: float, body: Callable[[_Stderr], object]) -> str:
     stderr = _Stderr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "_AFTER_S", seconds)
+        patch.setattr(backends, "_AFTER_S", seconds)
         patch.setattr(sys, "stderr", stderr)
-        with progress.told("compiling the backward"):
+        with backends.told("compiling the backward"):
             body(stderr)
     return stderr.getvalue()
 

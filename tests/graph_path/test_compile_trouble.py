@@ -38,7 +38,7 @@ from fsdp_dynamo import (
     record_events,
     warmup,
 )
-from fsdp_dynamo.graph_path import broken_units
+from fsdp_dynamo.graph_path import trace
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 COMPILED = ("hooks", "graph")
@@ -119,7 +119,7 @@ def _break_and_go_on(rank: int, world_size: int) -> tuple[Any, Any, dict[str, in
     expected, _ = train(_breaking(2), rank, steps=2)
     model = _breaking(2)
     compiled = torch.compile(model, backend="fsdp_dynamo_aot_eager")
-    broken_units._warned.clear()  # by an earlier job of this process
+    trace._warned.clear()  # by an earlier job of this process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got, _ = train(compiled, rank, steps=2)
@@ -146,7 +146,7 @@ def _break_in_the_loop(rank: int, world_size: int) -> tuple[Any, Any, list[str]]
         torch.manual_seed(7)
         return FSDP(_BreakingInTheLoop(), auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-    broken_units._warned.clear()  # by an earlier job of this process
+    trace._warned.clear()  # by an earlier job of this process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got, _ = train(torch.compile(make(), backend="fsdp_dynamo_aot_eager"), rank, steps=3)

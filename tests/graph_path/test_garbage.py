@@ -11,7 +11,7 @@ import torch
 from models import batch, loss_of, make_transformer, wrap
 from pool import RankPool
 
-from fsdp_dynamo.dynamo.garbage import collected_seldom
+from fsdp_dynamo.dynamo.private_api import collected_seldom
 
 Thresholds = tuple[int, int, int]
 

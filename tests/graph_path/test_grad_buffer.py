@@ -26,14 +26,13 @@ from graph_passes.gradients.flat_gradient import (
     reductions,
     write_name,
 )
-from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node
-from graph_passes.gradients.group_writes import group_writes
+from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node, group_writes
 from graph_passes.gradients.operators import OPERATORS
 from graph_passes.graph_utils import is_backward, is_collective, op_name
 from graph_passes.markers import COLLECTIVE, UNIT, Mark
 from graph_passes.pipeline import Pipeline
 from graph_passes.spec import SpecError, inventory, verify_graph
-from graph_passes.views.drop_noop_views import drop_noop_views
+from graph_passes.views import drop_noop_views
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from fsdp_dynamo import FSDP, ShardingStrategy
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.graph_path import backends
-from fsdp_dynamo.graph_path.cache_keys import marks_key
+from fsdp_dynamo.graph_path.compile_cache import marks_key
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import UNIT, mark_of

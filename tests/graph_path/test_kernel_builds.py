@@ -21,8 +21,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_dynamo.graph_path import joined_kernels, kernel_builds
-from fsdp_dynamo.graph_path.kernel_builds import built_together
+from fsdp_dynamo.graph_path import inductor
+from fsdp_dynamo.graph_path.inductor import built_together
 
 WIDTHS = (3, 5, 7)
 
@@ -115,8 +115,8 @@ def test_kernels_are_built_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("empty_cache")
 def test_many_kernels_are_built_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_builds, "_KERNELS_A_FILE", 2)
-    monkeypatch.setattr(kernel_builds, "get_compile_threads", lambda: 2)
+    monkeypatch.setattr(inductor, "_KERNELS_A_FILE", 2)
+    monkeypatch.setattr(inductor, "get_compile_threads", lambda: 2)
     _build_together()
     assert _built() == 2
 
@@ -125,7 +125,7 @@ def test_many_kernels_are_built_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
 def test_kernels_that_cannot_be_joined_are_built_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joined_kernels, "joined_source", lambda sources: "#error planted")
+    monkeypatch.setattr(inductor, "joined_source", lambda sources: "#error planted")
     _build_together()
     assert _built() == len(WIDTHS)
 

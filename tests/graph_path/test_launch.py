@@ -29,7 +29,7 @@ from graph_passes.scheduling.plan import Plan, PlanError
 from graph_passes.scheduling.planner import Planned, Planner
 from graph_passes.scheduling.schedule import Options
 from graph_passes.spec import SpecError, verify_graph
-from graph_passes.text.boundary_labels import Label
+from graph_passes.text.listing import Label
 
 BLOCKS = 3
 UNITS = ["", *(f"blocks.{i}" for i in range(BLOCKS))]

@@ -15,8 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graph_passes.graph_utils import collectives, is_backward
 from graph_passes.markers import COLLECTIVE, CollectiveKind, Mark
 from graph_passes.memory import liveness as memory
-from graph_passes.memory.inductor_liveness import as_generated
-from graph_passes.memory.liveness import Lifetime, live_bytes, memory_profile, storages
+from graph_passes.memory.liveness import (
+    Lifetime,
+    as_generated,
+    live_bytes,
+    memory_profile,
+    storages,
+)
 from graph_passes.pipeline import Pipeline
 
 aten = torch.ops.aten

@@ -25,10 +25,10 @@ from graph_passes.gradients.grad_buffer import grad_buffer
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import op_name
 from graph_passes.pipeline import OPTIONAL_PASSES, Pipeline, default_passes
-from graph_passes.scheduling.limits import BudgetError
 from graph_passes.scheduling.plan import Plan, PlanError
 from graph_passes.scheduling.planner import Planner
-from graph_passes.views.drop_noop_views import drop_noop_views
+from graph_passes.scheduling.simulation import BudgetError
+from graph_passes.views import drop_noop_views
 
 EAGER = "fsdp_dynamo_aot_eager"
 GIVEN = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._inductor import cpu_vec_isa
 
-from fsdp_dynamo.graph_path.processor_probes import best_probed
+from fsdp_dynamo.graph_path.calibration import best_probed
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="nothing is probed here"

@@ -20,11 +20,11 @@ from torch._dynamo.utils import counters
 
 from fsdp_dynamo import FSDP
 from fsdp_dynamo.agreement.store import default_store
-from fsdp_dynamo.graph_path import shared_plans
-from fsdp_dynamo.graph_path.shared_plans import SharedPlans
+from fsdp_dynamo.graph_path import compile_cache
+from fsdp_dynamo.graph_path.compile_cache import SharedPlans
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.scheduling.following import launches_of
 from graph_passes.scheduling.plan import GraphPlan
+from graph_passes.scheduling.schedule import launches_of
 
 LENGTHS = ((3, 48), (5, 8), (17, 5), (31, 48))
 """Of both ranks, step by step: ranks compile in different steps."""
@@ -128,7 +128,7 @@ def _job(rank: int, name: str, folder: Path, size: int, is_first: bool) -> dict[
 
     with (
         using_cache(folder),
-        mock.patch.object(shared_plans, "PREFIX", name),
+        mock.patch.object(compile_cache, "PREFIX", name),
         mock.patch.object(SharedPlans, "__call__", agree),
     ):
         run = make_compiled_products(_products(WIDTH), link=LINK, device=SLOW)

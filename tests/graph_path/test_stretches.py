@@ -20,7 +20,7 @@ from fsdp_dynamo import FSDP
 from fsdp_dynamo.graph_path.program import Program, source_of
 from fsdp_dynamo.graph_path.stretch_compiler import StretchCompiler
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
-from graph_passes.stretches.cutting import Cutting, Stretch
+from graph_passes.scheduling.stretches import Cutting, Stretch
 
 
 def _layers(count: int) -> list[Layer]:

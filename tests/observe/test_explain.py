@@ -19,8 +19,8 @@ from pool import RankPool
 from fsdp_dynamo import FSDPError, FSDPStateError, FSDPTypeError, FSDPValueError, record_events
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.explanation import MeasuredEvent, UnitSummary
-from fsdp_dynamo.observe.graph_breaks import GraphBreak
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
+from fsdp_dynamo.observe.training_step import GraphBreak
 from graph_passes.report import GraphReport, report_of
 
 

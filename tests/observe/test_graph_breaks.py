@@ -20,7 +20,7 @@ from fsdp_dynamo import FSDP, Explanation, explain
 from fsdp_dynamo.dynamo.artifacts import Artifact, Frame, record_artifacts
 from fsdp_dynamo.observe import training_step
 from fsdp_dynamo.observe.explanation import Cut
-from fsdp_dynamo.observe.graph_breaks import GraphBreak, Recompile, graph_breaks_in, recompiles_in
+from fsdp_dynamo.observe.training_step import GraphBreak, Recompile, graph_breaks_in, recompiles_in
 from fsdp_dynamo.wrap import unit_module
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 

@@ -29,14 +29,14 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
 from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind
-from fsdp_dynamo.graph_path import recording
-from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport
-from fsdp_dynamo.observe.recorded_steps import (
+from fsdp_dynamo.graph_path import trace
+from fsdp_dynamo.observe.explain import (
     RecordedStep,
     recorded_step,
     reports_of,
     steps_in,
 )
+from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
 from fsdp_dynamo.steps import Model, Step
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
@@ -453,7 +453,7 @@ def _first_compute(rank: int, world_size: int) -> tuple[float, float]:
         begin = time.perf_counter_ns()
         time.sleep(0.2)
         loss.backward()
-    assert isinstance(recording.current(), recording.NoRecording)
+    assert isinstance(trace.current(), trace.NoRecording)
     return min(e.issued_ns for e in log) - begin, 0.2e9
 
 

@@ -328,7 +328,7 @@ def test_a_group_in_python_is_not_recorded(backend_in_python: str) -> None:
     "ShardedTensor._process_group",
     need="values of a SHARDED_STATE_DICT of FSDP1, and what load_sharded_optimizer_state_dict "
     "reads: they are gathered over their own group when they are loaded",
-    instead="torch_shards.py without ShardedTensor; such checkpoints load through "
+    instead="conversion.py without ShardedTensor; such checkpoints load through "
     "torch.distributed.checkpoint alone",
 )
 def test_a_sharded_tensor_says_who_holds_what(group: dist.ProcessGroup) -> None:

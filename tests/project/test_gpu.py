@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from benchmarks.gpu_checks import forced_sharding
 from fsdp_dynamo import FSDP, CPUOffload, checkpoint
-from fsdp_dynamo.checkpoint import staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,7 +109,7 @@ def test_a_checkpoint_is_as_it_was_when_saved(nccl: torch.device, tmp_path: Path
     checkpoint.load(tmp_path, model, optimizer)
     for parameter, value in zip(model.parameters(), saved, strict=True):
         assert torch.equal(parameter, value)
-    assert staging.in_host_memory(saved)[-1].is_pinned()
+    assert saving.in_host_memory(saved)[-1].is_pinned()
 
 
 def _trained(device: torch.device, offload: bool) -> tuple[FSDP, torch.optim.Optimizer]:

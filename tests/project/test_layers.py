@@ -1,4 +1,4 @@
-"""Imports go downward only, as ``pyproject.toml`` says; files stay small."""
+"""Imports go downward only, as ``pyproject.toml`` says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fsdp_dynamo", "graph_passes", "benchmarks")
-MAX_LINES = 800
 CHECK = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 
 
@@ -31,7 +30,7 @@ def test_imports_go_downward() -> None:
     ("file", "line"),
     [
         ("fsdp_dynamo/comm/collectives.py", "from fsdp_dynamo.core import unit"),
-        ("fsdp_dynamo/config.py", "import fsdp_dynamo.wrap.wrapper"),
+        ("fsdp_dynamo/api.py", "import fsdp_dynamo.wrap.wrapper"),
         ("fsdp_dynamo/wrap/build.py", "from fsdp_dynamo.observe.explain import explain"),
         ("graph_passes/markers.py", "from fsdp_dynamo import errors"),
         (
@@ -50,9 +49,3 @@ def test_an_upward_import_is_found(tmp_path: Path, file: str, line: str) -> None
     code, output = _check(tmp_path)
     assert code == 1, output
     assert file.removesuffix(".py").replace("/", ".") in output
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files_stay_small(package: str) -> None:
-    for path in (ROOT / package).rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= MAX_LINES, path

@@ -21,7 +21,7 @@ from fsdp_dynamo import (
     checkpoint,
     record_events,
 )
-from fsdp_dynamo.checkpoint.throttle import CHUNK_BYTES
+from fsdp_dynamo.checkpoint.manifest import CHUNK_BYTES
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 DIM = 128

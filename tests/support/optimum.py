@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.problem import Problem
+from graph_passes.scheduling.simulation import Limits
 
 
 @dataclass

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from graph_passes.markers import CollectiveKind, Mark
-from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.plan import GraphPlan, PlannedTransfer
 from graph_passes.scheduling.planner import Planned
 from graph_passes.scheduling.problem import Problem, Transfer
 from graph_passes.scheduling.schedule import Options
-from graph_passes.scheduling.simulation import Placement
+from graph_passes.scheduling.simulation import Limits, Placement
 
 NO_LIMIT = Limits(memory_budget_bytes=10**9, max_in_flight=9)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 from graph_passes.markers import Mark
-from graph_passes.scheduling.limits import Limits
 from graph_passes.scheduling.problem import Problem, Transfer
-from graph_passes.scheduling.simulation import peak_bytes, unscheduled
+from graph_passes.scheduling.simulation import Limits, peak_bytes, unscheduled
 
 
 def random_problem(

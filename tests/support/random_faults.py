@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import link
 from fsdp_dynamo import CheckpointError, checkpoint
-from fsdp_dynamo.checkpoint import storage_writer
+from fsdp_dynamo.checkpoint import storage
 
 STEPS = 6
 _LINK_TIMEOUT_S = 5.0
@@ -180,13 +180,13 @@ def _save(
 
 @contextmanager
 def _places_of_saving() -> Iterator[None]:
-    write = storage_writer.Writer.write_data
+    write = storage.Writer.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
         faults.place("save")
         return write(self, plan, planner)
 
-    with mock.patch.object(storage_writer.Writer, "write_data", write_data):
+    with mock.patch.object(storage.Writer, "write_data", write_data):
         yield
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement import busy_ranks, exchange, late_ranks, store
+from fsdp_dynamo.agreement import comparison, late_ranks, store
 
 T = TypeVar("T")
 _STACK_BYTES = 1 << 18
@@ -141,12 +141,12 @@ def _one_process(shared: CountingStore, timeout_s: float) -> Iterator[None]:
             (dist, "is_initialized", lambda: True),
             (dist, "group", _Groups()),
             (store, "default_store", lambda: shared),
-            (busy_ranks, "default_store", lambda: shared),
+            (late_ranks, "default_store", lambda: shared),
             (store, "PrefixStore", _Prefixed),
             (late_ranks, "group_timeout_s", lambda _: _LIMIT_S),
             (late_ranks, "gone_ranks", lambda *_: []),
-            (exchange, "_timeout_s", timeout_s),
-            (exchange, "_POLL_S", _POLL_S),
+            (comparison, "_timeout_s", timeout_s),
+            (comparison, "_POLL_S", _POLL_S),
         ):
             patches.enter_context(mock.patch.object(target, name, value))
         yield

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_dynamo.agreement import busy_ranks, graph_agreement
+from fsdp_dynamo.agreement import graph_agreement, late_ranks
 from fsdp_dynamo.agreement.collective_order import find_order_mismatch
-from fsdp_dynamo.agreement.comparison import awaited, require_same, share_from_first
-from fsdp_dynamo.agreement.gathering import texts_over
+from fsdp_dynamo.agreement.comparison import awaited, require_same, share_from_first, texts_over
 from fsdp_dynamo.agreement.store import shared_store
-from fsdp_dynamo.checkpoint.coordination_group import Meeting
+from fsdp_dynamo.checkpoint.coordination import Meeting
 from fsdp_dynamo.comm import collective_log, watchdog
-from graph_passes.text.fingerprint import SEPARATOR
+from graph_passes.text.listing import SEPARATOR
 
 _NUM_UNITS = 100
 
@@ -72,7 +71,7 @@ def _begin_save(group: Any) -> None:
 
 
 def _announce(group: Any) -> None:
-    busy_ranks.publish_state()
+    late_ranks.publish_state()
 
 
 PROTOCOLS: dict[str, Callable[[Any], Any]] = {

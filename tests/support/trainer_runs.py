@@ -28,8 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fsdp_dynamo import FSDPStateError, ShardingStrategy, UnsupportedError, record_events
 from fsdp_dynamo.core.dtensors import local_of
+from fsdp_dynamo.integrations import trainer
 from fsdp_dynamo.integrations import trainer as integration
-from fsdp_dynamo.integrations import trainer_files
 from fsdp_dynamo.integrations.sharding import Sharding
 from fsdp_dynamo.integrations.trainer import FSDPTrainer
 
@@ -168,7 +168,7 @@ def resumed(folder: Path) -> dict[str, Any]:
             parents=True
         )
     dist.barrier()
-    newest = trainer_files.newest(folder / "parts")
+    newest = trainer.newest(folder / "parts")
     torch.manual_seed(99)
     again = make(FSDPTrainer, args, dropout=0.2)
     again.train(resume_from_checkpoint=True)

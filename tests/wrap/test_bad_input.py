@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_dynamo import FSDP, CPUOffload, FSDPError, ShardingStrategy, fully_shard
 from fsdp_dynamo.core.original_parameter import OriginalParameter
-from fsdp_dynamo.wrap import build, initial_values
+from fsdp_dynamo.wrap import build, deferred_init
 from fsdp_dynamo.wrap.arguments import warn_of_cpu_start
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 
@@ -50,7 +50,7 @@ def _two_devices() -> None:
 
 def _cpu_tensors_with_nccl() -> None:
     """A group of ranks that, as an NCCL group, serves no CPU."""
-    with mock.patch.object(initial_values, "_serves_cpu", return_value=False):
+    with mock.patch.object(deferred_init, "_serves_cpu", return_value=False):
         FSDP(nn.Linear(2, 2), sync_module_states=True)
 
 

@@ -20,7 +20,7 @@ import fsdp_dynamo
 from benchmarks.streams.program import COMPUTING, Wait
 from benchmarks.streams.recording import record_program
 from fsdp_dynamo import FSDP, FSDPError, StateDictType, fully_shard, record_events
-from fsdp_dynamo.torch_features import all_gather_single, reduce_scatter_single
+from fsdp_dynamo.version import all_gather_single, reduce_scatter_single
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 POLICY = ModuleWrapPolicy({Block})

@@ -21,16 +21,17 @@ from fsdp_dynamo.dynamo.artifacts import (
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.events import EventLog, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
+from fsdp_dynamo.observe.explain import RecordedStep, reports_of, steps_in
 from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
-from fsdp_dynamo.observe.inspection.decompiled import (
+from fsdp_dynamo.observe.inspection.listings import (
+    Listing,
+    describe_stages,
     emit_decompiled,
     find_depyf,
+    listings_of,
     warn_without_depyf,
 )
-from fsdp_dynamo.observe.inspection.listings import Listing, listings_of
 from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
-from fsdp_dynamo.observe.inspection.stages import describe_stages
-from fsdp_dynamo.observe.recorded_steps import RecordedStep, reports_of, steps_in
 from fsdp_dynamo.steps import Model
 
 

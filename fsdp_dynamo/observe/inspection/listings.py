@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from textwrap import dedent
+from types import CodeType, ModuleType
 
-from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, Artifact, Frame
+import torch
+
+from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, STAGES, Artifact, Frame, emit
 from graph_passes.text.listing import Line, of_unit, units_in
 
 PHASES = ("dynamo", "joint", "forward", "backward")
@@ -133,3 +139,121 @@ def _listings_by_unit(whole: Listing) -> Iterator[Listing]:
     for unit in units_in(lines):
         text = dedent("\n".join(map(str, of_unit(lines, unit))) + "\n")
         yield replace(whole, unit=unit, text=text)
+
+
+# -- decompiled ------------------------------------------------------------------------------------
+# Dynamo's bytecode decompiled to Python by depyf.
+
+
+def find_depyf() -> ModuleType | None:
+    """The decompiler, if it is installed."""
+    try:
+        import depyf
+    except ImportError:
+        return None
+    return depyf  # type: ignore[no-any-return]
+
+
+def warn_without_depyf(stacklevel: int) -> None:
+    """Warn about the missing output, with the command that installs depyf."""
+    warnings.warn(
+        "inspect_graphs(): depyf is not installed, so the decompiled code "
+        "(*.dynamo.decompiled.py) is left out; everything else is written. "
+        "To get it: pip install 'fsdp-dynamo[inspection]'",
+        stacklevel=stacklevel + 1,
+    )
+
+
+@contextmanager
+def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
+    """Emit the decompiled code of every frame that Dynamo compiles inside.
+
+    Dynamo's bytecode is what runs, so a fault of the decompiler changes no result.
+
+    Args:
+        depyf: the decompiler; ``None``: emit nothing.
+    """
+    if depyf is None:
+        yield
+        return
+
+    def hook(code: CodeType, new_code: CodeType) -> None:
+        emit(DECOMPILED, lambda: _decompile(depyf, code, new_code))
+
+    # Undocumented, but the only access to the bytecode that Dynamo makes.
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
+    where = f"# {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, "
+    where += f"{code.co_filename}:{code.co_firstlineno}\n"
+    try:
+        return where + str(depyf.decompile(new_code))
+    except Exception as error:  # depyf raises many kinds of errors; none may reach the user
+        return f"{where}# depyf could not decompile it: {type(error).__name__}: {error}\n"
+
+
+# -- stages ----------------------------------------------------------------------------------------
+# One-line descriptions of phases and stages, for readers new to them.
+
+
+PHASE_DESCRIPTIONS: dict[str, str] = {
+    "dynamo": "Dynamo, the front end of torch.compile, traces your Python code.",
+    "joint": "Forward and backward in one graph, before the partition.",
+    "forward": "The graph of the forward.",
+    "backward": "The graph of the backward.",
+}
+_STAGE_DESCRIPTIONS: dict[str, str] = {
+    "captured": "The graph that Dynamo captured: the calls of your model, without gradients.",
+    "decompiled": "The code that Dynamo runs in place of your function, decompiled by depyf.",
+    "traced": "Forward and backward in one graph of ATen operators, traced by AOTAutograd.",
+    "partition": "This phase's graph, cut out of the joint graph; no pass has run yet.",
+    "lowered": "The graph as it runs: collectives and writes are calls into fsdp_dynamo.",
+    "inductor": "The code that Inductor generated from the graph.",
+}
+"""Stages that are not passes."""
+
+_AFTER = "after_"
+
+
+def describe_stages(artifacts: Iterable[Artifact], stages: Iterable[str]) -> dict[str, str]:
+    """One line per stage.
+
+    Args:
+        artifacts: those of compilation; some list the passes with the first lines of docstrings.
+        stages: names of the stages to describe.
+    """
+    passes: dict[str, str] = {}
+    for artifact in artifacts:
+        if artifact.name == STAGES:
+            passes.update(json.loads(artifact.text))
+    return {stage: _description(stage, passes) for stage in dict.fromkeys(stages)}
+
+
+def _description(stage: str, passes: Mapping[str, str]) -> str:
+    if not stage.startswith(_AFTER):
+        return _STAGE_DESCRIPTIONS.get(stage, "")
+    name = stage.removeprefix(_AFTER)
+    return f"Pass {name}: {passes.get(stage) or 'no docstring.'}"
+
+
+def initial_stage(listings: Sequence[Listing]) -> int:
+    """Index of the stage that the page shows first, next to the stage before it.
+
+    It is the last pass that changed the graph (usually the planner), or else the last stage.
+
+    Args:
+        listings: stages of one phase, in order; at least one.
+    """
+    indices = range(len(listings) - 1, 0, -1)
+    return next((i for i in indices if is_changed(listings, i)), len(listings) - 1)
+
+
+def is_changed(listings: Sequence[Listing], index: int) -> bool:
+    """Whether a stage follows a pass that changed the graph."""
+    listing = listings[index]
+    return listing.stage.startswith(_AFTER) and listing.text != listings[index - 1].text

@@ -9,8 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 from fsdp_dynamo.observe.explanation import StepReport
-from fsdp_dynamo.observe.inspection.listings import PHASES, Listing
-from fsdp_dynamo.observe.inspection.stages import PHASE_DESCRIPTIONS, initial_stage, is_changed
+from fsdp_dynamo.observe.inspection.listings import (
+    PHASE_DESCRIPTIONS,
+    PHASES,
+    Listing,
+    initial_stage,
+    is_changed,
+)
 from fsdp_dynamo.observe.timeline import lanes_of, measured_bars, simulated_bars
 from graph_passes.text.listing import ROOT
 

@@ -1,28 +1,31 @@
-"""Tensors of a model and its optimizers, in the form that torch.distributed.checkpoint takes.
+"""States in a checkpoint: tensors of a model and its optimizers, and small ones beside them.
 
-The form is that of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"state": {fqn: {...}},
-"param_groups": [...]}}``, so that FSDP2 and a plain model can read it, too.
+Tensors have the form of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"state":
+{fqn: {...}}, "param_groups": [...]}}``, so that FSDP2 and a plain model can read it, too.
 """
 
 from __future__ import annotations
 
+import io
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_dynamo.config import (
+from fsdp_dynamo.api import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from fsdp_dynamo.core.unit_modules import units_in
-from fsdp_dynamo.errors import CheckpointError, FSDPValueError
+from fsdp_dynamo.errors import CheckpointError, FSDPTypeError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.methods import state_dict_type, uncompiled
 
@@ -215,3 +218,139 @@ def _listed(names: set[str]) -> str:
     shown = sorted(names)
     more = f", and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
     return ", ".join(f"'{name}'" for name in shown[:_MAX_SHOWN]) + more
+
+
+# -- auxiliary states ------------------------------------------------------------------------------
+# States beside the model and its optimizers: schedulers, scalers, loaders, random numbers.
+#
+# They are stored in small files: one for all ranks, and one per rank. Only values that
+# ``torch.load(weights_only=True)`` reads are accepted, so that loading never runs code from a
+# file.
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state: a scheduler, a gradient scaler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of tensors, numbers, strings, lists and dicts."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state that ``state_dict`` returned."""
+
+
+StatefulObject = Stateful | torch.Generator
+"""A value of ``shared`` or ``per_rank``."""
+
+
+def require_stateful(objects: Mapping[str, Any], where: str) -> None:
+    """Require that each object has a state.
+
+    Raises:
+        FSDPTypeError: naming the entry without one.
+    """
+    for name, value in objects.items():
+        if not isinstance(value, (Stateful, torch.Generator)):
+            raise FSDPTypeError(
+                expected="state_dict() and load_state_dict(), or a torch.Generator",
+                got=type(value).__name__,
+                where=f"{where}['{name}']",
+                fix="Wrap the value in an object that has them.",
+            )
+
+
+def collect_states(objects: Mapping[str, StatefulObject]) -> dict[str, Any]:
+    """The state of each object."""
+    return {
+        name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+        for name, value in objects.items()
+    }
+
+
+def restore_states(objects: Mapping[str, StatefulObject], states: Mapping[str, Any]) -> None:
+    """Restore each object's state, by name."""
+    for name, value in objects.items():
+        if isinstance(value, torch.Generator):
+            value.set_state(states[name])
+        else:
+            value.load_state_dict(states[name])
+
+
+def serialize(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Content of a file with states, by kind and name.
+
+    Raises:
+        UnsupportedError: a state has an object that could not be loaded.
+    """
+    content = _to_bytes({kind: dict(states) for kind, states in kinds.items()})
+    try:
+        require_readable(content, "states")
+    except UnsupportedError:
+        for kind, states in kinds.items():
+            for name, state in states.items():
+                require_readable(_to_bytes(state), f"{kind}['{name}']")
+        raise
+    return content
+
+
+def _to_bytes(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def require_readable(content: bytes, where: str) -> None:
+    """Require that ``torch.load(weights_only=True)`` accepts a file's content.
+
+    Raises:
+        UnsupportedError: it has an object of another kind.
+    """
+    try:
+        deserialize(content)
+    except Exception as error:
+        raise UnsupportedError(
+            expected="a state of tensors, numbers, strings, lists and dicts",
+            got="an object that torch.load(weights_only=True) does not read",
+            where=where,
+            fix="Leave the object out of the state (of get_extra_state(), for example), or "
+            "represent it by numbers and strings.",
+        ) from error
+
+
+def deserialize(content: bytes) -> Any:
+    """States that ``serialize`` was given."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """States of this process's random number generators: Python's, NumPy's and torch's."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a ``random_state``; CUDA's only where there is a device."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,416 @@
+"""How the ranks of a checkpoint agree: a group, results, one owner of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdp_dynamo.agreement.comparison import checked_seconds
+from fsdp_dynamo.agreement.flight_recorder import listed
+from fsdp_dynamo.agreement.notices import link_groups
+from fsdp_dynamo.agreement.store import shared_store
+from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
+from fsdp_dynamo.comm.process_groups import new_group
+from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice_for
+from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
+
+_arrival_timeout_s = 300.0
+_BROKEN = "checkpoint/broken"
+
+
+def set_arrival_timeout(seconds: float) -> None:
+    """Limit how late a rank may begin a save or load (default 300 s).
+
+    The others wait for it so long: it may have run an evaluation before. Then they raise
+    ``CheckpointError``, and so does the rank when it comes. The next save works again.
+
+    Args:
+        seconds: more than 0; the same on all ranks.
+
+    Raises:
+        FSDPValueError: not a number above 0.
+    """
+    global _arrival_timeout_s
+    fix = "Pass how late a rank may begin to save or load."
+    _arrival_timeout_s = checked_seconds(seconds, "set_arrival_timeout()", fix)
+
+
+def arrival_timeout() -> timedelta:
+    """The value of ``set_arrival_timeout``."""
+    return timedelta(seconds=_arrival_timeout_s)
+
+
+@dataclass
+class _Kept:
+    """What a rank knows of the saves and loads of some ranks.
+
+    Attributes:
+        group: the group of those after the last that was given up; ``None``: to be made.
+        number: how many had been given up when it was made.
+        times: how often each was given up, by its checksum.
+    """
+
+    group: dist.ProcessGroup | None
+    number: int
+    times: dict[int, int]
+
+
+_kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
+
+
+class Meeting:
+    """One save or load that all ranks of a group begin.
+
+    Args:
+        of: the ranks.
+        text: what they do, the same on all ranks.
+    """
+
+    def __init__(self, of: dist.ProcessGroup, text: str) -> None:
+        self._of = of
+        self._store: Any = shared_store(of)
+        self._known = _kept.setdefault(of, _Kept(None, 0, {}))
+        self._checksum = zlib.crc32(text.encode())
+        self._is_given_up = False
+
+    @property
+    def _key(self) -> str:
+        return f"checkpoint/{self._checksum:x}-{self._known.times.get(self._checksum, 0)}"
+
+    def group(self) -> dist.ProcessGroup:
+        """The group to use, made anew if saves were given up since.
+
+        Raises:
+            CheckpointError: the others have given this one up already.
+            RuntimeError: a rank has died.
+        """
+        number = 0
+        if self._store is not None:
+            number = int(self._store.add(_BROKEN, 0))
+            # Looked up after the number: what is not given up yet is not in the number either.
+            if self._store.check([self._key]):
+                self.give_up()
+                raise self._late_error()
+        known = self._known
+        if known.group is None or known.number != number:
+            known.group, known.number = _new_group(self._of), number
+        return known.group
+
+    def give_up(self) -> None:
+        """Let ranks that come later raise, and the next save or load have a new group."""
+        if self._is_given_up:
+            return
+        self._is_given_up = True
+        if self._store is not None:
+            run_with_timeout(STORE_TIMEOUT_S, partial(_mark, self._store, self._key))
+        times = self._known.times
+        times[self._checksum] = times.get(self._checksum, 0) + 1
+
+    def _late_error(self) -> CheckpointError:
+        return CheckpointError(
+            expected=f"all {self._of.size()} ranks to begin within {_arrival_timeout_s:g} s",
+            got="this one after the others had given up",
+            where=f"rank {self._of.rank()}",
+            fix="Let all ranks save and load at the same steps; if they are only late, call "
+            "fsdp_dynamo.checkpoint.set_arrival_timeout(). Complete checkpoints are unchanged.",
+        )
+
+
+def _mark(store: Any, key: str) -> None:
+    """Count a save or load that is given up, once; when this returns on any rank, it is counted."""
+    counted = f"{key}-counted"
+    if store.add(key, 1) == 1:  # the first of the ranks that give it up
+        store.add(_BROKEN, 1)
+        store.set(counted, "1")
+    else:
+        store.wait([counted], timedelta(seconds=STORE_TIMEOUT_S))
+
+
+def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
+    made = new_group([of], dist.get_process_group_ranks(of), "checkpoints", backend="gloo")
+    link_groups([made])
+    return made
+
+
+# -- rank coordination -----------------------------------------------------------------------------
+# Actions that all ranks run together: a failure on one rank is raised on all.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankCoordinator:
+    """Runs actions on all ranks and shares their outcome.
+
+    Attributes:
+        group: a gloo group of all ranks; ``None`` if this process is the only one.
+        rank: this process's rank in it.
+        size: number of ranks.
+        meeting: what they do together.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    meeting: Meeting | None = None
+
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Run an action on every rank; returns all ranks' results, by rank.
+
+        Raises:
+            CheckpointError: on every rank, if the action raised on one, or a rank has died. A rank
+                whose action raised another error of this package raises that error instead.
+        """
+        value: T | None = None
+        failure: Exception | None = None
+        try:
+            value = action()
+        except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
+            failure = error
+        own = (value, None if failure is None else error_text(failure))
+        answers = [own] * self.size
+        if self.group is not None:
+            self._gather(answers, own)
+        failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+        if isinstance(failure, FSDPError) and not isinstance(failure, CheckpointError):
+            raise failure
+        if failures:
+            raise CheckpointError(_joined(failures)) from failure
+        return [answer for answer, _ in answers]  # type: ignore[misc]
+
+    def run_locally(self, action: Callable[[], T]) -> T:
+        """``run_on_all`` for a result that only this rank needs; it is not sent."""
+        results: list[T] = []
+        self.run_on_all(lambda: results.append(action()))
+        return results[0]
+
+    def _gather(self, answers: list[Any], own: object) -> None:
+        assert self.group is not None
+        try:
+            with Interruptible(self.group):
+                dist.all_gather_object(answers, own, group=self.group)
+        except RuntimeError as error:
+            raise self.unreachable_error(error) from error
+
+    def unreachable_error(self, error: RuntimeError) -> CheckpointError:
+        """The error for a rank that does not answer; the group is not used again."""
+        notice = None if self.group is None else notice_for(self.group)
+        if self.meeting is not None:
+            self.meeting.give_up()
+        return CheckpointError(
+            expected=f"all {self.size} ranks to take part",
+            got=str(notice or error).split("\n")[0],
+            where=f"rank {self.rank}",
+            fix="A rank has died, is stuck, or does not save or load. If it was only late, "
+            "call fsdp_dynamo.checkpoint.set_arrival_timeout(); complete checkpoints are "
+            "unchanged.",
+        )
+
+    def run_on_first(self, action: Callable[[], T]) -> T:
+        """Run an action on the first rank; returns its result on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if the action raised; see ``run_on_all``.
+        """
+        results = self.run_on_all(lambda: action() if self.rank == 0 else None)
+        return results[0]  # type: ignore[return-value]
+
+
+def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> RankCoordinator:
+    """Wait for all ranks of a group and compare their texts; each of them must call it.
+
+    Args:
+        group: by default, the default group.
+        what: the operation, for messages.
+        text: its arguments, which must be the same on all ranks.
+
+    Raises:
+        DivergenceError: a rank's text differs. All ranks may go on.
+        CheckpointError: a rank has died, or has not come within the time of
+            ``set_arrival_timeout``.
+    """
+    ranks = group or (dist.group.WORLD if dist.is_initialized() else None)
+    if ranks is None or ranks.size() == 1:
+        return RankCoordinator(None, 0, 1)
+    meeting = Meeting(ranks, f"{what}: {text}")
+    try:
+        own = meeting.group()
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        raise RankCoordinator(ranks, ranks.rank(), ranks.size()).unreachable_error(error) from error
+    coordinator = RankCoordinator(own, ranks.rank(), ranks.size(), meeting)
+    if not _is_same_on_all(coordinator, zlib.crc32(text.encode())):
+        _raise_divergence(what, coordinator.run_on_all(lambda: text))
+    return coordinator
+
+
+def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(coordinator.size)]
+    group = coordinator.group
+    assert group is not None
+    try:
+        with Interruptible(group):
+            work = dist.all_gather(numbers, torch.tensor([number]), group=group, async_op=True)
+            work.wait(arrival_timeout())
+    except RuntimeError as error:
+        raise coordinator.unreachable_error(error) from error
+    return len({int(one) for one in numbers}) == 1
+
+
+def _raise_divergence(what: str, texts: list[str]) -> None:
+    differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    raise DivergenceError(
+        expected=f"the same arguments on all ranks, {texts[0]} as on rank 0",
+        got=f"{texts[differing[0]]} on rank(s) {listed(differing)}",
+        where=what,
+        fix="Call it with the same arguments on all ranks. Nothing was changed.",
+    )
+
+
+@contextmanager
+def translate_dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise errors of torch.distributed.checkpoint, which are no ``Exception``s, as our own.
+
+    Args:
+        group: which it communicates in, if it does.
+    """
+    try:
+        with nullcontext() if group is None else Interruptible(group):
+            yield
+    except CheckpointException as error:
+        failures = {rank: error_text(one) for rank, (one, _) in error.failures.items()}
+        raise CheckpointError(_joined(failures)) from error
+
+
+def error_text(error: BaseException) -> str:
+    """An error's message, with its class unless it is a ``CheckpointError``."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _joined(failures: dict[int, str]) -> str:
+    """Messages with their ranks, each distinct message once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in failures.items():
+        ranks.setdefault(text, []).append(rank)
+    return "\n".join(
+        text if text.startswith("rank ") else f"rank {', '.join(map(str, failed))}: {text}"
+        for text, failed in ranks.items()
+    )
+
+
+# -- owner -----------------------------------------------------------------------------------------
+# Whose checkpoint folder it is: two runs that save into one folder would prune each other's.
+#
+# The first rank writes its run into the folder when it first saves there. A run that was started
+# again takes the folder over; the run before, if it still lives, finds that out with its next
+# save.
+
+
+OWNER_FILE = "owner.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run that saves into a folder.
+
+    Attributes:
+        run: unique.
+        host: of its first rank.
+        process: of its first rank, on that host.
+        since: when it first saved there, in UTC.
+    """
+
+    run: str
+    host: str
+    process: int
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since} UTC"
+
+    def is_alive(self) -> bool:
+        """Whether its process is seen to run: on this host."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            pass
+        return True
+
+
+_claimed: dict[tuple[int, Path], Owner] = {}
+"""What this process has written, by process and folder."""
+
+
+def claim(folder: Path) -> None:
+    """Make this process's run the owner of a folder, before it saves there.
+
+    Warns if the process of another run lives that has saved there.
+
+    Raises:
+        CheckpointError: another run has taken the folder over since this one saved there.
+    """
+    key = (os.getpid(), folder.resolve())
+    own, found = _claimed.get(key), _read(folder)
+    if own is not None and found == own:
+        return
+    if own is not None and found is not None:
+        raise CheckpointError(
+            expected=f"one run that saves there, this one ({own})",
+            got=f"another one ({found})",
+            where=f"'{folder}'",
+            fix="Give each run a folder of its own. If the other one has ended and this one is to "
+            f"go on, remove '{OWNER_FILE}'. Nothing was written.",
+        )
+    if found is not None and found.process != os.getpid() and found.is_alive():
+        warnings.warn(
+            f"'{folder}' has checkpoints of another run that lives ({found}): each would remove "
+            "what the other saves. This run takes the folder over; the other one gets an error "
+            "when it saves again.",
+            stacklevel=2,
+        )
+    _claimed[key] = _write(folder)
+
+
+def _read(folder: Path) -> Owner | None:
+    """The owner, if there is one; a damaged file is none."""
+    try:
+        content = json.loads((folder / OWNER_FILE).read_text())
+        return Owner(
+            str(content["run"]), str(content["host"]), int(content["process"]), content["since"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(folder: Path) -> Owner:
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    owner = Owner(uuid.uuid4().hex, socket.gethostname(), os.getpid(), now)
+    draft = folder / f"{OWNER_FILE}.{owner.run}"
+    draft.write_text(json.dumps(asdict(owner), indent=1))
+    draft.replace(folder / OWNER_FILE)
+    return owner

@@ -1,0 +1,414 @@
+"""Files of torch.distributed.checkpoint, read and written with digests, and checks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import stat
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as index_classes
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.serialization import _get_layout
+
+from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
+from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest, Throttle, checksum_of
+from fsdp_dynamo.checkpoint.states import require_readable
+from fsdp_dynamo.errors import CheckpointError, FSDPError
+
+INDEX_FILE = ".metadata"
+_ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
+    (one.__module__, one.__qualname__): one
+    for one in (
+        *(
+            getattr(index_classes, name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        _StorageInfo,
+        _get_layout,
+        OrderedDict,
+        torch.Size,
+    )
+}
+
+
+_SINGLETONS: tuple[Any, ...] = (
+    *_ALLOWED_CLASSES.values(),
+    *index_classes._MEM_FORMAT_ENCODING,
+    pathlib.PurePath,
+)
+"""What a file can refer to and this process keeps."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickler of indexes; any class that they do not need is refused."""
+
+    def load(self) -> Any:
+        """The index.
+
+        Raises:
+            CheckpointError: it refers to something else, or changes a class.
+        """
+        with _kept_as_they_are(_SINGLETONS):
+            return super().load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED_CLASSES:
+            return _ALLOWED_CLASSES[module, name]
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, (torch.dtype, torch.layout)):
+            return value
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePath
+        raise _no_index(f"one that refers to '{module}.{name}'")
+
+
+@contextmanager
+def _kept_as_they_are(objects: Sequence[Any]) -> Iterator[None]:
+    """Undo what a pickle sets on classes: attributes can be given to any object, classes too.
+
+    The unpickler in Python could refuse it beforehand, but takes five times as long.
+
+    Raises:
+        CheckpointError: something was changed.
+    """
+    before = [(one, dict(vars(one))) for one in objects if hasattr(one, "__dict__")]
+    try:
+        yield
+    finally:
+        changed = [one for one, attributes in before if _restore(one, attributes)]
+    if changed:
+        raise _no_index(f"one that changes {changed[0]}")
+
+
+def _restore(one: Any, attributes: Mapping[str, Any]) -> bool:
+    now = dict(vars(one))
+    for name in now.keys() - attributes.keys():
+        delattr(one, name)
+    replaced = [name for name, value in attributes.items() if now.get(name) is not value]
+    for name in replaced:
+        setattr(one, name, attributes[name])
+    return bool(replaced) or now.keys() != attributes.keys()
+
+
+def _no_index(got: str) -> CheckpointError:
+    return CheckpointError(
+        expected="an index of tensors",
+        got=got,
+        where=f"file '{INDEX_FILE}'",
+        fix="No code was run. torch.distributed.checkpoint does not write such a file: do not load "
+        "this checkpoint.",
+    )
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint's files without running code from them."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        content = (pathlib.Path(self.path) / INDEX_FILE).read_bytes()
+        found: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads entries that are not tensors with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        try:
+            plain = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                expected="tensors, numbers, strings, lists and dicts",
+                got=str(error).split("\n")[0],
+                where=f"'{fqn}'",
+                fix="No code was run. Load a checkpoint that fsdp_dynamo has written.",
+            ) from error
+        set_element(self.original_state_dict, self.mappings[fqn], plain)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Refuses values that ``LoadPlanner`` would not read, and tracks the entry being written."""
+
+    current: str | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self.current = write_item.index.fqn
+        data: Any = super().resolve_data(write_item)
+        if write_item.type is WriteItemType.BYTE_IO:
+            require_readable(data.getvalue(), f"'{self.current}'")
+        return data
+
+
+# -- storage writer --------------------------------------------------------------------------------
+# torch.distributed.checkpoint's writer, with checksums and with file names in errors.
+
+
+class _ChecksummingFile:
+    """A file with a running checksum of the bytes written to it."""
+
+    def __init__(self, stream: Any, throttle: Throttle) -> None:
+        self._stream, self._throttle = stream, throttle
+        self.size = self.crc32 = 0
+        self.flush, self.close = stream.flush, stream.close
+
+    def fileno(self) -> int:
+        """For fsync, which torch calls while bytes are still in this process's buffer."""
+        self._stream.flush()
+        number: int = self._stream.fileno()
+        return number
+
+    def write(self, content: Any) -> int:
+        """Write, and update the checksum."""
+        view = memoryview(content).cast("B")
+        for chunk in self._throttle.chunks(view):
+            self._stream.write(chunk)
+            self.crc32 = zlib.crc32(chunk, self.crc32)
+            self.size += len(chunk)
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes so far: files are written sequentially."""
+        return self.size
+
+
+class _ChecksummingFileSystem(FileSystem):
+    """File access that collects the checksums of written files in ``checksums``."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        self.throttle = throttle
+        self.checksums: dict[str, FileChecksum] = {}
+        self.current: Path | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        self.current = Path(path)
+        with super().create_stream(path, mode) as stream:
+            file = _ChecksummingFile(stream, self.throttle)
+            yield file
+        self.checksums[self.current.name] = FileChecksum(file.size, file.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if Path(path).name in self.checksums:
+            self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class Writer(FileSystemWriter):
+    """Writes this rank's files to ``path`` and collects their checksums."""
+
+    def __init__(self, path: Path, throttle: Throttle) -> None:
+        super().__init__(path, per_thread_copy_ahead=0)  # otherwise it needs this thread's device
+        self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem(throttle)
+
+    @property
+    def checksums(self) -> dict[str, FileChecksum]:
+        """Checksums of the files that this rank has written, by name."""
+        return self.fs.checksums
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        write = super().write_data
+        return self._with_path_in_errors(planner, lambda: write(plan, planner))
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        finish = super().finish
+        self._with_path_in_errors(None, lambda: finish(metadata, results))
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write one more file, and flush it to disk."""
+
+        def write() -> None:
+            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+                stream.write(content)
+                os.fsync(stream.fileno())
+
+        self._with_path_in_errors(None, write)
+
+    def _with_path_in_errors(self, planner: SavePlanner | None, write: Callable[[], Any]) -> Any:
+        try:
+            return write()
+        except FSDPError:
+            raise
+        except (OSError, RuntimeError) as error:
+            entry = f", while writing '{planner.current}'" if planner and planner.current else ""
+            raise CheckpointError(
+                expected="to write the whole file",
+                got=str(error).split("\n")[0],
+                where=f"file '{self.fs.current or self.path}'{entry}",
+                fix="Older checkpoints are unchanged. Make room, or save elsewhere.",
+            ) from error
+
+
+# -- integrity -------------------------------------------------------------------------------------
+# Comparison of a checkpoint's files with its manifest; errors name the affected tensors.
+
+
+_MAX_SHOWN = 3
+
+
+def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
+    """Compare sizes of files with the manifest, without reading the files.
+
+    Each rank looks at what the first rank has written, and at some ranks' files: mostly not at its
+    own, so that ranks that do not see the same storage find out. If each looked at all files, the
+    storage would be asked for as many as the square of the number of ranks.
+
+    Args:
+        share: number of this rank, which looks at every ``shares``-th of the ranks' files.
+        shares: number of ranks.
+
+    Raises:
+        CheckpointError: a file is missing, has another size, or is no file of this folder.
+    """
+    common = [INDEX_FILE, SHARED_FILE]
+    for name in (*common, *map(rank_file, range(manifest.world_size))):
+        if name not in manifest.files:
+            raise _damage_error(folder / name, "a file that the manifest lists", "none", ())
+    of_ranks = sorted(name for name in manifest.files if name not in common)
+    for name in (*common, *of_ranks[(share + 1) % shares :: shares]):
+        expected, size = manifest.files[name], _size(folder / name)
+        if size != expected.size:
+            got = "no such file" if size is None else f"{size} bytes"
+            affected = _entries_beyond(_index(folder, manifest), name, size or 0)
+            raise _damage_error(folder / name, f"a file of {expected.size} bytes", got, affected)
+
+
+def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
+    """Compare the checksums of every ``shares``-th file with the manifest.
+
+    Raises:
+        CheckpointError: the content of a file has changed.
+    """
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    for name in names[share::shares]:
+        expected, found = manifest.files[name], checksum_of(folder / name)
+        if found != expected:
+            affected = _changed_entries(folder, name, _index(folder, manifest))
+            got = f"checksum {found.crc32:08x}"
+            raise _damage_error(folder / name, f"checksum {expected.crc32:08x}", got, affected)
+
+
+def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> None:
+    """Read a file back and compare it with what was written.
+
+    Raises:
+        CheckpointError: the content differs.
+    """
+    found = checksum_of(path, throttle)
+    if found != written:
+        raise CheckpointError(
+            expected=f"{written.size} bytes with checksum {written.crc32:08x}, as written",
+            got=f"{found.size} bytes with checksum {found.crc32:08x}",
+            where=f"file '{path}'",
+            fix="The storage does not return the bytes it was given: check it, save elsewhere.",
+        )
+
+
+def _size(path: Path) -> int | None:
+    """Of a file.
+
+    Raises:
+        CheckpointError: a folder, a device, or a link to another folder.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    is_here = path.resolve().parent == path.parent.resolve()
+    if not is_here or not stat.S_ISREG(found.st_mode):
+        got = "another kind of file" if is_here else f"a link to '{path.resolve()}'"
+        raise _damage_error(path, "a file in this folder", got, ())
+    return found.st_size
+
+
+def _index(folder: Path, manifest: Manifest) -> Metadata | None:
+    """The index of all tensors; ``None`` if it is itself missing or damaged."""
+    path = folder / INDEX_FILE
+    if not path.exists() or checksum_of(path) != manifest.files[INDEX_FILE]:
+        return None
+    return Reader(folder).read_metadata()
+
+
+def _entries(index: Metadata | None, name: str) -> Iterator[tuple[str, Any]]:
+    """FQN and location of each entry of a file."""
+    for key, location in (index.storage_data if index is not None else {}).items():
+        if location.relative_path == name:
+            yield key.fqn, location
+
+
+def _entries_beyond(index: Metadata | None, name: str, size: int) -> list[str]:
+    """Entries of a file that do not lie within its first ``size`` bytes."""
+    return [fqn for fqn, where in _entries(index, name) if where.offset + where.length > size]
+
+
+def _changed_entries(folder: Path, name: str, index: Metadata | None) -> list[str]:
+    """Entries of a file that have changed; each is a zip file with checksums of its own.
+
+    All entries, if the change lies between them.
+    """
+    entries = list(_entries(index, name))
+    with (folder / name).open("rb") as file:
+        found = [fqn for fqn, location in entries if not _passes_crc(file, location)]
+    return found or [fqn for fqn, _ in entries]
+
+
+def _passes_crc(file: io.BufferedReader, location: Any) -> bool:
+    file.seek(location.offset)
+    try:
+        with zipfile.ZipFile(io.BytesIO(file.read(location.length))) as entry:
+            return entry.testzip() is None
+    except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, ValueError):
+        return False
+
+
+def _damage_error(path: Path, expected: str, got: str, affected: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        expected=expected,
+        got=got,
+        where=f"file '{path}', {_description(path, affected)}",
+        fix="Nothing was loaded. Load an older step, or restore the file from a copy.",
+    )
+
+
+def _description(path: Path, affected: Sequence[str]) -> str:
+    names = list(dict.fromkeys(affected))
+    if names:
+        listed = ", ".join(f"'{name}'" for name in names[:_MAX_SHOWN])
+        num_more = len(names) - _MAX_SHOWN
+        return f"containing {listed}" + (f" and {num_more} more" if num_more > 0 else "")
+    kinds = {INDEX_FILE: "the index of all tensors", SHARED_FILE: "states shared by all ranks"}
+    return kinds.get(path.name, "states of one rank")

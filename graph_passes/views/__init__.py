@@ -1,1 +1,0 @@
-"""Passes over the views of unsharded flat parameters."""
