@@ -314,10 +314,8 @@ def coerce_enum(enum_type: type[EnumT], value: object, argument: str) -> EnumT:
     if isinstance(value, Enum) and type(value).__name__ == enum_type.__name__:
         return enum_type[value.name]
     raise FSDPTypeError(
-        expected=f"a {enum_type.__name__}",
-        got=repr(value),
-        where=f"argument '{argument}'",
-        fix=f"Pass one of {', '.join(m.name for m in enum_type)}.",
+        f"argument '{argument}': expected a {enum_type.__name__}, got {value!r}. Pass one of "
+        f"{', '.join(m.name for m in enum_type)}."
     )
 
 
@@ -330,10 +328,8 @@ def coerce_mixed_precision(value: object) -> MixedPrecision | None:
     if type(value).__name__ == "MixedPrecision":
         return MixedPrecision(**vars(value))
     raise FSDPTypeError(
-        expected="a MixedPrecision or None",
-        got=repr(value),
-        where="argument 'mixed_precision'",
-        fix="Pass fsdp_dynamo.MixedPrecision(param_dtype=...).",
+        f"argument 'mixed_precision': expected a MixedPrecision or None, got {value!r}. Pass "
+        "fsdp_dynamo.MixedPrecision(param_dtype=...)."
     )
 
 
@@ -349,10 +345,8 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
     where = "argument 'collective_precision'"
     if not isinstance(value, CollectivePrecision):
         raise FSDPTypeError(
-            expected="a CollectivePrecision or None",
-            got=repr(value),
-            where=where,
-            fix='Pass fsdp_dynamo.CollectivePrecision(all_gather="int8").',
+            f"{where}: expected a CollectivePrecision or None, got {value!r}. Pass "
+            'fsdp_dynamo.CollectivePrecision(all_gather="int8").'
         )
     gathers = [name for name in WIRE_FORMATS if name != "int4"]  # parameters would be too coarse
     kinds = {"all_gather": gathers, "reduce_scatter": WIRE_FORMATS, "all_reduce": WIRE_FORMATS}
@@ -360,25 +354,21 @@ def coerce_collective_precision(value: object) -> CollectivePrecision | None:
         name = getattr(value, kind)
         if name is not None and name not in names:
             raise FSDPValueError(
-                expected=f"{kind}: None or one of {', '.join(names)}",
-                got=repr(name),
-                where=where,
-                fix="Leave a direction out to let it travel as it is.",
+                f"{where}: expected {kind}: None or one of {', '.join(names)}, got {name!r}. Leave "
+                "a direction out to let it travel as it is."
             )
     block = value.block_numel
     if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block % 8:
         raise FSDPValueError(
-            expected="blocks of a positive multiple of 8 elements",
-            got=f"block_numel={block!r}",
-            where=where,
-            fix="Leave it at 64, or take 256 for more error and 5 % fewer bytes.",
+            f"{where}: expected blocks of a positive multiple of 8 elements, got "
+            f"block_numel={block!r}. Leave it at 64, or take 256 for more error and 5 % fewer "
+            "bytes."
         )
     if value.only_where_exposed and not any(getattr(value, kind) for kind in kinds):
         raise FSDPValueError(
-            expected=f"a format for one of {', '.join(kinds)} with only_where_exposed=True",
-            got="none",
-            where=where,
-            fix='Say which format exposed collectives get, such as all_gather="int8".',
+            f"{where}: expected a format for one of {', '.join(kinds)} with "
+            "only_where_exposed=True, got none. Say which format exposed collectives get, such as "
+            'all_gather="int8".'
         )
     return value
 
@@ -415,10 +405,8 @@ def _coerce_config(kind: type[ConfigT], config: object | None, argument: str) ->
         known = {f.name for f in fields(kind)}
         return kind(**{name: value for name, value in vars(config).items() if name in known})
     raise FSDPTypeError(
-        expected=f"a {kind.__name__}",
-        got=repr(config),
-        where=f"argument '{argument}'",
-        fix="Pass the class that goes with the state_dict_type, or leave it out.",
+        f"argument '{argument}': expected a {kind.__name__}, got {config!r}. Pass the class that "
+        "goes with the state_dict_type, or leave it out."
     )
 
 

@@ -1,12 +1,12 @@
 """Errors of fsdp_dynamo.
 
-Every message has four parts: what was expected, what was found, where (unit or parameter, by FQN),
-and how to fix it.
+A message says where (unit or parameter by FQN, argument, rank), what was expected, what was found,
+and how to fix it: ``where: expected ..., got .... Fix.``
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal
 
 Mistake = Literal[
     "no-process-group",
@@ -29,19 +29,13 @@ TROUBLESHOOTING = "docs/troubleshooting.md"
 class FSDPError(RuntimeError):
     """Base class of all errors that fsdp_dynamo raises deliberately.
 
-    Takes the four parts of ``error_message``, or a complete message from another rank.
+    Args:
+        text: the message.
+        see: section of the troubleshooting page with more.
     """
 
-    @overload
-    def __init__(self, text: str, /) -> None: ...
-
-    @overload
-    def __init__(
-        self, *, expected: str, got: str, where: str, fix: str, see: Mistake | None = None
-    ) -> None: ...
-
-    def __init__(self, *text: str, **parts: Any) -> None:
-        super().__init__(*(text or [error_message(**parts)]))
+    def __init__(self, text: str, *, see: Mistake | None = None) -> None:
+        super().__init__(text if see is None else with_section(text, see))
 
 
 class FSDPTypeError(FSDPError, TypeError):
@@ -75,22 +69,14 @@ class UnsupportedError(FSDPError, NotImplementedError):
     """An argument, a model or a call that this version does not support."""
 
 
-def error_message(
-    *, expected: str, got: str, where: str, fix: str, see: Mistake | None = None
-) -> str:
-    """An error message of four parts.
-
-    Args:
-        expected: the expected value or state.
-        got: the actual one.
-        where: FQN, unit, argument or rank.
-        fix: sentences that say what the user can do.
-        see: section of the troubleshooting page with more.
-    """
-    text = f"{where}: expected {expected}, got {got}. {fix}"
-    if see is None:
-        return text
+def with_section(text: str, see: Mistake) -> str:
+    """A message that ends with a section of the troubleshooting page."""
     return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.troubleshooting {see})."
+
+
+def first_line(value: object) -> str:
+    """The first line of another library's message."""
+    return str(value).partition("\n")[0]
 
 
 def unit_name(fqn: str) -> str:

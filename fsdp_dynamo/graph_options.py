@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError, error_message
+from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
 from graph_passes.cost_model import Device, Link
 from graph_passes.graph_pass import GraphPass, as_pass
 from graph_passes.pipeline import OPTIONAL_PASSES, REQUIRED_PASSES
@@ -119,12 +119,8 @@ class GraphOptions:
 
 def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:
     return kind(
-        error_message(
-            expected=expected,
-            got=got,
-            where=f"torch.compile(options=...), '{name}'",
-            fix="See fsdp_dynamo.graph_options.GraphOptions.",
-        )
+        f"torch.compile(options=...), '{name}': expected {expected}, got {got}. See "
+        "fsdp_dynamo.graph_options.GraphOptions."
     )
 
 

@@ -143,12 +143,10 @@ def _facts_of(model: nn.Module, where: str) -> tuple[nn.Module, _Facts]:
     units = units_in(module)
     if name != "fsdp_dynamo" or not fullgraph or not units:
         raise FSDPValueError(
-            expected='torch.compile(model, fullgraph=True, backend="fsdp_dynamo") of a model with '
-            "units",
-            got=f"{type(model).__name__} with backend {name!r} and {len(units)} units",
-            where=where,
-            fix="Wrap the model, compile it so, and pass what torch.compile returns. Other "
-            "backends keep no code.",
+            f'{where}: expected torch.compile(model, fullgraph=True, backend="fsdp_dynamo") of a '
+            f"model with units, got {type(model).__name__} with backend {name!r} and {len(units)} "
+            "units. Wrap the model, compile it so, and pass what torch.compile returns. Other "
+            "backends keep no code."
         )
     arguments: dict[str, Any] = getattr(backend, "kwargs", {})
     return module, {
@@ -253,10 +251,8 @@ def _difference(name: str, wanted: Any, found: Any) -> tuple[str, str]:
 
 def _refusal(path: Path, expected: str, got: str) -> FSDPValueError:
     return FSDPValueError(
-        expected=expected,
-        got=got,
-        where=f"load_precompiled(), {path}",
-        fix="Write the file anew with precompile(), in a job like this one, or go on without it.",
+        f"load_precompiled(), {path}: expected {expected}, got {got}. Write the file anew with "
+        "precompile(), in a job like this one, or go on without it."
     )
 
 

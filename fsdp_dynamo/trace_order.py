@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.errors import FSDPValueError, first_line
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,9 @@ def trace_execution(
         tracer.trace(module, dict(concrete_args) if concrete_args else None)
     except (fx.proxy.TraceError, TypeError) as error:
         raise FSDPValueError(
-            expected="a forward that does not depend on its inputs' values",
-            got=str(error).split("\n")[0],
-            where=f"trace_execution({type(module).__name__})",
-            fix="Pass flags as concrete_args, or trace the submodules one by one.",
+            f"trace_execution({type(module).__name__}): expected a forward that does not depend on "
+            f"its inputs' values, got {first_line(error)}. Pass flags as concrete_args, or "
+            "trace the submodules one by one."
         ) from error
     return ExecutionTrace(tracer.modules, tracer.parameters)
 

@@ -73,11 +73,10 @@ def warmup(
 def _require_loss(loss: object) -> None:
     if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
         return
+    got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
     raise FSDPValueError(
-        expected="a loss, one number that depends on a parameter, from step",
-        got=f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss),
-        where="warmup()",
-        fix="Let step return the loss; warmup() calls backward().",
+        "warmup(): expected a loss, one number that depends on a parameter, from step, got "
+        f"{got}. Let step return the loss; warmup() calls backward()."
     )
 
 
@@ -85,10 +84,8 @@ def _units_of(module: nn.Module) -> list[Unit]:
     units = units_in(module)
     if not units:
         raise FSDPValueError(
-            expected="a model with units",
-            got=type(module).__name__,
-            where="warmup()",
-            fix="Wrap it first: FSDP(model), or fully_shard(model).",
+            f"warmup(): expected a model with units, got {type(module).__name__}. Wrap it first: "
+            "FSDP(model), or fully_shard(model)."
         )
     return units
 
@@ -134,10 +131,8 @@ def limit_recompiles(count: int | None) -> None:
 def _check_count(count: int | None, where: str) -> None:
     if count is not None and not (isinstance(count, int) and count >= 0):
         raise FSDPValueError(
-            expected="a number of recompiles, 0 or more, or None",
-            got=repr(count),
-            where=where,
-            fix="Pass how often Dynamo may still compile anew.",
+            f"{where}: expected a number of recompiles, 0 or more, or None, got {count!r}. Pass "
+            "how often Dynamo may still compile anew."
         )
 
 

@@ -59,18 +59,14 @@ class ModuleWrapPolicy(WrapPolicy):
         classes = (module_classes,) if isinstance(module_classes, type) else tuple(module_classes)
         if isinstance(module_classes, type):
             raise FSDPTypeError(
-                expected="a set of classes of modules",
-                got=repr(module_classes),
-                where="ModuleWrapPolicy",
-                fix="Pass the classes of the model's layers: ModuleWrapPolicy({Block}).",
+                f"ModuleWrapPolicy: expected a set of classes of modules, got {module_classes!r}. "
+                "Pass the classes of the model's layers: ModuleWrapPolicy({Block})."
             )
         for cls in classes:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise FSDPTypeError(
-                    expected="classes derived from torch.nn.Module",
-                    got=repr(cls),
-                    where="ModuleWrapPolicy",
-                    fix="Pass the classes, not instances or names.",
+                    "ModuleWrapPolicy: expected classes derived from torch.nn.Module, got "
+                    f"{cls!r}. Pass the classes, not instances or names."
                 )
         self.module_classes = classes
 
@@ -148,10 +144,8 @@ class CustomPolicy(WrapPolicy):
                 return None
             return {} if answer is True else dict(answer)
         raise FSDPValueError(
-            expected="True, False or a dict of constructor arguments",
-            got=repr(answer),
-            where=f"CustomPolicy on {type(module).__name__}",
-            fix="Return one of these from the policy function.",
+            f"CustomPolicy on {type(module).__name__}: expected True, False or a dict of "
+            f"constructor arguments, got {answer!r}. Return one of these from the policy function."
         )
 
 
@@ -159,10 +153,9 @@ def _checked(found: Targets, root: nn.Module, expected: str) -> Targets:
     if not found:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise FSDPValueError(
-            expected=f"{expected} in the module tree",
-            got=f"a policy that matches nothing in a tree of: {present}",
-            where="argument 'auto_wrap_policy'",
-            fix="Name classes that the model has, or pass no policy to make it one unit.",
+            f"argument 'auto_wrap_policy': expected {expected} in the module tree, got a policy "
+            f"that matches nothing in a tree of: {present}. Name classes that the model has, or "
+            "pass no policy to make it one unit.",
             see="a-policy-that-matches-nothing",
         )
     return found
@@ -294,10 +287,8 @@ def run_policy(
 
 def _wrong_policy(policy: object, wanted: str) -> FSDPTypeError:
     return FSDPTypeError(
-        expected="a WrapPolicy or a callable (module, recurse, nonwrapped_numel) -> bool",
-        got=repr(policy),
-        where="argument 'auto_wrap_policy'",
-        fix=f"Pass {wanted}.",
+        "argument 'auto_wrap_policy': expected a WrapPolicy or a callable (module, recurse, "
+        f"nonwrapped_numel) -> bool, got {policy!r}. Pass {wanted}."
     )
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_dynamo.comm.collective_log import Entry, recent
-from fsdp_dynamo.errors import error_message
+from fsdp_dynamo.errors import with_section
 
 _CAUSE = (
     "A rank has left a unit out, run one more often, taken another branch, or called alone what "
@@ -90,10 +90,8 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
     """The same message on both ranks: the lower rank's collective is the expected one."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
-    return error_message(
-        expected=f"rank {second} to issue what rank {first} does, {expected.description()}",
-        got=got.description(),
-        where=f"step {expected.step}, {expected.subject}",
-        fix=_CAUSE,
-        see="other-units-on-one-rank",
+    return with_section(
+        f"step {expected.step}, {expected.subject}: expected rank {second} to issue what rank "
+        f"{first} does, {expected.description()}, got {got.description()}. {_CAUSE}",
+        "other-units-on-one-rank",
     )

@@ -19,7 +19,7 @@ from fsdp_dynamo.agreement.late_ranks import Awaited, LateRanks, busy
 from fsdp_dynamo.agreement.notices import deliver, raise_on_all_ranks, stores_with
 from fsdp_dynamo.agreement.store import exchange_device, next_round, shared_store
 from fsdp_dynamo.comm.watchdog import watched
-from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError, error_message
+from fsdp_dynamo.errors import DivergenceError, FSDPValueError, RankFailedError
 
 _MAX_SHOWN = 60
 """Characters of a text that a message shows."""
@@ -70,11 +70,9 @@ def difference(name: str, texts: Mapping[int, str], fix: str) -> str | None:
     if not differing:
         return None
     first, other = _excerpts(texts[ranks[0]], texts[differing[0]])
-    return error_message(
-        expected=f"the same {name} on all ranks, {first!r} as on rank {ranks[0]}",
-        got=f"{other!r} on rank(s) {listed(differing)}",
-        where=name,
-        fix=fix,
+    return (
+        f"{name}: expected the same {name} on all ranks, {first!r} as on rank {ranks[0]}, got "
+        f"{other!r} on rank(s) {listed(differing)}. {fix}"
     )
 
 
@@ -164,7 +162,7 @@ def checked_seconds(seconds: object, where: str, fix: str) -> float:
     """
     if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise FSDPValueError(
-            expected="a number of seconds above 0", got=repr(seconds), where=where, fix=fix
+            f"{where}: expected a number of seconds above 0, got {seconds!r}. {fix}"
         )
     return float(seconds)
 

@@ -180,10 +180,9 @@ def record_flight(folder: str | Path | None) -> None:
         return
     if not dist.is_initialized() or threading.current_thread() is not threading.main_thread():
         raise FSDPStateError(
-            expected="a process group, and a call in the main thread",
-            got="none" if not dist.is_initialized() else "another thread",
-            where="record_flight()",
-            fix="Call it once in every rank, after init_process_group().",
+            "record_flight(): expected a process group, and a call in the main thread, got "
+            f"{'none' if not dist.is_initialized() else 'another thread'}. Call it once in every "
+            "rank, after init_process_group()."
         )
     _begin(Path(folder))
     _write_at_termination()

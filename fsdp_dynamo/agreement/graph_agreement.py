@@ -20,7 +20,7 @@ from fsdp_dynamo.agreement.comparison import exchange_texts, first_difference
 from fsdp_dynamo.agreement.late_ranks import CAUSE, Awaited
 from fsdp_dynamo.agreement.notices import link_groups, linked_stores, raise_on_all_ranks
 from fsdp_dynamo.agreement.store import shared_store
-from fsdp_dynamo.errors import DivergenceError, error_message
+from fsdp_dynamo.errors import DivergenceError, with_section
 from graph_passes.text.listing import SEPARATOR, alone, describe_entry
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
@@ -111,10 +111,8 @@ def _difference_message(first: int, other: int, of_first: str, of_other: str) ->
     position = first_difference(*shown)
     assert position is not None
     one, two = ("".join(entries[position : position + 1]) for entries in shown)
-    return error_message(
-        expected=f"rank {other} to issue what rank {first} does: {describe_entry(one)}",
-        got=describe_entry(two),
-        where=f"compiled graph, collective {position}",
-        fix=CAUSE,
-        see="another-graph-on-one-rank",
+    return with_section(
+        f"compiled graph, collective {position}: expected rank {other} to issue what rank {first} "
+        f"does: {describe_entry(one)}, got {describe_entry(two)}. {CAUSE}",
+        "another-graph-on-one-rank",
     )

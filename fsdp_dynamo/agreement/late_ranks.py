@@ -36,7 +36,7 @@ from fsdp_dynamo.agreement.store import PREFIX, default_store
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.comm.watchdog import GONE, GONE_FIX, gone_ranks
-from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
+from fsdp_dynamo.errors import DivergenceError, RankFailedError, with_section
 from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 CAUSE = (
@@ -153,9 +153,7 @@ class LateRanks:
         gone = gone_ranks(self._group, ranks)
         if gone:
             expected, where = self._awaited.expected(gone), f"rank {listed(gone)}"
-            raise RankFailedError(
-                error_message(expected=expected, got=GONE, where=where, fix=GONE_FIX)
-            )
+            raise RankFailedError(f"{where}: expected {expected}, got {GONE}. {GONE_FIX}")
 
     def _raise_on_evidence(self, missing: Sequence[int]) -> None:
         if not self._is_announced:
@@ -175,12 +173,9 @@ class LateRanks:
             raise DivergenceError(self._message([rank], got, CAUSE))
 
     def _message(self, ranks: Sequence[int], got: str, fix: str) -> str:
-        return error_message(
-            expected=self._awaited.expected(ranks),
-            got=got,
-            where=self._awaited.name,
-            fix=fix,
-            see="another-graph-on-one-rank",
+        return with_section(
+            f"{self._awaited.name}: expected {self._awaited.expected(ranks)}, got {got}. {fix}",
+            "another-graph-on-one-rank",
         )
 
     def _warn(self, missing: Sequence[int], late_s: float) -> None:

@@ -20,7 +20,7 @@ from fsdp_dynamo.agreement.flight_recorder import report_blocked
 from fsdp_dynamo.agreement.store import next_round, shared_store
 from fsdp_dynamo.comm import collective_log
 from fsdp_dynamo.comm.watchdog import Watched, enable_watchdog
-from fsdp_dynamo.errors import DivergenceError, RankFailedError, error_message
+from fsdp_dynamo.errors import DivergenceError, RankFailedError
 
 _REQUESTS = "requests"
 _KINDS = {kind.__name__: kind for kind in (DivergenceError, RankFailedError)}
@@ -130,11 +130,10 @@ def announce_failure(error: BaseException) -> None:
     if isinstance(error, DivergenceError) or not dist.is_initialized():
         return  # the other ranks have a notice already, or cannot be reached
     last = collective_log.latest()
-    message = error_message(
-        expected="all ranks to go on",
-        got=f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}",
-        where=f"rank {dist.get_rank()}" + (f" after {last.description()}" if last else ""),
-        fix="Look at the output of that rank, and start all ranks again.",
+    where = f"rank {dist.get_rank()}" + (f" after {last.description()}" if last else "")
+    message = (
+        f"{where}: expected all ranks to go on, got {type(error).__name__}: "
+        f"{str(error)[:_MAX_SHOWN]}. Look at the output of that rank, and start all ranks again."
     )
     with suppress(dist.DistError):  # the store has gone with the rank that served it
         _pass_on(linked_stores(), RankFailedError(message))

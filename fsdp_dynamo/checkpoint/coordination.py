@@ -29,7 +29,7 @@ from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.process_groups import new_group
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice_for
-from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError
+from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, first_line
 
 _arrival_timeout_s = 300.0
 _BROKEN = "checkpoint/broken"
@@ -125,11 +125,10 @@ class Meeting:
 
     def _late_error(self) -> CheckpointError:
         return CheckpointError(
-            expected=f"all {self._of.size()} ranks to begin within {_arrival_timeout_s:g} s",
-            got="this one after the others had given up",
-            where=f"rank {self._of.rank()}",
-            fix="Let all ranks save and load at the same steps; if they are only late, call "
-            "fsdp_dynamo.checkpoint.set_arrival_timeout(). Complete checkpoints are unchanged.",
+            f"rank {self._of.rank()}: expected all {self._of.size()} ranks to begin within "
+            f"{_arrival_timeout_s:g} s, got this one after the others had given up. Let all ranks "
+            "save and load at the same steps; if they are only late, call "
+            "fsdp_dynamo.checkpoint.set_arrival_timeout(). Complete checkpoints are unchanged."
         )
 
 
@@ -216,12 +215,10 @@ class RankCoordinator:
         if self.meeting is not None:
             self.meeting.give_up()
         return CheckpointError(
-            expected=f"all {self.size} ranks to take part",
-            got=str(notice or error).split("\n")[0],
-            where=f"rank {self.rank}",
-            fix="A rank has died, is stuck, or does not save or load. If it was only late, "
-            "call fsdp_dynamo.checkpoint.set_arrival_timeout(); complete checkpoints are "
-            "unchanged.",
+            f"rank {self.rank}: expected all {self.size} ranks to take part, got "
+            f"{first_line(notice or error)}. A rank has died, is stuck, or does not save "
+            "or load. If it was only late, call fsdp_dynamo.checkpoint.set_arrival_timeout(); "
+            "complete checkpoints are unchanged."
         )
 
     def run_on_first(self, action: Callable[[], T]) -> T:
@@ -279,10 +276,9 @@ def _is_same_on_all(coordinator: RankCoordinator, number: int) -> bool:
 def _raise_divergence(what: str, texts: list[str]) -> None:
     differing = [rank for rank, text in enumerate(texts) if text != texts[0]]
     raise DivergenceError(
-        expected=f"the same arguments on all ranks, {texts[0]} as on rank 0",
-        got=f"{texts[differing[0]]} on rank(s) {listed(differing)}",
-        where=what,
-        fix="Call it with the same arguments on all ranks. Nothing was changed.",
+        f"{what}: expected the same arguments on all ranks, {texts[0]} as on rank 0, got "
+        f"{texts[differing[0]]} on rank(s) {listed(differing)}. Call it with the same arguments on "
+        "all ranks. Nothing was changed."
     )
 
 
@@ -380,11 +376,9 @@ def claim(folder: Path) -> None:
         return
     if own is not None and found is not None:
         raise CheckpointError(
-            expected=f"one run that saves there, this one ({own})",
-            got=f"another one ({found})",
-            where=f"'{folder}'",
-            fix="Give each run a folder of its own. If the other one has ended and this one is to "
-            f"go on, remove '{OWNER_FILE}'. Nothing was written.",
+            f"'{folder}': expected one run that saves there, this one ({own}), got another one "
+            f"({found}). Give each run a folder of its own. If the other one has ended and this "
+            f"one is to go on, remove '{OWNER_FILE}'. Nothing was written."
         )
     if found is not None and found.process != os.getpid() and found.is_alive():
         warnings.warn(

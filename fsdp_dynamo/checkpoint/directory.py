@@ -73,17 +73,15 @@ def find(folder: Path, step: int | None, *, missing_ok: bool) -> Path | None:
         if missing_ok and step is None:
             return None
         raise CheckpointError(
-            expected="a complete checkpoint",
-            got="none in this folder" if folder.is_dir() else "no such folder",
-            where=f"'{folder}'",
-            fix="Pass the folder that was given to save(), or missing_ok=True if the run may begin "
-            "without a checkpoint.",
+            f"'{folder}': expected a complete checkpoint, got "
+            f"{'none in this folder' if folder.is_dir() else 'no such folder'}. Pass the folder "
+            "that was given to save(), or missing_ok=True if the run may begin without a "
+            "checkpoint."
         )
     raise CheckpointError(
-        expected=f"one of the steps {', '.join(str(saved_step) for saved_step, _ in found)}",
-        got=f"step {step}",
-        where=f"checkpoints in '{folder}'",
-        fix="Leave step out to load the newest.",
+        f"checkpoints in '{folder}': expected one of the steps "
+        f"{', '.join((str(saved_step) for saved_step, _ in found))}, got step {step}. Leave step "
+        "out to load the newest."
     )
 
 
@@ -107,7 +105,7 @@ def _require_run_folder(folder: Path) -> None:
     else:
         return
     expected = "the folder of all checkpoints of a run"
-    raise CheckpointError(expected=expected, got=got, where=f"'{folder}'", fix=fix)
+    raise CheckpointError(f"'{folder}': expected {expected}, got {got}. {fix}")
 
 
 def _checkpoint_of_torch(folder: Path) -> Path | None:

@@ -213,8 +213,7 @@ def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[
     missing = [name for name in wanted if name not in saved]
     if missing:
         raise CheckpointError(
-            expected=f"{kind} states {', '.join(wanted)}",
-            got=f"a checkpoint without '{missing[0]}' (it has: {', '.join(saved) or 'none'})",
-            where=f"checkpoint '{path}'",
-            fix="Leave out the states that were not saved.",
+            f"checkpoint '{path}': expected {kind} states {', '.join(wanted)}, got a checkpoint "
+            f"without '{missing[0]}' (it has: {', '.join(saved) or 'none'}). Leave out the states "
+            "that were not saved."
         )

@@ -98,10 +98,8 @@ def read(folder: Path) -> Manifest:
         raise _read_error(path, "a manifest with a format", "another file")
     if content["format"] > FORMAT:
         raise CheckpointError(
-            expected=f"format {FORMAT} or older",
-            got=f"format {content['format']}",
-            where=f"file '{path}'",
-            fix="It was written by a newer fsdp_dynamo: upgrade to load it.",
+            f"file '{path}': expected format {FORMAT} or older, got format {content['format']}. It "
+            "was written by a newer fsdp_dynamo: upgrade to load it."
         )
     return _manifest(path, content)
 
@@ -138,10 +136,8 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 def _read_error(path: Path, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        expected=expected,
-        got=got,
-        where=f"file '{path}'",
-        fix="Load an older step, or restore the file from a copy.",
+        f"file '{path}': expected {expected}, got {got}. Load an older step, or restore the file "
+        "from a copy."
     )
 
 

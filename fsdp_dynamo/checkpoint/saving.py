@@ -341,10 +341,9 @@ def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise FSDPTypeError(
-                expected="an optimizer or a list of optimizers",
-                got=type(one).__name__,
-                where="checkpoint",
-                fix="Pass torch.optim.Optimizer objects; pass other objects as shared.",
+                "checkpoint: expected an optimizer or a list of optimizers, got "
+                f"{type(one).__name__}. Pass torch.optim.Optimizer objects; pass other objects as "
+                "shared."
             )
     return given
 
@@ -355,10 +354,8 @@ def _require_numbers(step: int, keep_last: int | None) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise FSDPValueError(
-                expected=f"an integer of at least {least}",
-                got=repr(value),
-                where=name,
-                fix="Nothing was written.",
+                f"{name}: expected an integer of at least {least}, got {value!r}. Nothing was "
+                "written."
             )
 
 

@@ -119,10 +119,8 @@ def allocate_optim_states(
     entries = list(_entries_in(index, OPTIM))
     if not entries:
         raise CheckpointError(
-            expected="optimizer states",
-            got="none in the checkpoint",
-            where="checkpoint",
-            fix="Load without optimizers.",
+            "checkpoint: expected optimizer states, got none in the checkpoint. Load without "
+            "optimizers."
         )
     saved = {path[2] for _, path in entries if path[1] == "state"}
     _require_same_keys(saved, set(own), "optimizers' parameters", may_lack=True)
@@ -173,10 +171,9 @@ def prepare_optimizer_load(
                 optimizer.load_state_dict(one)
             except KeyError as error:
                 raise FSDPValueError(
-                    expected="a checkpoint of an optimizer of the same kind",
-                    got=f"states without {error}",
-                    where=type(optimizer).__name__,
-                    fix="Make the optimizers as they were when it was saved, or load without them.",
+                    f"{type(optimizer).__name__}: expected a checkpoint of an optimizer of the "
+                    f"same kind, got states without {error}. Make the optimizers as they were when "
+                    "it was saved, or load without them."
                 ) from error
 
     return load
@@ -196,10 +193,8 @@ def _require_same_keys(
     got = [f"{len(k)} that {who} lacks ({_listed(k)})" for who, k in lacking.items() if k]
     if got:
         raise CheckpointError(
-            expected=f"a checkpoint of this model's {what}",
-            got=" and ".join(got),
-            where="checkpoint",
-            fix="Build the model and the optimizers as they were when it was saved.",
+            f"checkpoint: expected a checkpoint of this model's {what}, got {' and '.join(got)}. "
+            "Build the model and the optimizers as they were when it was saved."
         )
 
 
@@ -207,10 +202,8 @@ def _require_shape(key: str, saved: Iterable[int], own: object) -> None:
     shape = tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__
     if tuple(saved) != shape:
         raise CheckpointError(
-            expected=f"shape {shape}, as the model has it",
-            got=f"{tuple(saved)} in the checkpoint",
-            where=f"'{key}'",
-            fix="Build the model as it was when it was saved.",
+            f"'{key}': expected shape {shape}, as the model has it, got {tuple(saved)} in the "
+            "checkpoint. Build the model as it was when it was saved."
         )
 
 
@@ -253,10 +246,9 @@ def require_stateful(objects: Mapping[str, Any], where: str) -> None:
     for name, value in objects.items():
         if not isinstance(value, (Stateful, torch.Generator)):
             raise FSDPTypeError(
-                expected="state_dict() and load_state_dict(), or a torch.Generator",
-                got=type(value).__name__,
-                where=f"{where}['{name}']",
-                fix="Wrap the value in an object that has them.",
+                f"{where}['{name}']: expected state_dict() and load_state_dict(), or a "
+                f"torch.Generator, got {type(value).__name__}. Wrap the value in an object that "
+                "has them."
             )
 
 
@@ -310,11 +302,9 @@ def require_readable(content: bytes, where: str) -> None:
         deserialize(content)
     except Exception as error:
         raise UnsupportedError(
-            expected="a state of tensors, numbers, strings, lists and dicts",
-            got="an object that torch.load(weights_only=True) does not read",
-            where=where,
-            fix="Leave the object out of the state (of get_extra_state(), for example), or "
-            "represent it by numbers and strings.",
+            f"{where}: expected a state of tensors, numbers, strings, lists and dicts, got an "
+            "object that torch.load(weights_only=True) does not read. Leave the object out of the "
+            "state (of get_extra_state(), for example), or represent it by numbers and strings."
         ) from error
 
 

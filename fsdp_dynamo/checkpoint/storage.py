@@ -32,7 +32,7 @@ from torch.serialization import _get_layout
 from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
 from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest, Throttle, checksum_of
 from fsdp_dynamo.checkpoint.states import require_readable
-from fsdp_dynamo.errors import CheckpointError, FSDPError
+from fsdp_dynamo.errors import CheckpointError, FSDPError, first_line
 
 INDEX_FILE = ".metadata"
 _ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
@@ -120,11 +120,8 @@ def _restore(one: Any, attributes: Mapping[str, Any]) -> bool:
 
 def _no_index(got: str) -> CheckpointError:
     return CheckpointError(
-        expected="an index of tensors",
-        got=got,
-        where=f"file '{INDEX_FILE}'",
-        fix="No code was run. torch.distributed.checkpoint does not write such a file: do not load "
-        "this checkpoint.",
+        f"file '{INDEX_FILE}': expected an index of tensors, got {got}. No code was run. "
+        "torch.distributed.checkpoint does not write such a file: do not load this checkpoint."
     )
 
 
@@ -149,10 +146,9 @@ class LoadPlanner(DefaultLoadPlanner):
             plain = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                expected="tensors, numbers, strings, lists and dicts",
-                got=str(error).split("\n")[0],
-                where=f"'{fqn}'",
-                fix="No code was run. Load a checkpoint that fsdp_dynamo has written.",
+                f"'{fqn}': expected tensors, numbers, strings, lists and dicts, got "
+                f"{first_line(error)}. No code was run. Load a checkpoint that fsdp_dynamo "
+                "has written."
             ) from error
         set_element(self.original_state_dict, self.mappings[fqn], plain)
 
@@ -266,10 +262,9 @@ class Writer(FileSystemWriter):
         except (OSError, RuntimeError) as error:
             entry = f", while writing '{planner.current}'" if planner and planner.current else ""
             raise CheckpointError(
-                expected="to write the whole file",
-                got=str(error).split("\n")[0],
-                where=f"file '{self.fs.current or self.path}'{entry}",
-                fix="Older checkpoints are unchanged. Make room, or save elsewhere.",
+                f"file '{self.fs.current or self.path}'{entry}: expected to write the whole file, "
+                f"got {first_line(error)}. Older checkpoints are unchanged. Make room, or "
+                "save elsewhere."
             ) from error
 
 
@@ -331,10 +326,9 @@ def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> N
     found = checksum_of(path, throttle)
     if found != written:
         raise CheckpointError(
-            expected=f"{written.size} bytes with checksum {written.crc32:08x}, as written",
-            got=f"{found.size} bytes with checksum {found.crc32:08x}",
-            where=f"file '{path}'",
-            fix="The storage does not return the bytes it was given: check it, save elsewhere.",
+            f"file '{path}': expected {written.size} bytes with checksum {written.crc32:08x}, as "
+            f"written, got {found.size} bytes with checksum {found.crc32:08x}. The storage does "
+            "not return the bytes it was given: check it, save elsewhere."
         )
 
 
@@ -397,10 +391,8 @@ def _passes_crc(file: io.BufferedReader, location: Any) -> bool:
 
 def _damage_error(path: Path, expected: str, got: str, affected: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        expected=expected,
-        got=got,
-        where=f"file '{path}', {_description(path, affected)}",
-        fix="Nothing was loaded. Load an older step, or restore the file from a copy.",
+        f"file '{path}', {_description(path, affected)}: expected {expected}, got {got}. Nothing "
+        "was loaded. Load an older step, or restore the file from a copy."
     )
 
 

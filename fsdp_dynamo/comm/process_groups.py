@@ -111,10 +111,7 @@ def groups_of(
     default = _default_group()
     if mesh is not None and group is not None:
         raise FSDPValueError(
-            expected="process_group or device_mesh",
-            got="both",
-            where="arguments",
-            fix="Pass one of them.",
+            "arguments: expected process_group or device_mesh, got both. Pass one of them."
         )
     replicate = None
     if is_hierarchical:
@@ -144,10 +141,9 @@ def _initialise_one_rank() -> None:
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if num_ranks != "1":
         raise FSDPStateError(
-            expected="an initialised default process group",
-            got=f"none in one of {num_ranks} ranks (WORLD_SIZE)",
-            where="argument 'process_group'",
-            fix="Call torch.distributed.init_process_group() first.",
+            "argument 'process_group': expected an initialised default process group, got none in "
+            f"one of {num_ranks} ranks (WORLD_SIZE). Call torch.distributed.init_process_group() "
+            "first.",
             see="no-process-group",
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -166,21 +162,18 @@ def _shard_group(
     if mesh is not None:
         if mesh.ndim != 1:
             raise FSDPValueError(
-                expected="a 1-D device mesh",
-                got=f"{mesh.ndim} dimensions",
-                where="argument 'device_mesh'",
-                fix="Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose mesh "
-                "has two: replicas and shards.",
+                f"argument 'device_mesh': expected a 1-D device mesh, got {mesh.ndim} dimensions. "
+                "Pass one dimension of it, as mesh['name'], or use HYBRID_SHARD, whose mesh has "
+                "two: replicas and shards."
             )
         return mesh.get_group()
     if group is None:
         return default
     if isinstance(group, tuple):
         raise FSDPValueError(
-            expected="one process group",
-            got="a tuple of groups, which is for HYBRID_SHARD",
-            where="argument 'process_group'",
-            fix="Pass the first of them, or sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
+            "argument 'process_group': expected one process group, got a tuple of groups, which is "
+            "for HYBRID_SHARD. Pass the first of them, or "
+            "sharding_strategy=ShardingStrategy.HYBRID_SHARD."
         )
     return _checked(group, "argument 'process_group'")
 
@@ -189,10 +182,8 @@ def _checked(group: object, where: str) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
     raise FSDPTypeError(
-        expected="a torch.distributed.ProcessGroup",
-        got=repr(group),
-        where=where,
-        fix="Pass the result of torch.distributed.new_group(...).",
+        f"{where}: expected a torch.distributed.ProcessGroup, got {group!r}. Pass the result of "
+        "torch.distributed.new_group(...)."
     )
 
 
@@ -212,31 +203,28 @@ def _two_groups(
     if mesh is not None:
         if mesh.ndim != 2:
             raise FSDPValueError(
-                expected=f"a 2-D device mesh ({levels.mesh}) for {levels.strategy}",
-                got=f"{mesh.ndim} dimension(s)",
-                where="argument 'device_mesh'",
-                fix=f"Create it with init_device_mesh(device, ({levels.mesh})).",
+                f"argument 'device_mesh': expected a 2-D device mesh ({levels.mesh}) for "
+                f"{levels.strategy}, got {mesh.ndim} dimension(s). Create it with "
+                f"init_device_mesh(device, ({levels.mesh}))."
             )
         return mesh.get_group(1), mesh.get_group(0)
     if group is None:
         return _groups_by_node(default, levels)
     if not isinstance(group, tuple) or len(group) != 2:
         raise FSDPValueError(
-            expected=f"a pair of process groups ({levels.pair}) for {levels.strategy}",
-            got=repr(group),
-            where="argument 'process_group'",
-            fix=f"Pass both, or a 2-D device_mesh, or neither: then each node {levels.default}.",
+            f"argument 'process_group': expected a pair of process groups ({levels.pair}) for "
+            f"{levels.strategy}, got {group!r}. Pass both, or a 2-D device_mesh, or neither: then "
+            f"each node {levels.default}."
         )
     where = "argument 'process_group', item"
     inner, outer = (_checked(one, f"{where} {i}") for i, one in enumerate(group))
     shared = set(_ranks(inner)) & set(_ranks(outer))
     if shared != {dist.get_rank()}:
         raise FSDPValueError(
-            expected=f"two groups ({levels.pair}) that share this rank only",
-            got=f"ranks {_ranks(inner)} and {_ranks(outer)} on rank {dist.get_rank()}",
-            where="argument 'process_group'",
-            fix="Of R x S ranks, rank r is in the first with r // S * S + [0..S-1] and in the "
-            "second with r % S + S * [0..R-1].",
+            f"argument 'process_group': expected two groups ({levels.pair}) that share this rank "
+            f"only, got ranks {_ranks(inner)} and {_ranks(outer)} on rank {dist.get_rank()}. Of R "
+            "x S ranks, rank r is in the first with r // S * S + [0..S-1] and in the second with r "
+            "% S + S * [0..R-1]."
         )
     return inner, outer
 
@@ -247,10 +235,9 @@ def _hierarchical_groups(
     """All ranks as one shard group on two levels; on one, if there is one node only."""
     if reduction_group is not None:
         raise FSDPValueError(
-            expected="no reduction_group for HIERARCHICAL_SHARD",
-            got=repr(reduction_group),
-            where="argument 'reduction_group'",
-            fix="Leave it out: gradients are reduced in the groups of the two levels.",
+            "argument 'reduction_group': expected no reduction_group for HIERARCHICAL_SHARD, got "
+            f"{reduction_group!r}. Leave it out: gradients are reduced in the groups of the two "
+            "levels."
         )
     node, across = _two_groups(group, mesh, default, _HIERARCHICAL)
     if across.size() == 1:
@@ -273,10 +260,9 @@ def _groups_by_node(
         size, world = _ranks_per_node(levels), default.size()
         if world % size:
             raise FSDPValueError(
-                expected=f"a world size divisible by the {size} rank(s) per node",
-                got=str(world),
-                where=f"{levels.strategy} without process_group and device_mesh",
-                fix=f"Pass a 2-D device_mesh: init_device_mesh(device, ({levels.mesh})).",
+                f"{levels.strategy} without process_group and device_mesh: expected a world size "
+                f"divisible by the {size} rank(s) per node, got {world}. Pass a 2-D device_mesh: "
+                f"init_device_mesh(device, ({levels.mesh}))."
             )
         every, position = range(world), dist.get_rank() % size
         first = dist.get_rank() - position
@@ -293,10 +279,9 @@ def _ranks_per_node(levels: _Levels) -> int:
     if known is not None:
         return known
     raise FSDPValueError(
-        expected="a known number of ranks per node",
-        got="no LOCAL_WORLD_SIZE in the environment, and no accelerator to count",
-        where=f"{levels.strategy} without process_group and device_mesh",
-        fix=f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh}).",
+        f"{levels.strategy} without process_group and device_mesh: expected a known number of "
+        "ranks per node, got no LOCAL_WORLD_SIZE in the environment, and no accelerator to count. "
+        f"Start with torchrun, or pass a 2-D device_mesh ({levels.mesh})."
     )
 
 
@@ -343,10 +328,9 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
     reduce = _checked(group, where)
     if _ranks(reduce) != _ranks(shard):
         raise FSDPValueError(
-            expected=f"a group of the shard group's ranks, {_ranks(shard)}, in that order",
-            got=str(_ranks(reduce)),
-            where=where,
-            fix="Create it with torch.distributed.new_group(ranks) of the same ranks.",
+            f"{where}: expected a group of the shard group's ranks, {_ranks(shard)}, in that "
+            f"order, got {_ranks(reduce)}. Create it with torch.distributed.new_group(ranks) of "
+            "the same ranks."
         )
     return reduce
 
@@ -465,12 +449,10 @@ def hierarchy_of(
     ranks = sorted(rank for row in grid for rank in row)
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < default.size():
         raise FSDPValueError(
-            expected="nodes of equally many ranks, at equal distances: rank = node * ranks in a "
-            "node + position",
-            got=f"ranks {_in_words(node)} in a node and {_in_words(across)} between nodes, on rank "
-            f"{dist.get_rank()}",
-            where="HIERARCHICAL_SHARD",
-            fix="Create device_mesh with init_device_mesh(device, (nodes, ranks in a node)).",
+            "HIERARCHICAL_SHARD: expected nodes of equally many ranks, at equal distances: rank = "
+            f"node * ranks in a node + position, got ranks {_in_words(node)} in a node and "
+            f"{_in_words(across)} between nodes, on rank {dist.get_rank()}. Create device_mesh "
+            "with init_device_mesh(device, (nodes, ranks in a node))."
         )
     number = {
         rank: position * len(grid) + index

@@ -37,7 +37,7 @@ from fsdp_dynamo.comm.collective_log import FULL_PARAMS, Entry, record
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.point_to_point import UnreachableError, Work, peer_of
 from fsdp_dynamo.comm.streams import SideStreams
-from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, error_message
+from fsdp_dynamo.errors import DivergenceError, FSDPError, RankFailedError, with_section
 
 # -- peer failure ----------------------------------------------------------------------------------
 # Ranks that are gone, and error messages for collectives that failed because of another rank.
@@ -115,13 +115,12 @@ def peer_failure_message(
     else:
         got, fix = GONE, GONE_FIX
         peer = _only_one_gone(group) if peer is None else peer
-    return error_message(
-        expected=f"its part of {'a collective' if entry is None else entry.description()}",
-        got=got,
-        where="another rank" if peer is None else f"rank {peer}",
-        fix=fix + (_FULL_PARAMS_FIX if is_full_params else ""),
-        see="other-units-on-one-rank" if is_full_params else None,
-    )
+    where = "another rank" if peer is None else f"rank {peer}"
+    what = "a collective" if entry is None else entry.description()
+    message = f"{where}: expected its part of {what}, got {got}. {fix}"
+    if not is_full_params:
+        return message
+    return with_section(f"{message}{_FULL_PARAMS_FIX}", "other-units-on-one-rank")
 
 
 # -- device waits ----------------------------------------------------------------------------------

@@ -69,13 +69,11 @@ class Accumulation:
         whole = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
         if not whole and not torch.is_grad_enabled():
             raise UnsupportedError(
-                expected="a backward of inputs and weights at once: a unit's gradients come "
-                "together",
-                got="one of the inputs alone, as zero-bubble schedules of pipelines split it",
-                where=unit_name(fqn),
-                fix="Pass dw_builder=lambda: lambda: None to every PipelineStage: both then run "
-                "where the inputs' would, and nothing is left for the weights'. Outside of "
-                "pipelines call set_is_last_backward(True) before torch.autograd.grad().",
+                f"{unit_name(fqn)}: expected a backward of inputs and weights at once: a unit's "
+                "gradients come together, got one of the inputs alone, as zero-bubble schedules of "
+                "pipelines split it. Pass dw_builder=lambda: lambda: None to every PipelineStage: "
+                "both then run where the inputs' would, and nothing is left for the weights'. "
+                "Outside of pipelines call set_is_last_backward(True) before torch.autograd.grad()."
             )
 
     def state_in_graphs(self) -> str:
@@ -302,11 +300,10 @@ class UnshardedSum:
         for original, grad, shown in zip(self._originals, grads, self._grads, strict=True):
             if grad is not None and grad is not shown:
                 raise FSDPStateError(
-                    expected="the gradient that steps under no_sync() have left in .grad",
-                    got=f"another tensor of shape {tuple(grad.shape)}",
-                    where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
-                    fix="Change it in place (p.grad.mul_(...)), or drop it (p.grad = None), "
-                    "until a step without no_sync() has reduced it.",
+                    f"parameter '{self.paths.fqn_of(original.fqn)}': expected the gradient that "
+                    "steps under no_sync() have left in .grad, got another tensor of shape "
+                    f"{tuple(grad.shape)}. Change it in place (p.grad.mul_(...)), or drop it "
+                    "(p.grad = None), until a step without no_sync() has reduced it."
                 )
         for index, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
             if grad is None:

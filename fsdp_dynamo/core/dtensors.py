@@ -118,11 +118,9 @@ class Placing:
         places = zip(self.placements, own or (), made_at or (), strict=False)
         if any(here != there for placed, here, there in places if not placed.is_replicate()):
             raise FSDPValueError(
-                expected=f"what the rank at {own} of the mesh has saved",
-                got=f"what the one at {made_at} has",
-                where=f"parameter '{self.fqn}'",
-                fix="Let each rank load its own file, or save with torch.distributed.checkpoint, "
-                "fsdp_dynamo.checkpoint or a full state dict.",
+                f"parameter '{self.fqn}': expected what the rank at {own} of the mesh has saved, "
+                f"got what the one at {made_at} has. Let each rank load its own file, or save with "
+                "torch.distributed.checkpoint, fsdp_dynamo.checkpoint or a full state dict."
             )
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
@@ -135,10 +133,8 @@ class Placing:
         """
         if value.shape != self.shape:
             raise FSDPValueError(
-                expected=f"a tensor of shape {tuple(self.shape)}",
-                got=str(tuple(value.shape)),
-                where=f"parameter '{self.fqn}'",
-                fix="Give a whole tensor, or a DTensor of the parameter's shape.",
+                f"parameter '{self.fqn}': expected a tensor of shape {tuple(self.shape)}, got "
+                f"{tuple(value.shape)}. Give a whole tensor, or a DTensor of the parameter's shape."
             )
         if isinstance(value, DTensor):
             if self.holds(value):
@@ -296,30 +292,26 @@ def check_parallel(
     where = f"parameter '{fqn}'"
     if any(placement.is_partial() for placement in param.placements):
         raise UnsupportedError(
-            expected="a DTensor that is split or replicated",
-            got=str(param.placements),
-            where=where,
-            fix="Redistribute it first.",
+            f"{where}: expected a DTensor that is split or replicated, got {param.placements}. "
+            "Redistribute it first."
         )
     own = set(map(int, param.device_mesh.mesh.flatten()))
     for group in groups:
         shared = own & set(dist.get_process_group_ranks(group))
         if len(shared) > 1:
             raise FSDPValueError(
-                expected="a DTensor whose mesh shares one rank with the unit's groups",
-                got=f"ranks {sorted(shared)} in both",
-                where=where,
-                fix="Use two dimensions of one mesh: parallelize_module(model, mesh['tp'], "
-                "...), then FSDP(model, device_mesh=mesh['dp']).",
+                f"{where}: expected a DTensor whose mesh shares one rank with the unit's groups, "
+                f"got ranks {sorted(shared)} in both. Use two dimensions of one mesh: "
+                "parallelize_module(model, mesh['tp'], ...), then FSDP(model, "
+                "device_mesh=mesh['dp'])."
             )
     if mesh is None or not _have_one_root(mesh, param.device_mesh):
         raise FSDPValueError(
-            expected="a unit on named dimensions of the mesh that tensor parallelism uses: its "
-            "DTensors have both",
-            got="a process_group" if mesh is None else str(mesh),
-            where=where,
-            fix="Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and shard with "
-            "device_mesh=mesh['dp'] (fully_shard: mesh=mesh['dp']).",
+            f"{where}: expected a unit on named dimensions of the mesh that tensor parallelism "
+            "uses: its DTensors have both, got "
+            f"{'a process_group' if mesh is None else str(mesh)}. Make one mesh, "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and shard with "
+            "device_mesh=mesh['dp'] (fully_shard: mesh=mesh['dp'])."
         )
 
 
@@ -334,10 +326,9 @@ def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) 
     for fqn, parallel in parameters.items():
         if parallel is not None:
             raise UnsupportedError(
-                expected="parameters that no tensor parallelism has split",
-                got=f"one of placements {parallel.placements}",
-                where=f"{what}, parameter '{fqn}'",
-                fix="Use state_dict(), which gives whole tensors, and load_state_dict().",
+                f"{what}, parameter '{fqn}': expected parameters that no tensor parallelism has "
+                f"split, got one of placements {parallel.placements}. Use state_dict(), which "
+                "gives whole tensors, and load_state_dict()."
             )
 
 
@@ -396,11 +387,10 @@ def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None
     """
     if param._backward_hooks:
         raise FSDPStateError(
-            expected="hooks of register_post_accumulate_grad_hook() on a parameter",
-            got="one of register_hook()",
-            where=f"parameter '{paths.fqn_of(fqn)}'",
-            fix="Register it with register_post_accumulate_grad_hook(), and change p.grad there: "
-            "this rank's part of the mean over ranks.",
+            f"parameter '{paths.fqn_of(fqn)}': expected hooks of "
+            "register_post_accumulate_grad_hook() on a parameter, got one of register_hook(). "
+            "Register it with register_post_accumulate_grad_hook(), and change p.grad there: this "
+            "rank's part of the mean over ranks."
         )
 
 

@@ -65,7 +65,7 @@ def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows
         )
     if expected:
         kind = f"{type(local).__module__}.{type(local).__qualname__}"
-        raise UnsupportedError(expected=expected, got=kind, where=f"parameter '{fqn}'", fix=fix)
+        raise UnsupportedError(f"parameter '{fqn}': expected {expected}, got {kind}. {fix}")
 
 
 class _Gathered(NamedTuple):
@@ -219,10 +219,9 @@ class HookedFlatParameter(FlatParameter):
                 value = value.narrow(0, 0, shape[0])
             if value.shape != shape:
                 raise FSDPValueError(
-                    expected=f"a tensor of shape {tuple(shape)}",
-                    got=str(tuple(value.shape)),
-                    where=f"fsdp_post_all_gather of parameter '{self.paths.fqn_of(original.fqn)}'",
-                    fix="Return the whole parameter; rows beyond it may follow.",
+                    f"fsdp_post_all_gather of parameter '{self.paths.fqn_of(original.fqn)}': "
+                    f"expected a tensor of shape {tuple(shape)}, got {tuple(value.shape)}. Return "
+                    "the whole parameter; rows beyond it may follow."
                 )
             values.append(value)
             tensors += own

@@ -118,13 +118,11 @@ def require_one_norm(
     most, least = bounds[0], -bounds[1]
     if most - least > 1e-4 * most:
         raise UnsupportedError(
-            expected="one norm on all ranks of the root",
-            got=f"{float(least)} to {float(most)}: what other ranks hold of a unit on {fewest} "
-            "ranks differs",
-            where=where,
-            fix="Give the unit a replicate group (HYBRID_SHARD) where ranks hold copies. Where "
-            "they hold different experts, let those be DTensors over these ranks before "
-            "fully_shard, or clip by a norm of your own.",
+            f"{where}: expected one norm on all ranks of the root, got {float(least)} to "
+            f"{float(most)}: what other ranks hold of a unit on {fewest} ranks differs. Give the "
+            "unit a replicate group (HYBRID_SHARD) where ranks hold copies. Where they hold "
+            "different experts, let those be DTensors over these ranks before fully_shard, or clip "
+            "by a norm of your own."
         )
 
 

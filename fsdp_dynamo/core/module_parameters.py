@@ -124,12 +124,12 @@ class ModuleParameters:
             for module, name, _ in original.sites:
                 if name in module._parameters or (_has(module, name) and not _was_moved(view)):
                     continue
+                got = "a new value, which would be lost" if _has(module, name) else "none there"
                 raise FSDPStateError(
-                    expected="parameters of a unit left in place by its forward",
-                    got="a new value, which would be lost" if _has(module, name) else "none there",
-                    where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
-                    fix="Register parametrizations before wrapping, or remove them in the forward "
-                    "that registers them, with leave_parametrized=False.",
+                    f"parameter '{self.paths.fqn_of(original.fqn)}': expected parameters of a unit "
+                    f"left in place by its forward, got {got}. Register parametrizations before "
+                    "wrapping, or remove them in the forward that registers them, with "
+                    "leave_parametrized=False."
                 )
 
     def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
@@ -161,11 +161,10 @@ class ModuleParameters:
             original.end_whole()
         if lost:
             raise FSDPStateError(
-                expected="parameters unsharded by hand to be read only",
-                got="one that was written, or has a gradient: it would be lost",
-                where=f"parameter '{self.paths.fqn_of(lost[0].fqn)}'",
-                fix="Write values inside summon_full_params(), or a state dict; compute what has "
-                "gradients in a forward (register_forward_method for other methods).",
+                f"parameter '{self.paths.fqn_of(lost[0].fqn)}': expected parameters unsharded by "
+                "hand to be read only, got one that was written, or has a gradient: it would be "
+                "lost. Write values inside summon_full_params(), or a state dict; compute what has "
+                "gradients in a forward (register_forward_method for other methods)."
             )
 
     def unset_views(self) -> None:
@@ -232,10 +231,9 @@ class ModuleParameters:
         """
         if self.is_summoned:
             raise FSDPStateError(
-                expected="to run with sharded parameters",
-                got="a forward inside summon_full_params()",
-                where=unit_name(self.paths.name),
-                fix="Leave the context first, or call the model under torch.no_grad() there.",
+                f"{unit_name(self.paths.name)}: expected to run with sharded parameters, got a "
+                "forward inside summon_full_params(). Leave the context first, or call the model "
+                "under torch.no_grad() there.",
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
@@ -257,11 +255,10 @@ class ModuleParameters:
         if self.lacking:
             fqns = [self._originals[i].fqn for i in sorted(self.lacking)]
             raise FSDPStateError(
-                expected="values for all parameters before they are used",
-                got=f"none for {', '.join(map(repr, fqns))}: they are on the meta device",
-                where=unit_name(self.paths.name),
-                fix="After fully_shard, call model.to_empty(device=...) and initialise the model, "
-                "or load a state dict.",
+                f"{unit_name(self.paths.name)}: expected values for all parameters before they "
+                f"are used, got none for {', '.join(map(repr, fqns))}: they are on the meta "
+                "device. After fully_shard, call model.to_empty(device=...) and initialise the "
+                "model, or load a state dict.",
                 see="no-values-on-the-meta-device",
             )
 
@@ -381,11 +378,9 @@ class ModuleParameters:
         if shape is not None:
             expected += f", or new values of shape {tuple(shape)} and {self._dtype}"
         return FSDPStateError(
-            expected=expected,
-            got=got,
-            where=f"parameter '{self.paths.fqn_of(original.fqn)}'",
-            fix="Change values in place under torch.no_grad(), inside summon_full_params() or "
-            "by a state dict, between two steps; tie and convert parameters before wrapping.",
+            f"parameter '{self.paths.fqn_of(original.fqn)}': expected {expected}, got {got}. "
+            "Change values in place under torch.no_grad(), inside summon_full_params() or by a "
+            "state dict, between two steps; tie and convert parameters before wrapping.",
             see="a-parameter-changed-after-wrapping",
         )
 
@@ -519,9 +514,8 @@ class LateParameterCheck:
 
 def _late_error(fqn: str) -> FSDPStateError:
     return FSDPStateError(
-        expected="all trainable parameters in place when the model is wrapped",
-        got="one that came later: each rank would train it by itself",
-        where=f"parameter '{fqn}'",
-        fix="Add it before wrapping, or wrap its module as a unit of its own "
-        "(m.extra = FSDP(extra)); what you synchronise yourself goes into ignored_states.",
+        f"parameter '{fqn}': expected all trainable parameters in place when the model is wrapped, "
+        "got one that came later: each rank would train it by itself. Add it before wrapping, or "
+        "wrap its module as a unit of its own (m.extra = FSDP(extra)); what you synchronise "
+        "yourself goes into ignored_states."
     )

@@ -126,11 +126,10 @@ def _refuse_former_states(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if FORMER_ORIGIN in group:
             raise FSDPStateError(
-                expected="state of DTensors",
-                got=f"state of 1-D parts, {group[FORMER_ORIGIN]}, as former versions saved it",
-                where=f"{type(optimizer).__name__}.step()",
-                fix="Load it with the version that has saved it, save what FSDP.optim_state_dict("
-                "model, optimizer) gives there, and load that.",
+                f"{type(optimizer).__name__}.step(): expected state of DTensors, got state of 1-D "
+                f"parts, {group[FORMER_ORIGIN]}, as former versions saved it. Load it with the "
+                "version that has saved it, save what FSDP.optim_state_dict(model, optimizer) "
+                "gives there, and load that."
             )
 
 
@@ -140,11 +139,10 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
         for param in group["params"]:
             if hasattr(param, REPLACED):
                 raise FSDPStateError(
-                    expected="parameters of the sharded model",
-                    got=f"one of shape {tuple(param.shape)} in whose place a DTensor is now",
-                    where=f"{type(optimizer).__name__}.step()",
-                    fix="Make the optimizer after the model is sharded, of its parameters(); where "
-                    "a parameter was put into a module since, after the forward that takes it.",
+                    f"{type(optimizer).__name__}.step(): expected parameters of the sharded model, "
+                    f"got one of shape {tuple(param.shape)} in whose place a DTensor is now. Make "
+                    "the optimizer after the model is sharded, of its parameters(); where a "
+                    "parameter was put into a module since, after the forward that takes it."
                 )
 
 
@@ -160,11 +158,10 @@ def _refuse_sums(optimizer: Optimizer) -> None:
         grad, mesh = param.grad, param.device_mesh
         if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == mesh):
             raise FSDPStateError(
-                expected="gradients that are reduced, DTensors as their parameters",
-                got="a plain tensor, as steps under no_sync() leave it",
-                where=f"{type(optimizer).__name__}.step(), a parameter of shape "
-                f"{tuple(param.shape)}",
-                fix="Run the last backward outside of no_sync().",
+                f"{type(optimizer).__name__}.step(), a parameter of shape {tuple(param.shape)}: "
+                "expected gradients that are reduced, DTensors as their parameters, got a plain "
+                "tensor, as steps under no_sync() leave it. Run the last backward outside of "
+                "no_sync()."
             )
 
 
@@ -229,11 +226,10 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     """
     if type(optimizer) not in _ELEMENTWISE and not is_elementwise:
         raise UnsupportedError(
-            expected="an optimizer of torch that updates element by element, such as AdamW or SGD",
-            got=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            where="step_on_shards()",
-            fix="Leave it to DTensors, or pass is_elementwise=True if no element's update depends "
-            "on another element.",
+            "step_on_shards(): expected an optimizer of torch that updates element by element, "
+            "such as AdamW or SGD, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Leave it to DTensors, "
+            "or pass is_elementwise=True if no element's update depends on another element."
         )
     step, locals_ = optimizer.step, _Locals(optimizer)
 
@@ -241,20 +237,18 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     def step_on_locals(_: optim.Optimizer, closure: Any = None) -> Any:
         if closure is not None:
             raise UnsupportedError(
-                expected="no closure: it would give gradients to the DTensors while a step is "
-                "under way",
-                got=repr(closure),
-                where=f"{type(optimizer).__name__}.step() after step_on_shards()",
-                fix="Call backward() before the step.",
+                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no closure: "
+                "it would give gradients to the DTensors while a step is under way, got "
+                f"{closure!r}. Call backward() before the step."
             )
         check_optimizer(optimizer)
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if any(hooks):
             raise UnsupportedError(
-                expected="no hooks of a step: they would see this rank's local tensors",
-                got="some of register_step_pre_hook() or register_step_post_hook()",
-                where=f"{type(optimizer).__name__}.step() after step_on_shards()",
-                fix="Do what they do before or after the step.",
+                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no hooks of a "
+                "step: they would see this rank's local tensors, got some of "
+                "register_step_pre_hook() or register_step_post_hook(). Do what they do before or "
+                "after the step."
             )
         with locals_.shown():
             return step()

@@ -300,19 +300,16 @@ def update_whole(
 def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor) -> None:
     if place is None:
         raise FSDPValueError(
-            expected="a parameter's plain FQN, as named_parameters() gives it",
-            got=f"'{fqn}'",
-            where="update_whole()",
-            fix="Pass names of this model.",
+            "update_whole(): expected a parameter's plain FQN, as named_parameters() gives it, got "
+            f"'{fqn}'. Pass names of this model."
         )
     original = place[0].originals[place[1]]
     refuse_parallel({fqn: original.parallel}, "update_whole()")
     if not isinstance(part, DTensor) or not original.placing.holds(part):
         raise FSDPValueError(
-            expected=f"a DTensor of shape {tuple(original.placing.shape)}, placed as '{fqn}'",
-            got=f"a {type(part).__name__} of shape {tuple(part.shape)}",
-            where="update_whole()",
-            fix="Pass the parameter, its gradient, or zeros_like() of it.",
+            f"update_whole(): expected a DTensor of shape {tuple(original.placing.shape)}, placed "
+            f"as '{fqn}', got a {type(part).__name__} of shape {tuple(part.shape)}. Pass the "
+            "parameter, its gradient, or zeros_like() of it."
         )
 
 
@@ -366,10 +363,9 @@ def _result(one: _Whole, update: WholeUpdate, whole: torch.Tensor) -> torch.Tens
     updated = update(one.fqn, whole)
     if updated.shape != one.shape:
         raise FSDPValueError(
-            expected=f"a tensor of shape {tuple(one.shape)} for '{one.fqn}'",
-            got=str(tuple(updated.shape)),
-            where="update_whole(), what update returned",
-            fix="Return a tensor of the shape that was passed.",
+            f"update_whole(), what update returned: expected a tensor of shape {tuple(one.shape)} "
+            f"for '{one.fqn}', got {tuple(updated.shape)}. Return a tensor of the shape that was "
+            "passed."
         )
     return updated.to(whole.dtype)
 

@@ -82,10 +82,9 @@ def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
         precision = unit.config.collective_precision
         if precision is not None and getattr(precision, kind) is not None:
             raise UnsupportedError(
-                expected=f"a unit whose {kind.replace('_', '-')} travels as it is",
-                got=f"collective_precision with {getattr(precision, kind)!r}",
-                where=f"{where}, {unit_name(unit.fqn)}",
-                fix="Leave one of the two out: a collective of your own sends what it chooses.",
+                f"{where}, {unit_name(unit.fqn)}: expected a unit whose {kind.replace('_', '-')} "
+                f"travels as it is, got collective_precision with {getattr(precision, kind)!r}. "
+                "Leave one of the two out: a collective of your own sends what it chooses."
             )
 
 
@@ -491,10 +490,9 @@ class Unit:
         """Raise if the unit is in its forward, its backward or a summon."""
         if self.machine.state is not UnitState.IDLE:
             raise FSDPStateError(
-                expected=f"{action} between two steps, or between a forward and its backward",
-                got=f"a call in state {self.machine.state.name}",
-                where=unit_name(self.fqn),
-                fix="Call it outside of the unit's own forward and backward.",
+                f"{unit_name(self.fqn)}: expected {action} between two steps, or between a forward "
+                f"and its backward, got a call in state {self.machine.state.name}. Call it outside "
+                "of the unit's own forward and backward."
             )
 
     def check_originals(self) -> None:
@@ -633,10 +631,8 @@ class StateMachine(Generic[StateT]):
         """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such transition."""
         if (self.state, wanted) not in _LEGAL:
             raise FSDPStateError(
-                expected=f"a state from which {wanted.name} can be reached",
-                got=f"{self.state.name} -> {wanted.name}",
-                where=unit_name(self.fqn),
-                fix=_HINTS[wanted],
+                f"{unit_name(self.fqn)}: expected a state from which {wanted.name} can be reached, "
+                f"got {self.state.name} -> {wanted.name}. {_HINTS[wanted]}"
             )
         self.state = wanted
 

@@ -101,12 +101,10 @@ def refuse_tracers() -> None:
 def tracer_error(tracer: str) -> UnsupportedError:
     """The error of a program that is to be made of a sharded model."""
     return UnsupportedError(
-        expected="an unsharded model to make a program of",
-        got="one whose parameters are sharded, and gathered by hooks",
-        where=tracer,
-        fix="Build the model anew without sharding it, and load into it what "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-        "torch.distributed.checkpoint.state_dict returns, which all ranks call.",
+        f"{tracer}: expected an unsharded model to make a program of, got one whose parameters are "
+        "sharded, and gathered by hooks. Build the model anew without sharding it, and load into "
+        "it what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict returns, which all ranks call."
     )
 
 
@@ -188,11 +186,10 @@ def traced_mode() -> tuple[str, int]:
         raise CompileRefusedError(*tracer_error("torch.export").args)
     if mode == HOOKS_MODE and translator.one_graph:
         raise CompileRefusedError(
-            expected='backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with fullgraph=True',
-            got=f'backend "{getattr(backend, "compiler_name", backend)}"',
-            where="torch.compile",
-            fix="Name one of these backends, or leave fullgraph out: hooks then run "
-            "between compiled regions.",
+            'torch.compile: expected backend="fsdp_dynamo" or "fsdp_dynamo_aot_eager" with '
+            f'fullgraph=True, got backend "{getattr(backend, "compiler_name", backend)}". Name '
+            "one of these backends, or leave fullgraph out: hooks then run between compiled "
+            "regions.",
             see="another-backend-with-fullgraph",
         )
     if mode != HOOKS_MODE:
@@ -210,11 +207,10 @@ def _refuse_bodies_of_operators(tracer: Any) -> None:
         operator = tracer.source_target
         if operator is not torch.ops.higher_order.tag_activation_checkpoint:
             raise CompileRefusedError(
-                expected="a unit called where it runs once a step",
-                got=f"a call in the body of the operator {getattr(operator, '__name__', operator)}",
-                where="torch.compile",
-                fix="Call it outside of the operator, let what holds the operator be the unit, or "
-                "leave torch.compile out.",
+                "torch.compile: expected a unit called where it runs once a step, got a call in "
+                f"the body of the operator {getattr(operator, '__name__', operator)}. Call it "
+                "outside of the operator, let what holds the operator be the unit, or leave "
+                "torch.compile out."
             )
         tracer = tracer.parent
 
@@ -223,10 +219,9 @@ def _refuse_bodies_of_operators(tracer: Any) -> None:
 def refuse_without_orig_params() -> None:
     """Raise for a wrapper made with ``use_orig_params=False`` that is about to be compiled."""
     raise CompileRefusedError(
-        expected="use_orig_params=True under torch.compile",
-        got="use_orig_params=False",
-        where="FullyShardedDataParallel",
-        fix="Leave the argument out: the compiler must see the original parameters.",
+        "FullyShardedDataParallel: expected use_orig_params=True under torch.compile, got "
+        "use_orig_params=False. Leave the argument out: the compiler must see the original "
+        "parameters.",
         see="compiled-without-original-parameters",
     )
 

@@ -332,11 +332,10 @@ class Root:
         # Before any state changes: it may raise.
         if in_compiled_autograd():
             raise UnsupportedError(
-                expected="a backward that autograd runs",
-                got="one that compiled autograd has made a graph of",
-                where="eager and hooks mode",
-                fix="Leave torch._dynamo.config.compiled_autograd off, or use graph mode: "
-                'torch.compile(model, fullgraph=True, backend="fsdp_dynamo").',
+                "eager and hooks mode: expected a backward that autograd runs, got one that "
+                "compiled autograd has made a graph of. Leave "
+                "torch._dynamo.config.compiled_autograd off, or use graph mode: "
+                'torch.compile(model, fullgraph=True, backend="fsdp_dynamo").'
             )
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
@@ -484,11 +483,9 @@ class Root:
         """Reduce the units' gradients in the steps to come, or sum them unsharded."""
         if not self.is_outside:
             raise FSDPStateError(
-                expected="gradients to be reduced or not for whole steps",
-                got=f"a change in state {self.machine.state.name}",
-                where=unit_name(""),
-                fix="Enter and leave no_sync(), or call set_requires_gradient_sync(), before "
-                "the forward or after the backward.",
+                f"{unit_name('')}: expected gradients to be reduced or not for whole steps, got a "
+                f"change in state {self.machine.state.name}. Enter and leave no_sync(), or call "
+                "set_requires_gradient_sync(), before the forward or after the backward."
             )
         for unit in units:
             unit.settings.reduces = wanted
@@ -497,11 +494,10 @@ class Root:
 
 def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
     return UnsupportedError(
-        expected="gradients of inputs only, where they are to be differentiated again",
-        got="create_graph=True in a backward that reaches parameters, which are reduced",
-        where=unit_name(unit.fqn),
-        fix="Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
-        "create_graph=True), and call backward() without create_graph.",
+        f"{unit_name(unit.fqn)}: expected gradients of inputs only, where they are to be "
+        "differentiated again, got create_graph=True in a backward that reaches parameters, which "
+        "are reduced. Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
+        "create_graph=True), and call backward() without create_graph."
     )
 
 
@@ -581,10 +577,9 @@ def unit_with_planner(units: Iterable[Unit]) -> Unit | None:
 def no_planner_error(unit: Unit) -> UnsupportedError:
     """The error of a forward of this unit in eager or hooks mode."""
     return UnsupportedError(
-        expected="graph mode, whose planner knows which collectives it cannot hide",
-        got="a forward in eager or hooks mode with only_where_exposed=True",
-        where=f"collective_precision of {unit_name(unit.fqn)}",
-        fix='Run torch.compile(model, fullgraph=True, backend="fsdp_dynamo"), or leave '
-        "only_where_exposed out and choose units by a policy's dict of arguments; "
-        "python -m fsdp_dynamo.estimator --only-where-exposed says whether it pays.",
+        f"collective_precision of {unit_name(unit.fqn)}: expected graph mode, whose planner knows "
+        "which collectives it cannot hide, got a forward in eager or hooks mode with "
+        'only_where_exposed=True. Run torch.compile(model, fullgraph=True, backend="fsdp_dynamo"), '
+        "or leave only_where_exposed out and choose units by a policy's dict of arguments; python "
+        "-m fsdp_dynamo.estimator --only-where-exposed says whether it pays."
     )

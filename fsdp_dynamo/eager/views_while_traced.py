@@ -130,11 +130,10 @@ def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
     if "Input-to-input aliasing" not in str(error):
         return None
     return UnsupportedError(
-        expected="inputs of an operator with bodies (torch.cond, scan) that share no storage",
-        got="tensors that do, as the unit's parameters, or views of them, read before the call",
-        where=unit_name(fqn),
-        fix="Call the operator in the forward of one of the unit's modules and read parameters in "
-        "its body (self.weight, or a call of a module), or pass a clone() of each.",
+        f"{unit_name(fqn)}: expected inputs of an operator with bodies (torch.cond, scan) that "
+        "share no storage, got tensors that do, as the unit's parameters, or views of them, read "
+        "before the call. Call the operator in the forward of one of the unit's modules and read "
+        "parameters in its body (self.weight, or a call of a module), or pass a clone() of each."
     )
 
 

@@ -157,17 +157,13 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     per_node = min(options.per_node, options.world_size)
     if min(options.world_size, options.per_node) < 1 or options.world_size % per_node:
         raise FSDPValueError(
-            expected="--world-size to be a multiple of --per-node, both 1 or more",
-            got=f"{options.world_size} and {options.per_node}",
-            where="fsdp_dynamo.estimator",
-            fix="Choose whole nodes.",
+            "fsdp_dynamo.estimator: expected --world-size to be a multiple of --per-node, both 1 "
+            f"or more, got {options.world_size} and {options.per_node}. Choose whole nodes."
         )
     if not 0 < options.efficiency <= 1:
         raise FSDPValueError(
-            expected="--efficiency above 0 and at most 1",
-            got=str(options.efficiency),
-            where="fsdp_dynamo.estimator",
-            fix="It is the fraction of the data sheet's rates that is reached.",
+            "fsdp_dynamo.estimator: expected --efficiency above 0 and at most 1, got "
+            f"{options.efficiency}. It is the fraction of the data sheet's rates that is reached."
         )
     node_link, memory = device.node_bytes_per_s, device.memory_bytes
     if options.node_link is not None:

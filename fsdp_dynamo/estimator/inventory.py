@@ -149,10 +149,9 @@ def take_inventory(
         raise
     except Exception as error:  # the user's own code, on tensors without data
         raise FSDPValueError(
-            expected="a model whose forward and backward run on tensors without data",
-            got=f"{type(error).__name__}: {error}",
-            where="fsdp_dynamo.estimator",
-            fix="Return (model, {name: tensor}) whose forward reads no values (.item()).",
+            "fsdp_dynamo.estimator: expected a model whose forward and backward run on tensors "
+            f"without data, got {type(error).__name__}: {error}. Return (model, {{name: tensor}}) "
+            "whose forward reads no values (.item())."
         ) from error
     return Inventory(counter.units, counter.segments, counter.backward_work)
 
@@ -184,11 +183,10 @@ def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
     names = set(classes) or _most_repeated_class(model)
     found = {m: name for name, m in model.named_modules() if type(m).__name__ in names and name}
     if not found:
+        expected = f"a module of class {', '.join(sorted(names))}" if names else "--wrap"
         raise FSDPValueError(
-            expected=f"a module of class {', '.join(sorted(names))}" if names else "--wrap",
-            got=f"none in {type(model).__name__}",
-            where="fsdp_dynamo.estimator",
-            fix="Name the class of your blocks: --wrap Block.",
+            f"fsdp_dynamo.estimator: expected {expected}, got none in {type(model).__name__}. Name "
+            "the class of your blocks: --wrap Block."
         )
     return found
 
@@ -392,19 +390,15 @@ def build_of(name: str, batch: int, length: int) -> Build:
     """
     if name not in CONFIGS:
         raise FSDPValueError(
-            expected=f"--model to be one of {', '.join(CONFIGS)}",
-            got=repr(name),
-            where="fsdp_dynamo.estimator",
-            fix="For your own model: --module package.module:function.",
+            f"fsdp_dynamo.estimator: expected --model to be one of {', '.join(CONFIGS)}, got "
+            f"{name!r}. For your own model: --module package.module:function."
         )
     try:
         import transformers
     except ImportError as error:
         raise FSDPError(
-            expected="transformers to be installed, for a model by name",
-            got=str(error),
-            where="fsdp_dynamo.estimator",
-            fix="pip install transformers, or give your own model by --module.",
+            "fsdp_dynamo.estimator: expected transformers to be installed, for a model by name, "
+            f"got {error}. pip install transformers, or give your own model by --module."
         ) from error
     kind, changes = CONFIGS[name]
 

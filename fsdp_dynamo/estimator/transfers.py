@@ -304,7 +304,7 @@ def _bits(text: str) -> float | None:
 
 def _unreadable(expected: str, got: str, where: str) -> FSDPValueError:
     fix = "Write a number above 0 with its unit."
-    return FSDPValueError(expected=expected, got=repr(got), where=where, fix=fix)
+    return FSDPValueError(f"{where}: expected {expected}, got {got!r}. {fix}")
 
 
 @dataclass(frozen=True)

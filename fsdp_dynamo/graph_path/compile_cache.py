@@ -35,7 +35,6 @@ from torch._inductor.utils import fresh_cache
 
 import graph_passes
 from fsdp_dynamo.agreement.store import PREFIX, default_store
-from fsdp_dynamo.errors import error_message
 from graph_passes.graph_utils import source_digest
 from graph_passes.markers import BODY, UNIT
 from graph_passes.scheduling.plan import GraphPlan, graph_from
@@ -234,13 +233,10 @@ def _use_temporary_folder(reason: str, with_files: bool) -> None:
         _link_files(left, cache_dir())
     _log.warning(
         "%s",
-        error_message(
-            expected="a compile cache that can be read and written",
-            got=reason,
-            where=f"TORCHINDUCTOR_CACHE_DIR, {left}",
-            fix="This process goes on with a temporary folder, and compiles anew what it needs; "
-            "results are the same. Free space, make the folder writable, or remove it.",
-        ),
+        f"TORCHINDUCTOR_CACHE_DIR, {left}: expected a compile cache that can be read and "
+        f"written, got {reason}. This process goes on with a temporary folder, and compiles "
+        "anew what it needs; results are the same. Free space, make the folder writable, or "
+        "remove it.",
     )
 
 

@@ -214,10 +214,9 @@ def _begin_backward(
 
 def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:
     return FSDPStateError(
-        expected="parameters that are frozen, as they were when the graph was made",
-        got="requires_grad=True, noticed in this call",
-        where=unit_name(flat.unit_fqn),
-        fix="Call the model again: it will be compiled anew, with gradients of these parameters.",
+        f"{unit_name(flat.unit_fqn)}: expected parameters that are frozen, as they were when the "
+        "graph was made, got requires_grad=True, noticed in this call. Call the model again: it "
+        "will be compiled anew, with gradients of these parameters."
     )
 
 
@@ -225,11 +224,9 @@ def _refuse_comm_hook(flat: FlatParameter) -> None:
     """Raise if a hook is to reduce what the graph's own collectives would."""
     if flat.comm_hook is not None:
         raise UnsupportedError(
-            expected="no communication hook in graph mode",
-            got="one that register_comm_hook() has set",
-            where=unit_name(flat.unit_fqn),
-            fix="Run eagerly or with torch.compile(model), or leave the hook out: "
-            "MixedPrecision(reduce_dtype=...) compresses on all paths.",
+            f"{unit_name(flat.unit_fqn)}: expected no communication hook in graph mode, got one "
+            "that register_comm_hook() has set. Run eagerly or with torch.compile(model), or leave "
+            "the hook out: MixedPrecision(reduce_dtype=...) compresses on all paths."
         )
 
 
@@ -327,9 +324,8 @@ def _storage(tensor: Any) -> int | None:
 
 def _write_error(fqn: str) -> UnsupportedError:
     return UnsupportedError(
-        expected="parameters that stay as they are until their unit has run",
-        got="a write inside the forward, before the unit is gathered",
-        where=f"parameter '{fqn}', graph mode",
-        fix="Write it before or after the call of the compiled model, or compile with "
-        "torch.compile(model), where it counts from the unit's next gather on.",
+        f"parameter '{fqn}', graph mode: expected parameters that stay as they are until their "
+        "unit has run, got a write inside the forward, before the unit is gathered. Write it "
+        "before or after the call of the compiled model, or compile with torch.compile(model), "
+        "where it counts from the unit's next gather on."
     )

@@ -44,11 +44,9 @@ def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
         return {}
     if mode not in known:
         raise FSDPValueError(
-            expected=" or ".join(map(repr, ("default", *known))),
-            got=repr(mode),
-            where="torch.compile(mode=...)",
-            fix="Leave mode out: CUDA graphs do not go with collectives in the graph, and "
-            f'{MAX_AUTOTUNE!r} needs backend="fsdp_dynamo".',
+            f"torch.compile(mode=...): expected {' or '.join(map(repr, ('default', *known)))}, got "
+            f"{mode!r}. Leave mode out: CUDA graphs do not go with collectives in the graph, and "
+            f'{MAX_AUTOTUNE!r} needs backend="fsdp_dynamo".'
         )
     return dict(list_mode_options(mode))
 
@@ -70,10 +68,8 @@ def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any
         else:
             continue
         raise FSDPValueError(
-            expected="settings of Inductor that the backend leaves to the user",
-            got=f"{name}={value!r}",
-            where=f"torch.compile(options=...), '{name}'",
-            fix=f"Leave it out: {reason}.",
+            f"torch.compile(options=...), '{name}': expected settings of Inductor that the backend "
+            f"leaves to the user, got {name}={value!r}. Leave it out: {reason}."
         )
     return dict(options.inductor)
 

@@ -30,7 +30,7 @@ from fsdp_dynamo.dynamo.private_api import (
     with_side_effects,
 )
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
-from fsdp_dynamo.errors import FSDPStateError, error_message, unit_name
+from fsdp_dynamo.errors import FSDPStateError, unit_name
 from fsdp_dynamo.graph_path.traced_unit import constants_of
 from fsdp_dynamo.graph_path.unshard_operators import (
     PARAMETER_VIEWS,
@@ -59,13 +59,12 @@ def check_originals(name: str) -> None:
         raise CompileRefusedError(*error.args) from None
     if torch.is_grad_enabled() and made_to_require_grad():
         raise CompileRefusedError(
-            expected="activations that require gradients because of parameters",
-            got="requires_grad_() on one before this unit, which Dynamo cannot return from a graph",
-            where=unit_name(unit.fqn),
-            fix="Leave the call out: non-reentrant checkpointing does not need it "
+            f"{unit_name(unit.fqn)}: expected activations that require gradients because of "
+            "parameters, got requires_grad_() on one before this unit, which Dynamo cannot return "
+            "from a graph. Leave the call out: non-reentrant checkpointing does not need it "
             "(transformers: model.disable_input_require_grads(), "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}); or compile without '
-            "fullgraph (hooks mode).",
+            'gradient_checkpointing_kwargs={"use_reentrant": False}); or compile without fullgraph '
+            "(hooks mode)."
         )
 
 
@@ -219,13 +218,9 @@ def warn_if_the_graph_breaks(gm: fx.GraphModule) -> None:
     named = ", ".join(f"'{fqn}' ({num_bytes} bytes)" for fqn, num_bytes in sorted(units) if fqn)
     stays = f", but units in which a graph ends stay unsharded until their backward: {named}"
     warnings.warn(
-        error_message(
-            expected="one graph of the whole model",
-            got="a graph break",
-            where="torch.compile",
-            fix=f"Results are the same{stays if named else ''}. TORCH_LOGS=graph_breaks and "
-            "explain(model) say where and why; with fullgraph=True it is an error.",
-        ),
+        "torch.compile: expected one graph of the whole model, got a graph break. Results are "
+        f"the same{stays if named else ''}. TORCH_LOGS=graph_breaks and explain(model) say "
+        "where and why; with fullgraph=True it is an error.",
         stacklevel=2,
     )
 

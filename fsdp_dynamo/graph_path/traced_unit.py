@@ -209,27 +209,23 @@ def constants_of(name: str, settings: str) -> tuple[Any, ...]:
     if refused is not None:
         setter, reason = refused
         raise CompileRefusedError(
-            expected="settings that a whole graph can follow",
-            got=f"{setter}: {reason}",
-            where=unit_name(module._fsdp_unit.fqn),
-            fix="Leave it out, or compile without fullgraph (hooks mode).",
+            f"{unit_name(module._fsdp_unit.fqn)}: expected settings that a whole graph can follow, "
+            f"got {setter}: {reason}. Leave it out, or compile without fullgraph (hooks mode)."
         )
     for original in module._fsdp_unit.originals():
         if original.tensor_class is not None:
             raise CompileRefusedError(
-                expected="plain parameters in graph mode",
-                got="one whose class has fsdp_pre_all_gather",
-                where=f"parameter '{module._fsdp_unit.paths.fqn_of(original.fqn)}'",
-                fix="Run eagerly or with torch.compile(model), or make the model without such "
-                "classes and gather in float8: collective_precision="
-                'CollectivePrecision(all_gather="float8").',
+                f"parameter '{module._fsdp_unit.paths.fqn_of(original.fqn)}': expected plain "
+                "parameters in graph mode, got one whose class has fsdp_pre_all_gather. Run "
+                "eagerly or with torch.compile(model), or make the model without such classes and "
+                'gather in float8: collective_precision=CollectivePrecision(all_gather="float8").'
             )
     if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
         raise CompileRefusedError(
-            expected="FSDP_USE_FULL_PREC_IN_EVAL without buffer_dtype, which would be cast then",
-            got=f"a cast buffer, '{next(iter(module._fsdp_buffer_dtypes))}'",
-            where=unit_name(module._fsdp_unit.fqn),
-            fix="Leave one of them out, or compile without fullgraph (hooks mode).",
+            f"{unit_name(module._fsdp_unit.fqn)}: expected FSDP_USE_FULL_PREC_IN_EVAL without "
+            "buffer_dtype, which would be cast then, got a cast buffer, "
+            f"'{next(iter(module._fsdp_buffer_dtypes))}'. Leave one of them out, or compile "
+            "without fullgraph (hooks mode)."
         )
     *constants, places, are_apart = _describe(module)
     return (*constants, tuple(places), are_apart)

@@ -26,12 +26,11 @@ def refuse_cuda_graphs(module: UnitModuleProtocol, backend: Backend) -> None:
     if not flats or not host_runs_ahead(flats[0].device) or not _captures(backend):
         return
     raise UnsupportedError(
-        expected="a mode of torch.compile without CUDA graphs",
-        got="one with them ('reduce-overhead', 'max-autotune', or an option)",
-        where=unit_name(module._fsdp_unit.fqn),
-        fix="Leave the mode out, or choose 'max-autotune-no-cudagraphs'. A CUDA graph would copy "
-        "the unit's parameters, which are at another address in each step, into memory of its own "
-        "and keep that: every unit would stay unsharded.",
+        f"{unit_name(module._fsdp_unit.fqn)}: expected a mode of torch.compile without CUDA "
+        "graphs, got one with them ('reduce-overhead', 'max-autotune', or an option). Leave the "
+        "mode out, or choose 'max-autotune-no-cudagraphs'. A CUDA graph would copy the unit's "
+        "parameters, which are at another address in each step, into memory of its own and keep "
+        "that: every unit would stay unsharded."
     )
 
 

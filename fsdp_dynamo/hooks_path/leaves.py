@@ -275,11 +275,10 @@ def _refused(leaf_id: str, expected: str) -> FSDPStateError:
     module = registered(leaf_id)
     module._fsdp_root.note_variable(alike(leaf_id))
     return FSDPStateError(
-        expected=f"{expected} when the graph around the unit was made",
-        got="another one, though its inputs are alike",
-        where=unit_name(module._fsdp_unit.fqn),
-        fix="Pass what decides it as an argument of the unit's forward. (The next call is compiled "
-        "anew, with graphs that end at units of this class.)",
+        f"{unit_name(module._fsdp_unit.fqn)}: expected {expected} when the graph around the unit "
+        "was made, got another one, though its inputs are alike. Pass what decides it as an "
+        "argument of the unit's forward. (The next call is compiled anew, with graphs that end at "
+        "units of this class.)"
     )
 
 

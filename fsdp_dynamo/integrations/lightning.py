@@ -185,7 +185,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
 def _require(is_met: bool, expected: str, got: object, fix: str) -> None:
     where = "FSDPDynamoStrategy"
     if not is_met:
-        raise UnsupportedError(expected=expected, got=str(got), where=where, fix=fix)
+        raise UnsupportedError(f"{where}: expected {expected}, got {got}. {fix}")
 
 
 class _LightningState:

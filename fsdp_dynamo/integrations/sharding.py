@@ -62,10 +62,8 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
         return model
     if not dist.is_initialized():
         raise FSDPStateError(
-            expected="a process group",
-            got="a process that was started alone",
-            where=f"sharding of {type(model).__name__}",
-            fix="Start the script with torchrun; one rank will do.",
+            f"sharding of {type(model).__name__}: expected a process group, got a process that was "
+            "started alone. Start the script with torchrun; one rank will do."
         )
     name = type(model).__name__
     settings: dict[str, Any] = {
@@ -103,10 +101,9 @@ def layers_of(
         wanted, missing = [one for one in wanted if one in present], []
     if missing or not wanted:
         raise FSDPValueError(
-            expected="classes of modules that the model has",
-            got=repr(missing[0]) if missing else "none",
-            where=_WHERE,
-            fix=f"Name some of: {', '.join(sorted(present))}.",
+            f"{_WHERE}: expected classes of modules that the model has, got "
+            f"{repr(missing[0]) if missing else 'none'}. Name some of: "
+            f"{', '.join(sorted(present))}."
         )
     return {present[one] if isinstance(one, str) else one for one in wanted}
 

@@ -75,10 +75,8 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise UnsupportedError(
-                expected="a launcher that leaves sharding to FSDPTrainer",
-                got="settings of accelerate for FSDP or DeepSpeed",
-                where="FSDPTrainer",
-                fix="Start the script with torchrun.",
+                "FSDPTrainer: expected a launcher that leaves sharding to FSDPTrainer, got "
+                "settings of accelerate for FSDP or DeepSpeed. Start the script with torchrun."
             )
 
     # -- the model ---------------------------------------------------------------------------------
@@ -217,10 +215,8 @@ def _check(args: TrainingArguments) -> None:
     for name, fix in _REFUSED.items():
         if getattr(args, name, None):
             raise UnsupportedError(
-                expected=f"training arguments without {name}",
-                got=f"{name}={getattr(args, name)!r}",
-                where="FSDPTrainer",
-                fix=fix,
+                f"FSDPTrainer: expected training arguments without {name}, got "
+                f"{name}={getattr(args, name)!r}. {fix}"
             )
 
 
@@ -235,10 +231,9 @@ def _check_trainer() -> None:
         import transformers
 
         raise FSDPStateError(
-            expected=f"a Trainer with the method {missing[0]}",
-            got=f"transformers {transformers.__version__}, whose Trainer has none",
-            where="fsdp_dynamo.integrations.trainer",
-            fix="Install fsdp-dynamo[trainer].",
+            f"fsdp_dynamo.integrations.trainer: expected a Trainer with the method {missing[0]}, "
+            f"got transformers {transformers.__version__}, whose Trainer has none. Install "
+            "fsdp-dynamo[trainer]."
         )
 
 
@@ -336,10 +331,9 @@ def require_no_other(path: str | Path) -> None:
     for name in ("optimizer.pt", "optimizer.bin"):
         if (Path(path) / name).exists():
             raise CheckpointError(
-                expected=f"a folder '{FOLDER}' with a checkpoint of FSDPTrainer",
-                got=f"'{name}' of another Trainer, whose states are of whole parameters",
-                where=f"checkpoint '{path}'",
-                fix="Load its model with from_pretrained() and begin anew.",
+                f"checkpoint '{path}': expected a folder '{FOLDER}' with a checkpoint of "
+                f"FSDPTrainer, got '{name}' of another Trainer, whose states are of whole "
+                "parameters. Load its model with from_pretrained() and begin anew."
             )
 
 

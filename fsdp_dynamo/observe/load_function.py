@@ -27,8 +27,6 @@ def load_function(name: str, expected: str, command: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise FSDPValueError(
-            expected=f"--module PKG:FN, {expected}",
-            got=f"'{name}' ({error})",
-            where=f"fsdp_dynamo.{command}",
-            fix="The module is looked for in the current folder too.",
+            f"fsdp_dynamo.{command}: expected --module PKG:FN, {expected}, got '{name}' ({error}). "
+            "The module is looked for in the current folder too."
         ) from error

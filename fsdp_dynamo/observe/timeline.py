@@ -123,10 +123,8 @@ def save_picture(report: StepReport, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FSDPError(
-            expected="matplotlib to be installed",
-            got=str(error),
-            where="save_picture",
-            fix="pip install matplotlib, or use save_trace(), which needs no extra package.",
+            f"save_picture: expected matplotlib to be installed, got {error}. pip install "
+            "matplotlib, or use save_trace(), which needs no extra package."
         ) from error
     sides = [("simulated", simulated_bars(report)), ("measured", measured_bars(report))]
     sides = [(title, bars) for title, bars in sides if bars]

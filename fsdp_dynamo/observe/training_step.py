@@ -61,48 +61,37 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
     """
     if not isinstance(model, nn.Module):
         raise FSDPTypeError(
-            expected="a model, or torch.compile(model)",
-            got=repr(type(model)),
-            where="explain()",
-            fix="Pass the model that is trained.",
+            f"explain(): expected a model, or torch.compile(model), got {type(model)!r}. Pass the "
+            "model that is trained."
         )
     if not torch.distributed.is_initialized():
         raise FSDPStateError(
-            expected="a process group",
-            got="none",
-            where="explain()",
-            fix="Call torch.distributed.init_process_group() first.",
+            "explain(): expected a process group, got none. Call "
+            "torch.distributed.init_process_group() first."
         )
     if torch.is_inference_mode_enabled():
         raise FSDPStateError(
-            expected="a place where gradients can be computed",
-            got="torch.inference_mode()",
-            where="explain()",
-            fix="Call it outside of the context: it runs backwards.",
+            "explain(): expected a place where gradients can be computed, got "
+            "torch.inference_mode(). Call it outside of the context: it runs backwards."
         )
     module, backend, fullgraph = compiled_parts(model)
     units = tuple(units_in(module))
     if not units:
         raise FSDPValueError(
-            expected="a model with a unit",
-            got="none",
-            where="explain()",
-            fix="Shard it: FullyShardedDataParallel(...) or fully_shard(...).",
+            "explain(): expected a model with a unit, got none. Shard it: "
+            "FullyShardedDataParallel(...) or fully_shard(...)."
         )
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise FSDPValueError(
-            expected="torch.compile(FullyShardedDataParallel(model), ...)",
-            got="a model that was compiled before it was wrapped, or by model.compile()",
-            where="explain()",
-            fix="Compile the wrapper by torch.compile for the explanation.",
+            "explain(): expected torch.compile(FullyShardedDataParallel(model), ...), got a model "
+            "that was compiled before it was wrapped, or by model.compile(). Compile the wrapper "
+            "by torch.compile for the explanation."
         )
     is_graph = backend is None or mode_of(backend) == GRAPH_MODE
     if options is not None and not is_graph:
         raise FSDPTypeError(
-            expected="no options in hooks mode",
-            got=repr(dict(options)),
-            where="explain()",
-            fix='They are those of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".',
+            f"explain(): expected no options in hooks mode, got {dict(options)!r}. They are those "
+            'of backend="fsdp_dynamo" and "fsdp_dynamo_aot_eager".'
         )
     entry = entry_of(module, None)
     if backend is None:
@@ -125,10 +114,8 @@ def run_step(
         loss = sum_of(output) if loss_fn is None else loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise FSDPValueError(
-                expected="loss_fn(output) to be a scalar tensor that depends on the parameters",
-                got=repr(getattr(loss, "shape", type(loss))),
-                where="explain()",
-                fix="Return the loss itself.",
+                "explain(): expected loss_fn(output) to be a scalar tensor that depends on the "
+                f"parameters, got {getattr(loss, 'shape', type(loss))!r}. Return the loss itself."
             )
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -149,10 +136,8 @@ def sum_of(
     tensors = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
     if not tensors:
         raise FSDPValueError(
-            expected="a floating-point output that depends on the parameters",
-            got=repr(type(output)),
-            where=where,
-            fix=fix,
+            f"{where}: expected a floating-point output that depends on the parameters, got "
+            f"{type(output)!r}. {fix}"
         )
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 

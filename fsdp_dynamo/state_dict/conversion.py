@@ -99,10 +99,8 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
     shape = tuple(value.shape) if is_tensor_like(value) else type(value).__name__
     if shape != wanted:
         raise FSDPValueError(
-            expected=f"a tensor of shape {wanted}",
-            got=str(shape),
-            where=f"key '{key}'",
-            fix="Load a full state dict of the same model.",
+            f"key '{key}': expected a tensor of shape {wanted}, got {shape}. Load a full state "
+            "dict of the same model."
         )
     # Loads the value of a file that is read as it is needed.
     return original.as_param(original.placing.part_of(torch.detach(value)))
@@ -136,10 +134,9 @@ class RankLocalTensor(torch.Tensor):
 
 def _local(where: str) -> UnsupportedError:
     return UnsupportedError(
-        expected="a sharded state dict for torch.distributed.checkpoint",
-        got="a LOCAL_STATE_DICT, whose values of one name differ between ranks",
-        where=where,
-        fix="Use StateDictType.SHARDED_STATE_DICT, or torch.save() to one file per rank.",
+        f"{where}: expected a sharded state dict for torch.distributed.checkpoint, got a "
+        "LOCAL_STATE_DICT, whose values of one name differ between ranks. Use "
+        "StateDictType.SHARDED_STATE_DICT, or torch.save() to one file per rank."
     )
 
 

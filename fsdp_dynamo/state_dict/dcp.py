@@ -151,10 +151,9 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
     """
     if not optimizer.state and _needs_closure(optimizer):
         raise UnsupportedError(
-            expected="an optimizer that has made a step, or makes one without a closure",
-            got="no states, and no step without a closure",
-            where=type(optimizer).__name__,
-            fix="Load with fsdp_dynamo.checkpoint, or set a full state dict.",
+            f"{type(optimizer).__name__}: expected an optimizer that has made a step, or makes one "
+            "without a closure, got no states, and no step without a closure. Load with "
+            "fsdp_dynamo.checkpoint, or set a full state dict."
         )
     of_units = [place for _, _, place in named.of(optimizer) if place.flat is not None]
     with_grad = [place for place in of_units if place.param.grad is not None]
@@ -165,10 +164,10 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
     with _first_states(optimizer):
         if any(optimizer.state.values()):
             raise FSDPStateError(
-                expected="an optimizer that has made a step, or parameters without gradients",
-                got="gradients and no states, which would be missing in the state dict",
-                where=f"{type(optimizer).__name__}, parameter '{with_grad[0].fqn}'",
-                fix="Call optimizer.zero_grad() before, or optimizer.step().",
+                f"{type(optimizer).__name__}, parameter '{with_grad[0].fqn}': expected an "
+                "optimizer that has made a step, or parameters without gradients, got gradients "
+                "and no states, which would be missing in the state dict. Call "
+                "optimizer.zero_grad() before, or optimizer.step()."
             )
 
 
@@ -205,10 +204,9 @@ def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if len(optimizers) > 1 and not all(group["params"] for group in groups):
         raise FSDPValueError(
-            expected="one optimizer, or groups that all have parameters",
-            got=f"a group without parameters in one of {len(optimizers)} optimizers",
-            where="flattened optimizer state dict",
-            fix="Leave flatten_optimizer_state_dict out, where saving too.",
+            "flattened optimizer state dict: expected one optimizer, or groups that all have "
+            f"parameters, got a group without parameters in one of {len(optimizers)} optimizers. "
+            "Leave flatten_optimizer_state_dict out, where saving too."
         )
 
 
@@ -219,10 +217,9 @@ def _require_states(
     for _, _, place in named.of(optimizer):
         if optimizer.state.get(place.param) and place.fqn not in states:
             raise FSDPValueError(
-                expected="a state for every parameter that has one in the optimizer",
-                got="none in the checkpoint",
-                where=f"parameter '{place.fqn}'",
-                fix="Use StateDictOptions(strict=False) to start without it.",
+                f"parameter '{place.fqn}': expected a state for every parameter that has one in "
+                "the optimizer, got none in the checkpoint. Use StateDictOptions(strict=False) to "
+                "start without it."
             )
 
 
@@ -291,12 +288,11 @@ def _require_all_states(template: Any, saved: Any) -> None:
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()
         if lost:
             raise FSDPValueError(
-                expected="all states that the file has of a parameter",
-                got=f"no {sorted(map(str, lost))} in the optimizer's state dict that is read into: "
-                "the parameter was frozen, perhaps",
-                where=f"parameter '{fqn}'",
-                fix="Call requires_grad_(True) on it while the state dict is made, load with "
-                "fsdp_dynamo.checkpoint, or pass DefaultLoadPlanner(allow_partial_load=True).",
+                f"parameter '{fqn}': expected all states that the file has of a parameter, got no "
+                f"{sorted(map(str, lost))} in the optimizer's state dict that is read into: the "
+                "parameter was frozen, perhaps. Call requires_grad_(True) on it while the state "
+                "dict is made, load with fsdp_dynamo.checkpoint, or pass "
+                "DefaultLoadPlanner(allow_partial_load=True)."
             )
 
 

@@ -70,10 +70,9 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     if len(found) == 1:
         return found[0]
     raise FSDPStateError(
-        expected="units that all have the same settings",
-        got=f"{len(found)} different ones" if found else "no unit",
-        where="state_dict_type",
-        fix="Set the type on the whole model.",
+        "state_dict_type: expected units that all have the same settings, got "
+        f"{f'{len(found)} different ones' if found else 'no unit'}. Set the type on the whole "
+        "model."
     )
 
 
@@ -370,10 +369,8 @@ def _rekeyed_groups(given: Given, new: Callable[[Any], Any]) -> list[dict[str, A
 
 def _unknown_key(got: str, expected: str) -> FSDPValueError:
     return FSDPValueError(
-        expected=expected,
-        got=got,
-        where="optimizer state dict",
-        fix="Pass the model and the optimizer whose state it is.",
+        f"optimizer state dict: expected {expected}, got {got}. Pass the model and the optimizer "
+        "whose state it is."
     )
 
 

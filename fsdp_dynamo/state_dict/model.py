@@ -69,10 +69,8 @@ def save_unit(
     """
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
-            expected="state_dict() between two steps",
-            got=f"a call in state {unit.machine.state.name}",
-            where=f"unit '{unit.fqn}'",
-            fix="Call it before the forward or after the backward.",
+            f"unit '{unit.fqn}': expected state_dict() between two steps, got a call in state "
+            f"{unit.machine.state.name}. Call it before the forward or after the backward."
         )
     base = _plain_prefix(prefix) if is_root else prefix
     plain_names_after_save(state_dict, prefix, base)
@@ -239,11 +237,10 @@ def assign_in_place(
         dtype = buffer_dtypes.get(fqn, tensor.dtype)
         if value.dtype != dtype or value.is_meta:
             raise FSDPValueError(
-                expected=f"a value of {dtype} for load_state_dict(..., assign=True)",
-                got=f"{value.dtype} on the {value.device} device",
-                where=f"key '{plain_fqn(key)}'",
-                fix="Leave assign out to cast values, or convert the model first "
-                "(model.to(dtype)): its parameters take values, not dtypes.",
+                f"key '{plain_fqn(key)}': expected a value of {dtype} for load_state_dict(..., "
+                f"assign=True), got {value.dtype} on the {value.device} device. Leave assign out "
+                "to cast values, or convert the model first (model.to(dtype)): its parameters take "
+                "values, not dtypes."
             )
         if isinstance(tensor, nn.Parameter):
             copies.append((tensor, value))
@@ -269,11 +266,9 @@ def _refuse_flat_parameters(keys: Iterable[str]) -> None:
     for key in keys:
         if key.rpartition(".")[2] == "_flat_param":
             raise UnsupportedError(
-                expected="a state dict by parameter",
-                got="a LOCAL_STATE_DICT of FSDP1, whose values are its flat parameters",
-                where=f"key '{key}'",
-                fix="Load it with FSDP1 once and save a FULL_STATE_DICT or SHARDED_STATE_DICT, "
-                "which load here.",
+                f"key '{key}': expected a state dict by parameter, got a LOCAL_STATE_DICT of "
+                "FSDP1, whose values are its flat parameters. Load it with FSDP1 once and save a "
+                "FULL_STATE_DICT or SHARDED_STATE_DICT, which load here."
             )
 
 

@@ -83,10 +83,9 @@ class NamedParams:
             for param in group["params"]:
                 if param not in self.places:
                     raise FSDPValueError(
-                        expected="an optimizer of this model's parameters",
-                        got=f"parameter {number}, which the model does not have",
-                        where=_WHERE,
-                        fix="Pass the model whose parameters() the optimizer was given.",
+                        f"{_WHERE}: expected an optimizer of this model's parameters, got "
+                        f"parameter {number}, which the model does not have. Pass the model whose "
+                        "parameters() the optimizer was given."
                     )
                 yield group_number, number, self.places[param]
                 number += 1
@@ -106,10 +105,9 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
     for name, param in model.named_parameters():
         if param not in held and owner_of(param) is not None:
             raise FSDPValueError(
-                expected="a model with all units that hold its parameters",
-                got="a submodule whose parameter is held by a unit above it",
-                where=f"parameter '{plain_fqn(name)}'",
-                fix="Pass the whole wrapped model.",
+                f"parameter '{plain_fqn(name)}': expected a model with all units that hold its "
+                "parameters, got a submodule whose parameter is held by a unit above it. Pass the "
+                "whole wrapped model."
             )
         places[param] = ParamPlace(plain_fqn(name), param, *held.get(param, ()))
     return NamedParams(places, flats)
@@ -213,10 +211,8 @@ def save_several(
     twice = sorted(fqn for fqn, count in Counter(fqns).items() if count > 1)
     if twice:
         raise FSDPValueError(
-            expected="each parameter in one optimizer",
-            got=f"'{twice[0]}' in two",
-            where=_WHERE,
-            fix="Leave the parameter out of one of them, or save only one.",
+            f"{_WHERE}: expected each parameter in one optimizer, got '{twice[0]}' in two. Leave "
+            "the parameter out of one of them, or save only one."
         )
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optim in optimizers:
@@ -342,11 +338,10 @@ def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
     """A JSON value that differs between different values."""
     if isinstance(value, DTensor):
         raise UnsupportedError(
-            expected="states that are placed as the parameter, or plain tensors",
-            got=f"a DTensor of shape {tuple(value.shape)}, {value.placements}",
-            where=_WHERE,
-            fix="Save optimizer.state_dict() of each rank, for as many ranks; or let the optimizer "
-            "keep full_tensor() of such a state.",
+            f"{_WHERE}: expected states that are placed as the parameter, or plain tensors, got a "
+            f"DTensor of shape {tuple(value.shape)}, {value.placements}. Save "
+            "optimizer.state_dict() of each rank, for as many ranks; or let the optimizer keep "
+            "full_tensor() of such a state."
         )
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return numbers[id(value)] if id(value) in numbers else float(value)
@@ -525,8 +520,6 @@ def _sources(
 
 def _mismatch_error(expected: str, got: str) -> FSDPValueError:
     return FSDPValueError(
-        expected=expected,
-        got=got,
-        where=_WHERE,
-        fix="Load a result of FSDP.optim_state_dict() for the same model and optimizer.",
+        f"{_WHERE}: expected {expected}, got {got}. Load a result of FSDP.optim_state_dict() for "
+        "the same model and optimizer."
     )

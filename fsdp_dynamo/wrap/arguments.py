@@ -44,20 +44,16 @@ def check_travels(config: UnitConfig, fqn: str, param: nn.Parameter) -> None:
         return
     if precision.only_where_exposed and config.groups.hierarchy is not None:
         raise UnsupportedError(
-            expected="formats that are always used, with HIERARCHICAL_SHARD",
-            got="only_where_exposed=True",
-            where=f"argument 'collective_precision', parameter '{fqn}'",
-            fix="Leave only_where_exposed out: formats are those between nodes there, and gathers "
-            "between nodes are in no plan.",
+            f"argument 'collective_precision', parameter '{fqn}': expected formats that are always "
+            "used, with HIERARCHICAL_SHARD, got only_where_exposed=True. Leave only_where_exposed "
+            "out: formats are those between nodes there, and gathers between nodes are in no plan."
         )
     _refuse_flat_reductions(config, precision, fqn)
     if param.dtype not in _TRAVEL:
         raise UnsupportedError(
-            expected="float32, bfloat16 or float16 parameters",
-            got=str(param.dtype),
-            where=f"argument 'collective_precision', parameter '{fqn}'",
-            fix="Leave the argument out for this unit, by a policy's dict of arguments, or put the "
-            "parameter into ignored_states.",
+            f"argument 'collective_precision', parameter '{fqn}': expected float32, bfloat16 or "
+            f"float16 parameters, got {param.dtype}. Leave the argument out for this unit, by a "
+            "policy's dict of arguments, or put the parameter into ignored_states."
         )
 
 
@@ -71,13 +67,12 @@ def _refuse_flat_reductions(config: UnitConfig, precision: CollectivePrecision, 
         node_ranks = 1 if group is None else node_ranks_of(group)
         if getattr(precision, kind) is not None and node_ranks > 1:
             raise UnsupportedError(
-                expected="gradients as they are, reduced over several nodes by all of their ranks",
-                got=f"{kind}={getattr(precision, kind)!r}: each node would send its messages to "
-                f"other nodes from {node_ranks} ranks, {node_ranks} times as many bytes as a ring "
-                "sends",
-                where=f"argument 'collective_precision', parameter '{fqn}'",
-                fix=f"Leave {kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, whose "
-                "formats are those between nodes.",
+                f"argument 'collective_precision', parameter '{fqn}': expected gradients as they "
+                "are, reduced over several nodes by all of their ranks, got "
+                f"{kind}={getattr(precision, kind)!r}: each node would send its messages to other "
+                f"nodes from {node_ranks} ranks, {node_ranks} times as many bytes as a ring sends. "
+                f"Leave {kind} out (all_gather may stay), or use HIERARCHICAL_SHARD, whose formats "
+                "are those between nodes."
             )
 
 
@@ -88,30 +83,25 @@ def check_module(module: object) -> None:
     """Raise unless ``module`` is a module that is not wrapped yet."""
     if is_unit(module):
         raise FSDPStateError(
-            expected="a module that is no unit yet",
-            got=f"a unit ({type(module).__name__})",
-            where="argument 'module'",
-            fix="Wrap or shard each module once; do so with its parent to make one more unit.",
+            "argument 'module': expected a module that is no unit yet, got a unit "
+            f"({type(module).__name__}). Wrap or shard each module once; do so with its parent to "
+            "make one more unit.",
             see="wrapped-twice",
         )
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         raise without_forward(module)
     if not isinstance(module, nn.Module):
         raise FSDPTypeError(
-            expected="a torch.nn.Module",
-            got=repr(type(module)),
-            where="argument 'module'",
-            fix="Pass the model itself.",
+            f"argument 'module': expected a torch.nn.Module, got {type(module)!r}. Pass the model "
+            "itself."
         )
 
 
 def without_forward(module: object) -> FSDPTypeError:
     """The error for a container, which is never called."""
     return FSDPTypeError(
-        expected="a module with a forward",
-        got=type(module).__name__,
-        where="argument 'module'",
-        fix="Wrap or shard the modules in it, one by one.",
+        f"argument 'module': expected a module with a forward, got {type(module).__name__}. Wrap "
+        "or shard the modules in it, one by one."
     )
 
 
@@ -180,10 +170,9 @@ def check_whole_units(root: nn.Module) -> None:
     for unit in units_in(root):
         if not below.issuperset(unit.modules):
             raise FSDPValueError(
-                expected="all modules of a list that fully_shard was given",
-                got=f"{sum(m in below for m in unit.modules)} of {len(unit.modules)}",
-                where=f"a {type(root).__name__} that becomes a unit",
-                fix="Give fully_shard modules of the same model in one list.",
+                f"a {type(root).__name__} that becomes a unit: expected all modules of a list that "
+                f"fully_shard was given, got {sum(m in below for m in unit.modules)} of "
+                f"{len(unit.modules)}. Give fully_shard modules of the same model in one list."
             )
 
 
@@ -192,11 +181,11 @@ def check_inference(module: nn.Module) -> None:
     unit writes in place later cannot be an inference tensor."""
     made = next((fqn for fqn, param in module.named_parameters() if param.is_inference()), None)
     if made is not None or torch.is_inference_mode_enabled():
+        where = f"a {type(module).__name__}" if made is None else f"parameter '{made}'"
+        got = "a call inside it" if made is None else "an inference tensor"
         raise FSDPStateError(
-            expected="a module that is made and wrapped outside torch.inference_mode()",
-            got="a call inside it" if made is None else "an inference tensor",
-            where=f"a {type(module).__name__}" if made is None else f"parameter '{made}'",
-            fix="Make and wrap the model first; call it under torch.inference_mode() then.",
+            f"{where}: expected a module that is made and wrapped outside torch.inference_mode(), "
+            f"got {got}. Make and wrap the model first; call it under torch.inference_mode() then."
         )
 
 
@@ -204,10 +193,8 @@ def check_init_fn(param_init_fn: object) -> None:
     """Raise for an initialisation that cannot be called."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise FSDPValueError(
-            expected="a function of a module, or None",
-            got=repr(param_init_fn),
-            where="argument 'param_init_fn'",
-            fix="Pass a function that writes a module's own parameters and buffers.",
+            "argument 'param_init_fn': expected a function of a module, or None, got "
+            f"{param_init_fn!r}. Pass a function that writes a module's own parameters and buffers."
         )
 
 
@@ -220,10 +207,8 @@ def device_of(device_id: object) -> torch.device | None:
     if device_id is None or isinstance(device_id, torch.device):
         return device_id
     raise FSDPTypeError(
-        expected="a number, a torch.device or its name",
-        got=repr(device_id),
-        where="argument 'device_id'",
-        fix="Pass torch.device('cuda', index).",
+        f"argument 'device_id': expected a number, a torch.device or its name, got {device_id!r}. "
+        "Pass torch.device('cuda', index)."
     )
 
 
@@ -254,11 +239,9 @@ def _strategy_of_target(value: object, config: UnitConfig) -> ShardingStrategy:
         strategy is not ShardingStrategy.NO_SHARD
     ):
         raise FSDPValueError(
-            expected=f"a strategy that goes with the root's {config.strategy.name}",
-            got=strategy.name,
-            where="a policy's dict of constructor arguments",
-            fix="Give hybrid strategies, or HIERARCHICAL_SHARD, to all units or to none; NO_SHARD "
-            "goes with all.",
+            "a policy's dict of constructor arguments: expected a strategy that goes with the "
+            f"root's {config.strategy.name}, got {strategy.name}. Give hybrid strategies, or "
+            "HIERARCHICAL_SHARD, to all units or to none; NO_SHARD goes with all."
         )
     return effective_strategy(strategy, config.groups)
 
@@ -275,10 +258,8 @@ def cpu_offload_of(cpu_offload: object | None) -> CPUOffload:
     wanted = getattr(cpu_offload, "offload_params", None)
     if not isinstance(wanted, bool):
         raise FSDPTypeError(
-            expected="a CPUOffload or None",
-            got=repr(cpu_offload),
-            where="argument 'cpu_offload'",
-            fix="Pass fsdp_dynamo.CPUOffload(offload_params=True).",
+            f"argument 'cpu_offload': expected a CPUOffload or None, got {cpu_offload!r}. Pass "
+            "fsdp_dynamo.CPUOffload(offload_params=True)."
         )
     return CPUOffload(wanted, getattr(cpu_offload, "_pin_memory", True))
 
@@ -288,11 +269,9 @@ def offloads(cpu_offload: CPUOffload, device: torch.device) -> bool:
     wanted = cpu_offload.offload_params and device.type != "cpu"
     if wanted and not cpu_offload._pin_memory:
         raise UnsupportedError(
-            expected="CPUOffloadPolicy(pin_memory=True)",
-            got="pin_memory=False",
-            where="argument 'offload_policy'",
-            fix="Leave it out: copies between an accelerator and host memory that is not pinned "
-            "would stop the host, so shards are pinned always.",
+            "argument 'offload_policy': expected CPUOffloadPolicy(pin_memory=True), got "
+            "pin_memory=False. Leave it out: copies between an accelerator and host memory that is "
+            "not pinned would stop the host, so shards are pinned always."
         )
     return wanted
 
@@ -332,10 +311,8 @@ def override(config: UnitConfig, overrides: dict[str, Any]) -> UnitConfig:
     for name, value in overrides.items():
         if name not in known:
             raise UnsupportedError(
-                expected=f"one of {', '.join(known)}",
-                got=f"'{name}'",
-                where="a policy's dict of constructor arguments",
-                fix="Wrap that module by hand to give it other arguments.",
+                f"a policy's dict of constructor arguments: expected one of {', '.join(known)}, "
+                f"got '{name}'. Wrap that module by hand to give it other arguments."
             )
         values.update(known[name](value))
     return UnitConfig(**values)
@@ -381,10 +358,9 @@ def strategy_for(
         reshard_after_forward = reshard_after_forward != 1
     if strategy is not None or not isinstance(reshard_after_forward, bool):
         raise FSDPValueError(
-            expected="True, False or None, and no strategy beside it",
-            got=f"{reshard_after_forward!r} with strategy {strategy}",
-            where="argument 'reshard_after_forward'",
-            fix="FULL_SHARD reshards after the forward, SHARD_GRAD_OP does not.",
+            "argument 'reshard_after_forward': expected True, False or None, and no strategy "
+            f"beside it, got {reshard_after_forward!r} with strategy {strategy}. FULL_SHARD "
+            "reshards after the forward, SHARD_GRAD_OP does not."
         )
     if mesh is not None and mesh.ndim == 2:
         hybrid = (ShardingStrategy.HYBRID_SHARD_ZERO2, ShardingStrategy.HYBRID_SHARD)
@@ -411,10 +387,9 @@ def ranks_after_forward(
         num_shards = group.size()
     if reshard_after_forward < 1 or num_shards % reshard_after_forward:
         raise FSDPValueError(
-            expected=f"True, False, None or a divisor of the number of shards, {num_shards}",
-            got=str(reshard_after_forward),
-            where="argument 'reshard_after_forward'",
-            fix="Pass the number of ranks of a node, say, among which backwards gather.",
+            "argument 'reshard_after_forward': expected True, False, None or a divisor of the "
+            f"number of shards, {num_shards}, got {reshard_after_forward}. Pass the number of "
+            "ranks of a node, say, among which backwards gather."
         )
     return None if reshard_after_forward in (1, num_shards) else reshard_after_forward
 
@@ -430,10 +405,8 @@ def precision_for(mixed_precision: object, mp_policy: object) -> object | None:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if mixed_precision is not None or not all(hasattr(mp_policy, name) for name in names):
         raise FSDPTypeError(
-            expected="a MixedPrecisionPolicy, and no mixed_precision beside it",
-            got=repr(mp_policy),
-            where="argument 'mp_policy'",
-            fix="Pass one of the two.",
+            "argument 'mp_policy': expected a MixedPrecisionPolicy, and no mixed_precision beside "
+            f"it, got {mp_policy!r}. Pass one of the two."
         )
     param_dtype, reduce_dtype, output_dtype, casts = (getattr(mp_policy, n) for n in names)
     return MixedPrecision(
@@ -460,10 +433,9 @@ def keeps_dtype(param: nn.Parameter, fqn: str, precision: MixedPrecision | None)
         return False
     if wanted != param.dtype:
         raise FSDPValueError(
-            expected=f"None, {precision.param_dtype} or the parameter's own {param.dtype}",
-            got=repr(wanted),
-            where=f"param_dtype_override_fn of parameter '{fqn}'",
-            fix="Let the function return one of these.",
+            f"param_dtype_override_fn of parameter '{fqn}': expected None, {precision.param_dtype} "
+            f"or the parameter's own {param.dtype}, got {wanted!r}. Let the function return one of "
+            "these."
         )
     return True
 
@@ -475,10 +447,8 @@ def offload_for(cpu_offload: CPUOffload | None, offload_policy: object | None) -
     kind = type(offload_policy).__name__
     if cpu_offload is not None or kind not in ("OffloadPolicy", "CPUOffloadPolicy"):
         raise FSDPTypeError(
-            expected="an OffloadPolicy or CPUOffloadPolicy, and no cpu_offload beside it",
-            got=repr(offload_policy),
-            where="argument 'offload_policy'",
-            fix="Pass one of the two.",
+            "argument 'offload_policy': expected an OffloadPolicy or CPUOffloadPolicy, and no "
+            f"cpu_offload beside it, got {offload_policy!r}. Pass one of the two."
         )
     offloads = kind == "CPUOffloadPolicy"
     return CPUOffload(offloads, getattr(offload_policy, "pin_memory", True))
@@ -503,11 +473,9 @@ def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) ->
     dim += len(shape) if dim < 0 else 0
     if not 0 <= dim < len(shape) or (dim and shape[dim] % num_shards):
         raise UnsupportedError(
-            expected=f"None, Shard(0), or Shard of a dimension of {tuple(shape)} that {num_shards} "
-            "ranks divide",
-            got=repr(placement),
-            where=f"shard_placement_fn of parameter '{fqn}'",
-            fix="Return None, or Shard of a dimension that divides; or shard over fewer ranks.",
+            f"shard_placement_fn of parameter '{fqn}': expected None, Shard(0), or Shard of a "
+            f"dimension of {tuple(shape)} that {num_shards} ranks divide, got {placement!r}. "
+            "Return None, or Shard of a dimension that divides; or shard over fewer ranks."
         )
     return dim
 

@@ -30,10 +30,8 @@ def _fixed(get: Callable[[Any], Any]) -> property:
 
     def refuse(self: WrapperAttributes, value: object) -> NoReturn:
         raise FSDPStateError(
-            expected=f"'{get.__name__}' to stay as it is once the model is wrapped",
-            got=repr(value),
-            where=unit_name(self._fsdp_own_unit.fqn),
-            fix="Wrap a new model with other arguments.",
+            f"{unit_name(self._fsdp_own_unit.fqn)}: expected '{get.__name__}' to stay as it is "
+            f"once the model is wrapped, got {value!r}. Wrap a new model with other arguments."
         )
 
     return property(get, refuse)
@@ -142,10 +140,9 @@ class WrapperAttributes(UnitModule):
         shards = self.params
         if len(shards) > 1:
             raise UnsupportedError(
-                expected="parameters of one dtype, all trained or all frozen",
-                got=f"{len(shards)} flat parameters",
-                where=unit_name(self._fsdp_own_unit.fqn),
-                fix="Use params, the list of them.",
+                f"{unit_name(self._fsdp_own_unit.fqn)}: expected parameters of one dtype, all "
+                f"trained or all frozen, got {len(shards)} flat parameters. Use params, the list "
+                "of them."
             )
         return shards[0] if shards else None
 
@@ -194,10 +191,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     """
     if _open.get() is not None:
         raise UnsupportedError(
-            expected="one enable_wrap() at a time",
-            got="a second one inside the first",
-            where="enable_wrap()",
-            fix="Give wrap() the arguments that differ.",
+            "enable_wrap(): expected one enable_wrap() at a time, got a second one inside the "
+            "first. Give wrap() the arguments that differ."
         )
     token = _open.set(_Wrapping(wrapper_cls, wrapper_kwargs))
     try:

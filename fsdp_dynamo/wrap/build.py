@@ -81,10 +81,9 @@ def collect_ignored(
             result.parameters.add(item)
         elif is_unit(item) or not isinstance(item, nn.Module):
             raise FSDPValueError(
-                expected="modules that are no units (or parameters in ignored_states)",
-                got=repr(type(item)),
-                where="argument 'ignored_modules' or 'ignored_states'",
-                fix="Ignore the module before it is wrapped, or do not wrap it.",
+                "argument 'ignored_modules' or 'ignored_states': expected modules that are no "
+                f"units (or parameters in ignored_states), got {type(item)!r}. Ignore the module "
+                "before it is wrapped, or do not wrap it."
             )
         else:
             if item is root:
@@ -245,11 +244,9 @@ class _Walk:
     ) -> Iterator[tuple[_Occurrence, nn.Parameter]]:
         if isinstance(module, _TORCHS_UNITS) and not is_unit(module):
             raise FSDPValueError(
-                expected="modules that torch's own FSDP does not shard",
-                got=f"a unit of torch's ({type(module).__name__})",
-                where=f"module '{path}'",
-                fix="Shard the whole model with one of the two, or pass the module in "
-                "ignored_modules.",
+                f"module '{path}': expected modules that torch's own FSDP does not shard, got a "
+                f"unit of torch's ({type(module).__name__}). Shard the whole model with one of the "
+                "two, or pass the module in ignored_modules."
             )
         if module in self._owners:
             self._have_nested.add(chain[-1])
@@ -288,11 +285,10 @@ def _check_parameter(param: nn.Parameter, fqn: str) -> None:
     owner = owner_of(param) or getattr(param, REPLACED, None)
     if owner is not None:
         raise FSDPValueError(
-            expected="a parameter that no unit holds yet",
-            got=f"one that is tied to '{owner}' of a unit that was wrapped before",
-            where=f"parameter '{fqn}'",
-            fix="Wrap both modules with one auto_wrap_policy (the unit above both then owns "
-            "the parameter), or wrap only the module that holds both.",
+            f"parameter '{fqn}': expected a parameter that no unit holds yet, got one that is "
+            f"tied to '{owner}' of a unit that was wrapped before. Wrap both modules with one "
+            "auto_wrap_policy (the unit above both then owns the parameter), or wrap only the "
+            "module that holds both.",
             see="tied-to-a-unit-wrapped-before",
         )
     _check_is_plain(param, fqn)
@@ -308,11 +304,10 @@ def _check_is_plain(param: nn.Parameter, fqn: str) -> None:
     if has_gather_hooks(param):
         return
     raise FSDPValueError(
-        expected="a plain tensor, which can be flattened and sharded",
-        got=f"a {kind.__module__}.{kind.__qualname__} (quantised, perhaps)",
-        where=f"parameter '{fqn}'",
-        fix="Freeze it, and leave it whole on every rank: ignored_states=[p for p in "
-        f"model.parameters() if isinstance(p, {kind.__name__})].",
+        f"parameter '{fqn}': expected a plain tensor, which can be flattened and sharded, got a "
+        f"{kind.__module__}.{kind.__qualname__} (quantised, perhaps). Freeze it, and leave it "
+        "whole on every rank: ignored_states=[p for p in model.parameters() if isinstance(p, "
+        f"{kind.__name__})]."
     )
 
 
@@ -333,7 +328,7 @@ def _check_embeddings(original: OriginalParameter, fqn: str) -> None:
         else:
             continue
         raise UnsupportedError(
-            expected=f"an embedding with {expected}", got=got, where=f"parameter '{fqn}'", fix=fix
+            f"parameter '{fqn}': expected an embedding with {expected}, got {got}. {fix}"
         )
 
 
@@ -345,10 +340,8 @@ def _check_devices(unit_fqn: str, originals: Sequence[OriginalParameter]) -> Non
     if len(devices) > 1:
         listed = ", ".join(f"'{join_fqn(unit_fqn, f)}' on {d}" for d, f in devices.items())
         raise FSDPValueError(
-            expected="all parameters of a unit on one device",
-            got=listed,
-            where=f"unit '{unit_fqn}'",
-            fix="Move the module to one device first, or pass device_id.",
+            f"unit '{unit_fqn}': expected all parameters of a unit on one device, got {listed}. "
+            "Move the module to one device first, or pass device_id."
         )
 
 

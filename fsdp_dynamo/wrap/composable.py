@@ -193,13 +193,15 @@ def _target_of(module: nn.Module) -> nn.Module:
 
 
 def _check_list(modules: Sequence[nn.Module], policy: object) -> None:
-    if not modules or policy is not None:
-        raise FSDPValueError(
-            expected="modules that become one unit" if not modules else "a list without a policy",
-            got="an empty list" if not modules else f"policy={policy!r}",
-            where="fully_shard",
-            fix="Call fully_shard once for each module that a policy is for.",
-        )
+    if not modules:
+        problem = "expected modules that become one unit, got an empty list"
+    elif policy is not None:
+        problem = f"expected a list without a policy, got policy={policy!r}"
+    else:
+        return
+    raise FSDPValueError(
+        f"fully_shard: {problem}. Call fully_shard once for each module that a policy is for."
+    )
 
 
 def _shard(modules: Sequence[nn.Module], given: Arguments, num_ranks: int | None) -> None:

@@ -289,10 +289,9 @@ def _refuse_wrapped(root: nn.Module, found: Targets) -> None:
     for fqn, module in raw_named_modules(root):
         if module in found and (is_unit(module) or WRAPPED in fqn.split(".")):
             raise FSDPValueError(
-                expected="a policy that chooses modules in no unit",
-                got=f"a {type(module).__name__} that is wrapped already",
-                where=f"argument 'auto_wrap_policy', module '{plain_fqn(fqn)}'",
-                fix="Wrap by policy alone, or leave what you wrap by hand out of the policy.",
+                f"argument 'auto_wrap_policy', module '{plain_fqn(fqn)}': expected a policy that "
+                f"chooses modules in no unit, got a {type(module).__name__} that is wrapped "
+                "already. Wrap by policy alone, or leave what you wrap by hand out of the policy.",
                 see="wrapped-twice",
             )
 
@@ -373,15 +372,13 @@ def check_budget(budget_bytes: object, strategy: ShardingStrategy) -> None:
     where = "argument 'unsharded_budget_bytes'"
     fix = "Pass the bytes that units may hold between forward and backward, such as 4 << 30."
     if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-        raise FSDPTypeError(expected="an int or None", got=repr(budget_bytes), where=where, fix=fix)
+        raise FSDPTypeError(f"{where}: expected an int or None, got {budget_bytes!r}. {fix}")
     if budget_bytes < 0:
-        raise FSDPValueError(expected="0 or more", got=str(budget_bytes), where=where, fix=fix)
+        raise FSDPValueError(f"{where}: expected 0 or more, got {budget_bytes}. {fix}")
     if strategy not in _RESHARDING:
         raise FSDPValueError(
-            expected=f"one of {', '.join(one.name for one in _RESHARDING)}",
-            got=strategy.name,
-            where=where,
-            fix="Choose one of these strategies, or leave the budget out.",
+            f"{where}: expected one of {', '.join(one.name for one in _RESHARDING)}, got "
+            f"{strategy.name}. Choose one of these strategies, or leave the budget out."
         )
 
 

@@ -88,11 +88,10 @@ class DeferredInit:
             for slot in slots:
                 if isinstance(slot.owned, DTensor):
                     raise UnsupportedError(
-                        expected="a DTensor with storage",
-                        got="one on the meta device",
-                        where=f"deferred initialisation, parameter '{slot.fqn}'",
-                        fix="Give it values before it is wrapped, or use fully_shard, which "
-                        "leaves it on the meta device until to_empty() or loading.",
+                        f"deferred initialisation, parameter '{slot.fqn}': expected a DTensor with "
+                        "storage, got one on the meta device. Give it values before it is wrapped, "
+                        "or use fully_shard, which leaves it on the meta device until to_empty() "
+                        "or loading."
                     )
         if self._init is not None or self._values_follow:
             return
@@ -104,10 +103,9 @@ class DeferredInit:
         ]
         if without_init:
             raise FSDPValueError(
-                expected="modules on the meta device with a reset_parameters() method",
-                got=f"none for {', '.join(map(repr, without_init))}",
-                where="deferred initialisation",
-                fix="Add the method to the modules that hold these tensors, or pass param_init_fn.",
+                "deferred initialisation: expected modules on the meta device with a "
+                f"reset_parameters() method, got none for {', '.join(map(repr, without_init))}. "
+                "Add the method to the modules that hold these tensors, or pass param_init_fn.",
                 see="no-values-on-the-meta-device",
             )
 
@@ -127,10 +125,10 @@ class DeferredInit:
                 yield module
             if self._unwritten:
                 raise FSDPValueError(
-                    expected="every parameter and buffer on the meta device to be initialised",
-                    got=f"no values for {', '.join(map(repr, self._unwritten))}",
-                    where="deferred initialisation",
-                    fix="Let reset_parameters() or param_init_fn write them.",
+                    "deferred initialisation: expected every parameter and buffer on the meta "
+                    "device to be initialised, got no values for "
+                    f"{', '.join(map(repr, self._unwritten))}. Let reset_parameters() or "
+                    "param_init_fn write them.",
                     see="no-values-on-the-meta-device",
                 )
         except BaseException:
@@ -168,10 +166,9 @@ class DeferredInit:
         for other in self._all_slots():
             if given is other.owned:
                 raise FSDPValueError(
-                    expected="an initialisation that writes or replaces tensors",
-                    got=f"one that ties it to '{other.fqn}'",
-                    where=f"deferred initialisation of '{slot.fqn}'",
-                    fix="Tie parameters before the model is wrapped.",
+                    f"deferred initialisation of '{slot.fqn}': expected an initialisation that "
+                    f"writes or replaces tensors, got one that ties it to '{other.fqn}'. Tie "
+                    "parameters before the model is wrapped."
                 )
         self._take(slot, given)
         slot.tensors[slot.name] = slot.owned
@@ -185,10 +182,9 @@ class DeferredInit:
             torch.utils.swap_tensors(slot.owned, given)
         except RuntimeError as error:
             raise FSDPValueError(
-                expected="a tensor that only modules and optimizers hold",
-                got=str(error),
-                where=f"deferred initialisation of '{slot.fqn}'",
-                fix="Build the model anew on the meta device, and wrap it before it is used.",
+                f"deferred initialisation of '{slot.fqn}': expected a tensor that only modules and "
+                f"optimizers hold, got {error}. Build the model anew on the meta device, and wrap "
+                "it before it is used."
             ) from error
         self._taken.setdefault(slot.owned, []).append(given)
 
@@ -323,10 +319,9 @@ class InitialValues:
         tensors = [*(original.param for original in originals), *self._buffers()]
         if any((self.device if t.is_meta else t.device).type == "cpu" for t in tensors):
             raise FSDPValueError(
-                expected="parameters on the accelerator",
-                got="a CPU tensor with an NCCL group",
-                where="argument 'sync_module_states'",
-                fix="Pass device_id=torch.cuda.current_device() too, or move the module.",
+                "argument 'sync_module_states': expected parameters on the accelerator, got a CPU "
+                "tensor with an NCCL group. Pass device_id=torch.cuda.current_device() too, or "
+                "move the module."
             )
 
     def in_order_of_completion(

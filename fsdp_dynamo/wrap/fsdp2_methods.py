@@ -106,10 +106,8 @@ class FSDP2Methods(UserMethods):
         """
         if not isinstance(reshard_after_forward, bool):
             raise FSDPTypeError(
-                expected="a bool",
-                got=repr(reshard_after_forward),
-                where="set_reshard_after_forward()",
-                fix="Pass True or False.",
+                f"set_reshard_after_forward(): expected a bool, got {reshard_after_forward!r}. "
+                "Pass True or False."
             )
         self._fsdp_set(recurse, reshards_after_forward=reshard_after_forward, regathers_among=None)
 
@@ -252,10 +250,8 @@ class FSDP2Methods(UserMethods):
         """
         if not factor > 0:
             raise FSDPValueError(
-                expected="a positive number",
-                got=repr(factor),
-                where="set_gradient_divide_factor()",
-                fix="Pass what the sum over ranks is to be divided by.",
+                f"set_gradient_divide_factor(): expected a positive number, got {factor!r}. Pass "
+                "what the sum over ranks is to be divided by."
             )
         groups = self._fsdp_unit.config.groups.reductions
         num_ranks = math.prod(group.size() for group in groups)
@@ -288,11 +284,9 @@ class FSDP2Methods(UserMethods):
         """
         if stream is not None:
             raise UnsupportedError(
-                expected="stream=None",
-                got=repr(stream),
-                where="set_all_reduce_hook()",
-                fix="The hook runs on the current stream, which has waited for the reduction; "
-                "switch streams in the hook.",
+                f"set_all_reduce_hook(): expected stream=None, got {stream!r}. The hook runs on "
+                "the current stream, which has waited for the reduction; switch streams in the "
+                "hook."
             )
         self._fsdp_set(False, all_reduce_hook=hook)
 
@@ -368,10 +362,8 @@ def _refusing(name: str, accepted: object, reason: str) -> Callable[..., None]:
         if accepted is not None and given == [accepted]:
             return
         raise UnsupportedError(
-            expected="a setting that units have",
-            got=f"{name}({', '.join(map(repr, given))})",
-            where=unit_name(self._fsdp_unit.fqn),
-            fix=f"Leave it out: {reason}.",
+            f"{unit_name(self._fsdp_unit.fqn)}: expected a setting that units have, got "
+            f"{name}({', '.join(map(repr, given))}). Leave it out: {reason}."
         )
 
     method.__name__, method.__qualname__ = name, f"FSDP2Methods.{name}"
@@ -401,10 +393,8 @@ def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:
     for module in modules:
         if not module_tree.is_unit(module):
             raise FSDPTypeError(
-                expected="modules of fully_shard",
-                got=type(module).__name__,
-                where="modules to prefetch",
-                fix="Call fully_shard on them first.",
+                "modules to prefetch: expected modules of fully_shard, got "
+                f"{type(module).__name__}. Call fully_shard on them first."
             )
     return tuple([module._fsdp_unit for module in modules])
 
@@ -425,12 +415,10 @@ class TorchFSDPModule(FSDP2Methods, fsdp.FSDPModule):
 
     def _get_fsdp_state(self) -> NoReturn:
         raise UnsupportedError(
-            expected="a use of FSDPModule's public methods",
-            got="one of torch's private state",
-            where=unit_name(self._fsdp_unit.fqn),
-            fix="In place of register_fsdp_forward_method of torch use that of fsdp_dynamo; "
-            "share_comm_ctx, deferred reductions of pipelines and torch's FSDP2 memory tracker "
-            "have nothing to work on.",
+            f"{unit_name(self._fsdp_unit.fqn)}: expected a use of FSDPModule's public methods, got "
+            "one of torch's private state. In place of register_fsdp_forward_method of torch use "
+            "that of fsdp_dynamo; share_comm_ctx, deferred reductions of pipelines and torch's "
+            "FSDP2 memory tracker have nothing to work on."
         )
 
 

@@ -300,11 +300,10 @@ class UnitModule(UserMethods):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Raise where ``DistributedDataParallel``, which asks for it first, wraps the module."""
         raise UnsupportedError(
-            expected="one wrapper that reduces the gradients",
-            got="DistributedDataParallel around a unit, whose parts differ between ranks",
-            where=unit_name(self._fsdp_unit.fqn),
-            fix="Leave it out: the unit reduces its own. For replicas of shards use "
-            "ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two dimensions.",
+            f"{unit_name(self._fsdp_unit.fqn)}: expected one wrapper that reduces the gradients, "
+            "got DistributedDataParallel around a unit, whose parts differ between ranks. Leave it "
+            "out: the unit reduces its own. For replicas of shards use "
+            "ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of two dimensions."
         )
 
     def __dir__(self) -> list[str]:
@@ -324,11 +323,10 @@ class UnitModule(UserMethods):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            expected="a model's values to be saved, not the model",
-            got="pickle (torch.save(model), or a process started with the model) or copy.copy",
-            where=unit_name(self._fsdp_unit.fqn),
-            fix="Save model.state_dict(), and load it into a model that is built and wrapped anew; "
-            "copy.deepcopy(model) makes a copy.",
+            f"{unit_name(self._fsdp_unit.fqn)}: expected a model's values to be saved, not the "
+            "model, got pickle (torch.save(model), or a process started with the model) or "
+            "copy.copy. Save model.state_dict(), and load it into a model that is built and "
+            "wrapped anew; copy.deepcopy(model) makes a copy."
         )
 
     def __prepare_scriptable__(self) -> Any:
@@ -499,10 +497,8 @@ def deep_copy(wrapper: nn.Module, unit: Unit, memo: dict[Any, Any], *, is_outerm
     is_alone = not any(id(group) in memo for group in unit.config.groups.all)
     if is_alone and not is_outermost:
         raise FSDPStateError(
-            expected="a copy of the outermost unit's module",
-            got="a nested one by itself",
-            where=unit_name(unit.fqn),
-            fix="Copy the whole model, or the module before it is wrapped.",
+            f"{unit_name(unit.fqn)}: expected a copy of the outermost unit's module, got a nested "
+            "one by itself. Copy the whole model, or the module before it is wrapped."
         )
     groups = (*unit.config.groups.every, unit.settings.regathers_among)
     for group in groups:

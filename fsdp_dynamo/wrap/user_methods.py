@@ -63,10 +63,8 @@ class UserMethods(nn.Module):
         """Refuse on a part of the model what concerns all units."""
         if not self._fsdp_is_outermost():
             raise FSDPStateError(
-                expected=f"the outermost unit of the model for {what}",
-                got="a nested unit",
-                where=unit_name(self._fsdp_unit.fqn),
-                fix="Call it on the whole model.",
+                f"{unit_name(self._fsdp_unit.fqn)}: expected the outermost unit of the model for "
+                f"{what}, got a nested unit. Call it on the whole model."
             )
 
     # -- training ------------------------------------------------------------------------------
@@ -135,11 +133,10 @@ class UserMethods(nn.Module):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            expected="as many batches on all ranks",
-            got="torch.distributed.algorithms.join.Join",
-            where=unit_name(self._fsdp_unit.fqn),
-            fix="A rank without batches would have to gather and reduce like the others: end the "
-            "epoch on all ranks when the first one's data end, or repeat batches with a loss of 0.",
+            f"{unit_name(self._fsdp_unit.fqn)}: expected as many batches on all ranks, got "
+            "torch.distributed.algorithms.join.Join. A rank without batches would have to gather "
+            "and reduce like the others: end the epoch on all ranks when the first one's data end, "
+            "or repeat batches with a loss of 0."
         )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -156,27 +153,21 @@ class UserMethods(nn.Module):
         """
         where = "register_comm_hook()"
         if not callable(hook):
-            raise FSDPTypeError(
-                expected="a callable", got=repr(hook), where=where, fix="Pass a function."
-            )
+            raise FSDPTypeError(f"{where}: expected a callable, got {hook!r}. Pass a function.")
         self._fsdp_require_outermost(where)
         for kind in ("reduce_scatter", "all_reduce"):
             refuse_formats(self._fsdp_root.units, kind, where)
         flats = [flat for unit in self._fsdp_root.units for flat in unit.flats]
         if any(flat.comm_hook for flat in flats):
             raise FSDPStateError(
-                expected="one call for the whole model",
-                got="the second one",
-                where=where,
-                fix="Call it once.",
+                f"{where}: expected one call for the whole model, got the second one. Call it once."
             )
         strategy = self._fsdp_unit.config.strategy
         if strategy.is_hybrid or strategy.is_hierarchical:
             raise UnsupportedError(
-                expected="a strategy without replicas or a hierarchy",
-                got=self._fsdp_unit.config.strategy.name,
-                where=where,
-                fix="Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD with a hook.",
+                f"{where}: expected a strategy without replicas or a hierarchy, got "
+                f"{self._fsdp_unit.config.strategy.name}. Use FULL_SHARD, SHARD_GRAD_OP or "
+                "NO_SHARD with a hook."
             )
         for flat in flats:
             flat.set_comm_hook(partial(hook, HookState(flat.groups) if state is None else state))
@@ -194,10 +185,8 @@ class UserMethods(nn.Module):
         inner = self._fsdp_inner()
         if not callable(getattr(inner, name, None)):
             raise FSDPValueError(
-                expected=f"the name of a method of {type(inner).__name__}",
-                got=repr(name),
-                where="register_forward_method()",
-                fix="Register what the module has.",
+                "register_forward_method(): expected the name of a method of "
+                f"{type(inner).__name__}, got {name!r}. Register what the module has."
             )
         method = getattr(inner, name)
         run = self._fsdp_iterate if isgeneratorfunction(method) else self._fsdp_run_method
@@ -273,10 +262,8 @@ class UserMethods(nn.Module):
                     flat.module_parameters.write_back()
                     return flat
         raise FSDPValueError(
-            expected="the FQN of a parameter that a unit manages",
-            got=f"'{fqn}'",
-            where="flat_parameter_of",
-            fix="See named_parameters() for the names.",
+            f"flat_parameter_of: expected the FQN of a parameter that a unit manages, got '{fqn}'. "
+            "See named_parameters() for the names."
         )
 
 

@@ -108,10 +108,8 @@ def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
     own = _own_rank()
     if rank is not None and not 0 <= rank < _world_size():
         raise FSDPValueError(
-            expected=f"a rank from 0 to {_world_size() - 1}, or None for all",
-            got=repr(rank),
-            where="inspect_graphs(), 'rank'",
-            fix="Name the rank that should write the files.",
+            f"inspect_graphs(), 'rank': expected a rank from 0 to {_world_size() - 1}, or None for "
+            f"all, got {rank!r}. Name the rank that should write the files."
         )
     if rank is None:
         folder = folder / f"rank{own}"
@@ -139,10 +137,8 @@ class NothingCompiledError(FSDPStateError):
 def nothing_compiled(fix: str) -> NothingCompiledError:
     """The error, with its remedy."""
     return NothingCompiledError(
-        expected="a step of a compiled model inside the context",
-        got="none: nothing was compiled",
-        where="inspect_graphs()",
-        fix=fix,
+        "inspect_graphs(): expected a step of a compiled model inside the context, got none: "
+        f"nothing was compiled. {fix}"
     )
 
 
