@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import chain
 from types import MethodType
@@ -257,21 +256,6 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     return optimizer
 
 
-@dataclass(eq=False)
-class _Shown:
-    """What stands for one DTensor during steps.
-
-    Attributes:
-        of: the DTensor.
-        param: a plain parameter over its local tensor.
-        grad_spec: of gradients that need no look, as a former one was placed and typed.
-    """
-
-    of: DTensor
-    param: nn.Parameter
-    grad_spec: Any = ""
-
-
 class _Locals:
     """Plain parameters in the places of an optimizer's DTensors, and their states.
 
@@ -282,7 +266,7 @@ class _Locals:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._seen: list[Any] = []
-        self._shown: list[_Shown] = []
+        self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         self._groups: list[list[torch.Tensor]] = []
         self._states: Any = {}
         self._states_seen: list[Any] = []
@@ -309,11 +293,11 @@ class _Locals:
                 group["params"] = params
             optimizer.state = state
             note_checked(optimizer)
-            for shown in self._shown:
-                shown.param.grad = None
+            for _, plain in self._pairs:
+                plain.grad = None
             if not _are_same(_objects_of(self._states), self._states_seen):
                 self._take_back(state)
-            increment_version([shown.of for shown in self._shown])  # units notice the writes
+            increment_version([param for param, _ in self._pairs])  # units notice the writes
 
     def _make(self, held: list[list[Any]], state: Any) -> None:
         """Make the plain parameters, and states with the local tensors of the DTensors' states."""
@@ -323,7 +307,7 @@ class _Locals:
             for param in params
             if isinstance(param, DTensor)
         }
-        self._shown = [_Shown(*pair) for pair in plains.items()]
+        self._pairs = list(plains.items())
         self._groups = [[plains.get(param, param) for param in params] for params in held]
         self._states = type(state)(dict)
         for param, own in state.items():
@@ -334,35 +318,25 @@ class _Locals:
 
     def _show_grads(self) -> None:
         """Give the plain parameters the local tensors of the DTensors' gradients."""
-        for shown in self._shown:
-            grad: Any = shown.of.grad
+        for param, plain in self._pairs:
+            grad: Any = param.grad
             if grad is None:
                 continue
-            if getattr(grad, "_spec", None) is not shown.grad_spec:
-                grad = _placed_grad(shown, grad)
-            shown.param.grad = local_of(grad)
+            if getattr(grad, "_spec", None) is not param._spec:
+                if isinstance(grad, DTensor) and grad.placements != param.placements:
+                    grad = grad.redistribute(param.device_mesh, param.placements)
+                if grad.dtype != plain.dtype:
+                    plain.grad_dtype = None
+            plain.grad = local_of(grad)
 
     def _take_back(self, state: Any) -> None:
         """Let the DTensors' states be what a step has left of the local tensors'."""
         self._seen = []
         left = dict(self._states)
-        for shown in self._shown:
-            if (states := left.pop(shown.param, None)) is not None:
-                _take_states(state[shown.of], states, shown.of)
+        for param, plain in self._pairs:
+            if (states := left.pop(plain, None)) is not None:
+                _take_states(state[param], states, param)
         state.update(left)  # of plain parameters
-
-
-def _placed_grad(shown: _Shown, grad: Any) -> Any:
-    """A gradient that is placed as its DTensor is, of which the next ones have the spec."""
-    param = shown.of
-    if isinstance(grad, DTensor):
-        if grad.placements == param.placements:
-            shown.grad_spec = grad._spec
-        else:
-            grad = grad.redistribute(param.device_mesh, param.placements)
-    if grad.dtype != shown.param.dtype:
-        shown.param.grad_dtype = None
-    return grad
 
 
 def _memories(held: list[list[Any]]) -> list[Any]:

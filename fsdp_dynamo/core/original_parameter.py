@@ -123,7 +123,7 @@ class OriginalParameter:
     def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
         """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
         self.placing = placing
-        new = nn.Parameter(self._around(part), requires_grad=self.param.requires_grad)
+        new = self._parameter_around(part)
         self._succeed_by(new, self.param.__dict__)
 
     def _succeed_by(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
@@ -144,6 +144,12 @@ class OriginalParameter:
         """A DTensor for the parameter, of which this rank has ``part``."""
         return self.placing.dtensor(self._local(part))
 
+    def _parameter_around(self, part: torch.Tensor) -> nn.Parameter:
+        made: Any = self._around(part)
+        param: Any = nn.Parameter(made, requires_grad=self.param.requires_grad)
+        param._spec = made._spec  # that of gradients: torch compares the same object fastest
+        return param  # type: ignore[no-any-return]
+
     def _local(self, part: torch.Tensor) -> torch.Tensor:
         own, before = _of_its_own(part), local_of(self.param)
         if self.tensor_class is None:
@@ -162,7 +168,7 @@ class OriginalParameter:
     def show_part(self, part: torch.Tensor) -> None:
         """Let the parameter be ``part``."""
         if self.param.is_meta is not part.is_meta:
-            self._swap(nn.Parameter(self._around(part), requires_grad=self.param.requires_grad))
+            self._swap(self._parameter_around(part))
         else:
             move_to(self.param, self._local(part), self.placing)
 
@@ -205,7 +211,7 @@ class OriginalParameter:
         """
         if id(self.param) in memo:
             return
-        copied = nn.Parameter(self._around(self.part.clone()), self.param.requires_grad)
+        copied = self._parameter_around(self.part.clone())
         memo[id(self.param)] = copied
         copied.__dict__.update(deepcopy(self.param.__dict__, memo))
 
