@@ -81,7 +81,7 @@ class BackwardPrefetch(Enum):
 
 
 class TrainingState(Enum):
-    """What a wrapper is doing, by its attribute ``training_state``.
+    """Activity of a wrapper, by its attribute ``training_state``.
 
     - ``IDLE``: nothing, or it waits for its backward.
     - ``FORWARD_BACKWARD``: its forward or its backward runs.

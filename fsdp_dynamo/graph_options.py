@@ -99,7 +99,7 @@ class GraphOptions:
         return result
 
     def text(self) -> str:
-        """The same on two ranks exactly if they were given the same."""
+        """Text of the options, equal on two ranks exactly if they were given the same."""
         plan = None if self.plan is None else self.plan.digest()
         names = [pass_.identity() for pass_ in self.passes]
         rest = {f.name: repr(getattr(self, f.name)) for f in fields(self)}

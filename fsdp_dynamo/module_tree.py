@@ -48,10 +48,10 @@ UNIT = "_fsdp_own_unit"
 """Attribute of a module that is a unit: its ``core.unit.Unit``."""
 
 COMPILED = "_orig_mod"
-"""What ``torch.compile(model)`` calls the model."""
+"""Name of the model in what ``torch.compile(model)`` returns."""
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
-"""What torch's checkpoint wrapper calls the module in it."""
+"""Name of the module inside torch's checkpoint wrapper."""
 
 WRAPPER_NAMES = frozenset({WRAPPED, CHECKPOINTED, COMPILED})
 

@@ -239,7 +239,7 @@ def _read(path: Path, facts: _Facts) -> tuple[dict[str, Any], str]:
 
 
 def _difference(name: str, wanted: Any, found: Any) -> tuple[str, str]:
-    """What is expected and what was found; of lists, the first item that differs."""
+    """Expected and found value as text; of lists, the first item that differs."""
     if isinstance(wanted, list) and isinstance(found, list):
         position = first_difference(wanted, found) or 0
         wanted, found = (

@@ -165,7 +165,7 @@ class CostModel:
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
-    """Of what it returns; of the first of several tensors."""
+    """Dtype of a node's result, or of the first of several tensors."""
     return next((one.dtype for one in values_of(node) if hasattr(one, "dtype")), None)
 
 
@@ -192,7 +192,7 @@ def _ring_share(node: fx.Node, node_ranks: int) -> float:
 
 
 def tensor_bytes(node: fx.Node) -> int:
-    """The same without a format."""
+    """Bytes of a collective's tensor without a format."""
     size = world_size_of(node)
     if size is None:
         return 2 * payload_bytes(node)

@@ -13,7 +13,7 @@ from uuid import uuid4
 from torch import fx
 
 PassFunction = Callable[[fx.Graph], None]
-"""What a user may give in place of a ``GraphPass``: a function, or any callable object."""
+"""Function, or any callable object, that a user may give in place of a ``GraphPass``."""
 
 
 class GraphPass(ABC):

@@ -42,7 +42,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """One of our functional collectives (not its wait).
+    """Whether a node is one of our functional collectives (not its wait).
 
     Those without a mark are not ours (tensor parallelism's): like all that is computed they
     keep their order.
@@ -114,7 +114,7 @@ def num_bytes(node: fx.Node) -> int:
 
 
 def values_of(node: fx.Node) -> list[Any]:
-    """What a node returns, from its metadata: one value, or all that are in lists and dicts."""
+    """Values that a node returns, from its metadata: one, or all that are in lists and dicts."""
     value = node.meta.get("val")
     return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
 
@@ -171,7 +171,7 @@ def mutates(node: fx.Node, source: fx.Node) -> bool:
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of an operator's arguments that its schema says it writes to, lists taken apart."""
+    """Arguments that an operator writes to, by its schema, with lists taken apart."""
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     written = [given.get(a.name) for a in schema.arguments if a.is_write]
     lists = (value if isinstance(value, (list, tuple)) else (value,) for value in written)

@@ -37,7 +37,7 @@ def is_no_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
-"""What a collective does."""
+"""Kind of a collective."""
 
 
 def encode_name(fqn: str) -> str:

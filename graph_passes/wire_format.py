@@ -13,14 +13,14 @@ WIRE_FORMATS = tuple(_BITS)
 """All names."""
 SCALE_BYTES = 4
 HEADER_SCALES = 4
-"""What stands before the scales, in their size; the first says how zeros are to be read."""
+"""Header before the scales, in their size; its first number says how zeros are to be read."""
 _ALIGN_BYTES = 16
 """Scales, codes and messages begin at multiples of it: a kernel's loads on a device are so wide."""
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How one rank's part of a collective travels.
+    """Format in which one rank's part of a collective travels.
 
     Attributes:
         name: of its elements.
@@ -35,7 +35,7 @@ class WireFormat:
     is_optional: bool = False
 
     def chosen(self) -> WireFormat:
-        """The same, no longer optional."""
+        """This format, no longer optional."""
         return replace(self, is_optional=False)
 
     @property
@@ -125,7 +125,7 @@ def coding_of_reduction(tensor_bytes: float, message_bytes: float, num_ranks: in
 
 
 def coding_of_all_reduce(tensor_bytes: float, message_bytes: float) -> Coding:
-    """The same, and the sum of a part becomes a message; those of all become the tensor.
+    """Coding of an all-reduce: parts become messages, their sums one, and those of all the tensor.
 
     With any number of ranks, as graphs do not know it: no more than this.
 

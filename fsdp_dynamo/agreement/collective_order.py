@@ -27,7 +27,7 @@ _MAX_EXCHANGED = 128
 """Collectives that ranks exchange."""
 
 _turns: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How often this rank has compared before."""
+"""Number of comparisons that this rank has made, by group."""
 
 
 def find_order_mismatch(group: dist.ProcessGroup, store: Any, name: str) -> str | None:
@@ -88,7 +88,7 @@ def _first_difference(own: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[En
 
 
 def _message(rank: int, other: int, mine: Entry, theirs: Entry) -> str:
-    """The same message on both ranks: the lower rank's collective is the expected one."""
+    """Error message, alike on both ranks: the lower rank's collective is the expected one."""
     (first, expected), (second, got) = sorted([(rank, mine), (other, theirs)])
     return with_section(
         f"step {expected.step}, {expected.subject}: expected rank {second} to issue what rank "

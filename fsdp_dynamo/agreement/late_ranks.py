@@ -58,7 +58,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Awaited:
-    """What a rank waits for, in words.
+    """Words for something that a rank waits for.
 
     Attributes:
         name: of what is exchanged.

@@ -1,4 +1,4 @@
-"""What ranks do together while a model is wrapped: begin a run, and fail as one."""
+"""Common steps of all ranks while a model is wrapped: they begin a run, and fail as one."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def shared_store(group: dist.ProcessGroup) -> Any:
 
 @lru_cache
 def _name(ranks: tuple[int, ...]) -> str:
-    """Of a group in keys: as long for thousands of ranks as for two."""
+    """Name of a group in keys, as long for thousands of ranks as for two."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 

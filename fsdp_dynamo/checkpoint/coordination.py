@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint agree: a group, results, one owner of a folder."""
+"""Agreement of ranks that save or load a checkpoint: a group, results, one owner of a folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def arrival_timeout() -> timedelta:
 
 @dataclass
 class _Kept:
-    """What a rank knows of the saves and loads of some ranks.
+    """A rank's record of the saves and loads of some ranks.
 
     Attributes:
         group: the group of those after the last that was given up; ``None``: to be made.
@@ -359,7 +359,7 @@ class Owner:
 
 
 _claimed: dict[tuple[int, Path], Owner] = {}
-"""What this process has written, by process and folder."""
+"""Owners that this process has written, by process and folder."""
 
 
 def claim(folder: Path) -> None:

@@ -105,7 +105,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _manifest(path: Path, content: Mapping[str, Any]) -> Manifest:
-    """Of known fields; others are of a newer version that has not changed the layout."""
+    """Manifest of the known fields; a newer version with the same layout may have more."""
     for name, kind in _FIELDS.items():
         if type(content.get(name)) is not kind:
             raise _read_error(path, f"a field '{name}', {kind.__name__}", repr(content.get(name)))

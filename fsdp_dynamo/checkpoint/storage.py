@@ -64,7 +64,7 @@ _SINGLETONS: tuple[Any, ...] = (
     *index_classes._MEM_FORMAT_ENCODING,
     pathlib.PurePath,
 )
-"""What a file can refer to and this process keeps."""
+"""Classes and functions that a file may refer to."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -333,7 +333,7 @@ def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> N
 
 
 def _size(path: Path) -> int | None:
-    """Of a file.
+    """Size of a file, or ``None`` if it is missing.
 
     Raises:
         CheckpointError: a folder, a device, or a link to another folder.

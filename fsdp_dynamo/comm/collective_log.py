@@ -125,7 +125,7 @@ def recent(group: dist.ProcessGroup, most: int) -> list[Entry]:
 
 
 def count(group: dist.ProcessGroup) -> int:
-    """How many of a group's collectives this rank has issued; the next one's number."""
+    """Number of a group's collectives that this rank has issued, which is the next one's number."""
     log = _logs.get(group)
     return 0 if log is None else log.count
 

@@ -417,7 +417,7 @@ def divide_first(
 
 
 def divide_after(output: torch.Tensor, op: Any, divisor: float) -> Callable[[], object] | None:
-    """What remains to be done when a backend has reduced into ``output``."""
+    """Division that remains once a backend has reduced into ``output``; ``None`` if none does."""
     if op == dist.ReduceOp.AVG or divisor == 1:
         return None
     return partial(output.data.div_, divisor)

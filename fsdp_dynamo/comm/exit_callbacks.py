@@ -1,4 +1,4 @@
-"""What happens when this rank ends: callbacks after an uncaught exception, and gloo's threads."""
+"""End of a rank: callbacks after an uncaught exception, and time for gloo's threads to settle."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class SideStreams:
 
     @contextmanager
     def on_followed(self, stream: Any) -> Iterator[None]:
-        """The same; the current stream then waits for it."""
+        """Run what follows on a side stream, for which the current stream waits at the end."""
         with self.on(stream):
             yield
         self.follow(stream)
@@ -228,7 +228,7 @@ class StreamClock:
 
 
 class StreamTimer:
-    """How long the stream that computes stands still between two points of a program.
+    """Time for which the stream that computes stands still between two points of a program.
 
     Args:
         streams: of the device.

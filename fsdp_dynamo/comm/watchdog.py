@@ -60,7 +60,7 @@ _ALONE_FIX = (
 
 
 def gone_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Those of some ranks to which a gloo group's connection is closed; of other groups none.
+    """Ranks to which a gloo group's connection is closed; none for other backends.
 
     gloo notices at once when the process at the other end has ended, and says so to the next
     operation. Here that is a receive for which nothing is ever sent, and nothing waits.
@@ -376,7 +376,7 @@ def _noticed(group: dist.ProcessGroup) -> DivergenceError | None:
 
 
 def _noticed_on_device(group: dist.ProcessGroup, is_overdue: bool) -> DivergenceError | None:
-    """The same where streams wait: if this rank's are overdue, or another's, who then asks."""
+    """Error found where streams wait: this rank's are overdue, or another rank asks."""
     watched = _watched.get(group)
     if watched is None:
         return None
@@ -417,7 +417,7 @@ _closed: WeakKeyDictionary[dist.ProcessGroup, DivergenceError] = WeakKeyDictiona
 
 @dataclass(frozen=True)
 class Watched:
-    """What the watchdog does for a group. Nothing here may refer to it: it would never be freed.
+    """Duties of the watchdog for a group. Nothing here may refer to it: it would never be freed.
 
     Attributes:
         check: raises ``DivergenceError`` if there is a notice, or ranks have diverged; publishes

@@ -69,7 +69,7 @@ def encode(
 def encode_for_others(
     values: torch.Tensor, num_parts: int, own: int, wire: WireFormat, may_lack: bool
 ) -> torch.Tensor:
-    """The same, but the bytes of one part are left as they are.
+    """Encode all parts but one, whose bytes are left as they are.
 
     Args:
         values: see ``encode``.
@@ -190,7 +190,7 @@ def _cut(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 
 def _cut_all_rows(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """The same, in pieces of at most ``most`` blocks of every row."""
+    """Cut a view into pieces of at most ``most`` blocks of every row."""
     for piece in view.split(most, 1):
         yield piece if len(piece) > 1 else piece[0]
 

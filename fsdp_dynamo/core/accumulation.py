@@ -213,7 +213,7 @@ class UnshardedSum:
         self._trained_in_partial.update(self._now_trained())
 
     def take_partial(self) -> torch.Tensor | None:
-        """What waits for the reduction over replicas, and waits no more."""
+        """Take the gradient that waits for its reduction over replicas; ``None`` if none does."""
         partial, self.partial = self.partial, None
         self._trained_in_partial, self.in_partial = set(), set()
         return partial
@@ -404,5 +404,5 @@ class UnitSettings:
         return next((_EAGER_ONLY[name] for name in changed if name in _EAGER_ONLY), None)
 
     def in_graphs(self) -> str:
-        """What a whole graph is made for, as Dynamo guards it."""
+        """Settings that a whole graph is made for, as text that Dynamo guards."""
         return f"{self.reshards_after_forward} {self.grad_scale} {self.eager_only()}"

@@ -34,7 +34,7 @@ _new: Any = DTensor.__new__
 
 
 class Placing:
-    """What the DTensors of one parameter have in common.
+    """Mesh, placements and shape that all DTensors of one parameter have.
 
     Args:
         shape: of the parameter that the unit divides: under tensor parallelism, the local tensor's.
@@ -91,7 +91,7 @@ class Placing:
         return spec
 
     def without_address(self, local: torch.Tensor) -> DTensor:
-        """The same, of which torch makes copies: a value of a state dict.
+        """A DTensor that torch can copy: a value of a state dict.
 
         A DTensor takes on its local tensor's storage offset. ``deepcopy()`` and torch's checkpoints
         take a subclass of a tensor that has an address for one with memory of its own.
@@ -228,7 +228,7 @@ def _kept(meshes: _Meshes, group: dist.ProcessGroup, make: Callable[[], DeviceMe
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How one parameter is split over the ranks of another mesh than the unit's.
+    """Split of one parameter over the ranks of another mesh than the unit's.
 
     Attributes:
         mesh: those ranks.

@@ -65,7 +65,7 @@ from graph_passes.wire_format import WireFormat
 
 
 class Dtypes(NamedTuple):
-    """Of a flat parameter while its unit runs.
+    """Dtypes of a flat parameter while its unit runs.
 
     Attributes:
         param: of the unsharded flat parameter.
@@ -77,12 +77,12 @@ class Dtypes(NamedTuple):
 
     @property
     def sum(self) -> torch.dtype:
-        """Of gradients that wait for a reduction: as precise as each of them and the reduction."""
+        """Dtype of gradients that wait, as precise as each of them and the reduction."""
         return torch.promote_types(self.param, self.reduce)
 
 
 class Piece(NamedTuple):
-    """Of an unsharded flat parameter, spread over fewer ranks than its shards.
+    """Part of an unsharded flat parameter, spread over fewer ranks than its shards.
 
     Attributes:
         tensor: one part for each rank of ``group``.
@@ -243,22 +243,22 @@ class FlatParameter:
     # -- precision ---------------------------------------------------------------------
 
     def dtypes(self, is_full_precision: bool) -> Dtypes:
-        """Those of low precision, or, in full precision, that of the shard."""
+        """Dtypes of low precision, or, in full precision, the shard's for both."""
         return Dtypes(self.dtype, self.dtype) if is_full_precision else self.low_dtypes
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of the unsharded flat parameter now."""
+        """Current dtype of the unsharded flat parameter."""
         return self.dtypes(self.is_full_precision).param
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the gradient's reduction now."""
+        """Current dtype of the gradient's reduction."""
         return self.dtypes(self.is_full_precision).reduce
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of gradients that wait for a reduction now."""
+        """Current dtype of gradients that wait for a reduction."""
         return self.dtypes(self.is_full_precision).sum
 
     def set_full_precision(self, wanted: bool) -> None:
@@ -280,12 +280,12 @@ class FlatParameter:
 
     @property
     def reduce_wire(self) -> WireFormat | None:
-        """The same of its gradients to the ranks that sum them."""
+        """Format in which gradients travel to the ranks that sum them."""
         return self.wires(self.is_full_precision).reduce
 
     @property
     def replica_wire(self) -> WireFormat | None:
-        """The same between the replicas that average its gradients."""
+        """Format in which gradients travel between the replicas that average them."""
         return self.wires(self.is_full_precision).replicas
 
     def wires(self, is_full_precision: bool) -> Wires:
@@ -327,7 +327,7 @@ class FlatParameter:
         return None if least is None else least // self.param_dtype.itemsize
 
     def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
-        """How it is gathered.
+        """Gather plan of the flat parameter.
 
         Args:
             numel: elements that this rank sends: of its shard, or of a piece.
@@ -343,7 +343,7 @@ class FlatParameter:
         return self.is_sharded and (is_packed or bool(self.layout.plan.widths))
 
     def reduce_plans(self, wires: Wires) -> tuple[GatherPlan, ...]:
-        """How its gradient is reduced: where ranks have a hierarchy, in a node, then between them.
+        """Gather plans of the gradient's reductions: in a hierarchy, in a node, then between them.
 
         Args:
             wires: the formats; one of reductions packs everything, and so do the user's own.

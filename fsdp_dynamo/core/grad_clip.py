@@ -169,7 +169,7 @@ vector has, which lose 1 % of the norm of 128 M elements."""
 
 
 def _in_blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements in blocks, where kernels need them."""
+    """Tensors in blocks, where kernels need them; the elements are the same."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() > _BLOCK:
             yield from tensor.reshape(-1).split(_BLOCK)

@@ -26,7 +26,7 @@ _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
 
 class ModuleParameters:
-    """What modules see in the places of the original parameters of one flat parameter.
+    """Tensors that modules hold in the places of one flat parameter's original parameters.
 
     Args:
         originals: in traversal order.

@@ -1,4 +1,4 @@
-"""What an optimizer of sharded parameters is checked for before its first step.
+"""Optimizers of sharded parameters: checks before a first step, and steps on local tensors.
 
 It must hold the DTensors, with gradients that were reduced. State that was made before the
 parameters were sharded is whole, and is cut here; what a version with 1-D parts has saved is

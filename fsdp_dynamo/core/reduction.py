@@ -61,7 +61,7 @@ class PendingReduce:
             self.in_flight, self.over_replicas = self.over_replicas(), None
 
     def advance_beside(self, streams: SideStreams) -> None:
-        """The same without holding back the stream that computes."""
+        """Advance without holding back the stream that computes."""
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
@@ -196,7 +196,7 @@ def without_frozen(
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:
-    """The same of what has been reduced in its shard group, all of it at once."""
+    """Reduce over replicas a frozen parameter's sum that its shard group has reduced."""
     waiting = flat.grad_sum
     frozen = waiting.frozen_in_partial()
     if not frozen:

@@ -160,7 +160,7 @@ class Unit:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its unsharded parameters; units of one class with equal ones share compiled code."""
+        """Shapes of the parameters; units of one class with equal ones share compiled code."""
         return tuple([slot.shape for flat in self.flats for slot in flat.layout.slots])
 
     @property
@@ -517,7 +517,7 @@ class Unit:
             flat.module_parameters.write_back()
 
     def write_back_lacking(self) -> None:
-        """The same of parameters that had no values."""
+        """Write back parameters that had no values."""
         for flat in self.flats:
             flat.module_parameters.write_back_lacking()
 
@@ -545,7 +545,7 @@ class Unit:
 
 
 class UnitState(Enum):
-    """What a unit is doing.
+    """Phase of a unit.
 
     - ``IDLE``: sharded (unless its strategy keeps it unsharded until the backward).
     - ``FORWARD``: unsharded, inside its forward.
@@ -564,7 +564,7 @@ class UnitState(Enum):
 
 
 class RootState(Enum):
-    """What a root is doing.
+    """Phase of a root.
 
     - ``IDLE``: nothing, or it waits for the backward of a forward that has ended.
     - ``FORWARD``: the outermost forward runs.

@@ -262,7 +262,7 @@ def _not_kept() -> Iterator[None]:
 
 
 def compiled_parts(model: torch.nn.Module) -> tuple[torch.nn.Module, Backend | None, bool]:
-    """Of ``torch.compile(model)``: the model, its backend, and whether it must be one graph.
+    """Model, backend and ``fullgraph`` of a result of ``torch.compile``.
 
     For a model that is not compiled the backend is ``None``.
     """
@@ -367,7 +367,7 @@ def changes_python_state() -> bool:
 _codes: WeakKeyDictionary[Any, dict[_Shapes, CodeType | None]] = WeakKeyDictionary()
 """By forward function and shapes of parameters, the code of the frame in between, if any."""
 _codes_apart: dict[int, dict[Any, dict[_Shapes, CodeType | None]]] = {}
-"""The same of backends that compile into code of their own, by their ids."""
+"""Codes of backends that compile into code of their own, by the backends' ids."""
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class ForwardCall:
 
 
 class Schedule(Protocol):
-    """What is told of the end of a unit's backward."""
+    """Receiver of the end of a unit's backward."""
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """The gradients of all views of trainable parameters (``None`` where there is none)."""

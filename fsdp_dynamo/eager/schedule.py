@@ -157,7 +157,7 @@ class Root:
         return call
 
     def _tie(self, unit: Unit) -> EndOfCalls | None:
-        """What ties a call of the unit into autograd, if it is to be."""
+        """Record that ties a call of the unit into autograd, if it is to be tied."""
         return self._end_of_calls(unit) if torch.is_grad_enabled() and unit.flats else None
 
     def _end_of_calls(self, unit: Unit) -> EndOfCalls:
@@ -516,7 +516,7 @@ def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
 
 
 class SecondaryShards:
-    """Those of all units of a root.
+    """Secondary shards of all units of a root.
 
     Args:
         units: of the root; those without a hierarchy of ranks are left alone.

@@ -50,7 +50,7 @@ class ElementSizes:
         return self.precision.wire_of(kind, torch.float32 if size == 4 else torch.bfloat16)
 
     def without_formats(self) -> ElementSizes:
-        """The same with shards that travel as they are."""
+        """Sizes with shards that travel as they are."""
         return replace(self, precision=CollectivePrecision())
 
 
@@ -74,7 +74,7 @@ class Sharding:
 
 
 def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> Sharding:
-    """How a strategy shards on a cluster."""
+    """Sharding of a strategy on a cluster."""
     world, node = cluster.world_size, cluster.node_ranks
     if strategy.is_hierarchical:
         return Sharding(world, 1, True, True, cluster.num_nodes)
@@ -193,7 +193,7 @@ def secondary_gathers(
 def between_nodes(
     inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes, sent: int
 ) -> int:
-    """Of the bytes that a rank sends, those over the link between nodes."""
+    """Bytes that a rank sends over the link between nodes."""
     world, nodes = cluster.world_size, cluster.num_nodes
     if nodes == 1:
         return 0
@@ -233,7 +233,7 @@ def _nodes_of(ranks: int, cluster: Cluster) -> int:
 
 
 def _pattern_of(wire: WireFormat | None) -> Pattern:
-    """How a reduction sends: in a format, each part goes straight to the rank that sums it."""
+    """Pattern of a reduction: in a format, each part goes straight to the rank that sums it."""
     return "ring" if wire is None else "all_to_all"
 
 

@@ -230,7 +230,7 @@ announce_compilations()
 
 
 _AFTER_S = 5.0
-"""What is done sooner is not told."""
+"""Seconds below which nothing is told."""
 
 
 @contextmanager

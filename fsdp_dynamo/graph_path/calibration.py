@@ -98,7 +98,7 @@ _Rates = dict[str, dict[str, Any]]
 def _known_or(
     measure: Callable[[], _Rates], names: set[str], group: dist.ProcessGroup, path: Path, what: str
 ) -> _Rates:
-    """What the first rank's file holds, or what all ranks measure, and the first one writes."""
+    """Rates in the first rank's file, or those that all ranks measure and it then writes."""
 
     def known() -> str:
         with suppress(OSError, ValueError, TypeError):
@@ -126,7 +126,7 @@ def _known_or(
 
 @cache
 def _measured_code() -> str:
-    """Another one where another version measures, or runs, something else."""
+    """Digest of the code that measures and of the code that is measured."""
     files = (__file__, wire_kernels.__file__)
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 

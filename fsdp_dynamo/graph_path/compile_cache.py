@@ -341,7 +341,7 @@ class SharedPlans:
         return graph_from(json.loads(store.get(f"{key}/{first}").decode()))
 
     def cache_key(self) -> str:
-        """Of plans that code from the cache did not have."""
+        """Key of plans that code from the cache did not have."""
         return json.dumps(self._others, sort_keys=True) if self._others else ""
 
     def are_followed(self, plans: Iterable[GraphPlan]) -> bool:
@@ -353,5 +353,5 @@ class SharedPlans:
 
 
 def _digest(plan: GraphPlan) -> str:
-    """Of what ranks must have in common."""
+    """Digest of the part of a plan that all ranks must have in common."""
     return hashlib.sha256(repr(launches_of(plan)).encode()).hexdigest()[:32]

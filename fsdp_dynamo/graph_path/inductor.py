@@ -161,7 +161,7 @@ def built_together(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _builder_of(task: Callable[..., Any]) -> CppBuilder | None:
-    """What builds a kernel alone, if that is the task."""
+    """Builder of a kernel, if the task is to build one alone."""
     if isinstance(task, functools.partial) and task.func is _worker_compile_cpp:
         builders: Sequence[CppBuilder] = task.args[1]
         return builders[0] if len(builders) == 1 else None

@@ -117,7 +117,7 @@ def to_host(grad: torch.Tensor) -> torch.Tensor:
 
 
 def start_to_host(grad: torch.Tensor) -> torch.Tensor:
-    """The same; it must not be read before ``finish_copies``."""
+    """Start to copy a gradient to the host; it must not be read before ``finish_copies``."""
     streams = side_streams(grad.device)
     if streams is None:
         return to_host(grad)

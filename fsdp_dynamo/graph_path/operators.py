@@ -234,7 +234,7 @@ def wait(output: torch.Tensor, source: torch.Tensor | None, text: str) -> torch.
 
 
 def take_absent() -> dict[tuple[str, int], list[Ranges]]:
-    """What the gradients lack that have been reduced since the last call.
+    """Ranges that are absent from the gradients reduced since the last call.
 
     Returns:
         By FQN of a unit and ordinal of a flat parameter: of each reduction, ranges of elements.

@@ -42,7 +42,7 @@ from graph_passes.scheduling.planner import Planned, Planner
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _Rates = dict[str, dict[str, Any]]
 _measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
-"""Of a group and those that a graph has besides it: by the ranks of all of them."""
+"""Rates of a group beside the other groups of a graph, by the ranks of all of them."""
 
 
 class PlanLog(list[Planned]):

@@ -91,7 +91,7 @@ def _gather_once(
     fqn: str,
     flats: tuple[str, ...],
 ) -> list[torch.Tensor]:
-    """What another module of the unit has gathered, in a forward of the outermost unit."""
+    """Parameters that another module of the unit has gathered in the outermost forward."""
     if is_outermost(name):
         with_side_effects(gathered.__setitem__, _OPEN, [])
     key = place_of(name, torch.is_grad_enabled())
@@ -249,7 +249,7 @@ def units_that_stay(gm: fx.GraphModule) -> dict[str, int]:
 
 
 class NoRecording:
-    """What graphs tell of their collectives while nothing records: it is dropped."""
+    """Recorder that drops everything, in use while nothing records."""
 
     def launch(
         self, labels: Sequence[Label], outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
@@ -258,7 +258,7 @@ class NoRecording:
         return [None] * len(labels)
 
     def launched(self, labels: Sequence[Label]) -> None:
-        """They have been issued: whose compute comes next."""
+        """Collectives have been issued; their unit's compute comes next."""
 
     def wait(self, label: Label) -> None:
         """A wait begins."""

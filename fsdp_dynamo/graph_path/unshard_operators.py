@@ -1,4 +1,4 @@
-"""What a traced unit does to its flat parameters, as two operators of Dynamo's graph.
+"""Two operators of Dynamo's graph for all that a traced unit does to its flat parameters.
 
 Dynamo sees one call each and need not trace what is inside, unit by unit. AOTAutograd, which runs
 the graph, sees what they are made of::
@@ -79,7 +79,7 @@ class FlatConstants(NamedTuple):
 
 
 class ViewConstants(NamedTuple):
-    """How an unsharded flat parameter is cut into parameters. Equal units have equal ones.
+    """Cuts of an unsharded flat parameter into parameters. Equal units have equal ones.
 
     Attributes:
         split_sizes: numel of each piece.
@@ -312,7 +312,7 @@ def share_unshards(gm: fx.GraphModule) -> None:
 
 
 class Collectives(NamedTuple):
-    """What is known of the collectives that a graph will have.
+    """Facts about the collectives that a graph will have.
 
     Attributes:
         groups: registered names of their groups, those that gather first.

@@ -54,7 +54,7 @@ from fsdp_dynamo.hooks_path.side_effects import (
 from fsdp_dynamo.pytree import open_container, tensors_of
 
 _rebuild: dict[str, Callable[[Any], Any]] = {}
-"""What makes a container of its items, for those that nested units have returned, by name."""
+"""Functions that rebuild containers that nested units have returned, by name."""
 _active_key: ContextVar[int] = ContextVar("active_backend_key", default=NO_BACKEND)
 _FLAGS = (bool, str, type(None))
 _faking: ContextVar[bool] = ContextVar("faking", default=False)
@@ -202,7 +202,7 @@ _Facts = tuple[torch.dtype, tuple[int | None, ...], bool]
 
 
 class _Assumed(NamedTuple):
-    """What the graph around a leaf assumes of its output.
+    """Assumptions of the graph around a leaf about its output.
 
     Attributes:
         spec: its structure.

@@ -191,7 +191,7 @@ OptimInput = Iterable[Any] | None
 
 
 class OptimStateKeyType(Enum):
-    """What stands for a parameter in an optimizer state dict.
+    """Kind of key that stands for a parameter in an optimizer state dict.
 
     - ``PARAM_NAME``: its plain FQN.
     - ``PARAM_ID``: its number in the optimizer, as in ``optim.state_dict()``.

@@ -62,7 +62,7 @@ class WrapperAttributes(UnitModule):
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """See ``BackwardPrefetch``; may be set between steps.
+        """Time of prefetching in the backward (``BackwardPrefetch``); may be set between steps.
 
         Raises:
             FSDPTypeError: set to something else.
@@ -75,7 +75,7 @@ class WrapperAttributes(UnitModule):
 
     @property
     def forward_prefetch(self) -> bool | None:
-        """See the argument; may be set between steps."""
+        """Whether the forward prefetches, as the argument says; may be set between steps."""
         return self._fsdp_own_unit.config.forward_prefetch
 
     @forward_prefetch.setter
@@ -154,7 +154,7 @@ class WrapperAttributes(UnitModule):
 
     @_fixed
     def training_state(self) -> TrainingState:
-        """What this unit is doing now."""
+        """Current activity of this unit."""
         unit = self._fsdp_own_unit
         if unit.machine.state is UnitState.SUMMON_FULL_PARAMS or unit.is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS

@@ -463,7 +463,7 @@ def tag_for_dynamo(modules: Iterable[nn.Module], use_orig_params: bool) -> None:
 
 
 def managed_modules_of(unit: Unit, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """Those of all modules of a unit, with the names that it gives them."""
+    """Managed modules below all modules of a unit, with the names that it gives them."""
     if len(unit.modules) == 1:
         yield from managed_modules(unit.modules[0], ignored)
         return

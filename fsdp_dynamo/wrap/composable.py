@@ -51,7 +51,7 @@ _SHARDED = settings_of(
     ShardedStateDictConfig(shares_memory=True),
     ShardedOptimStateDictConfig(shares_memory=True),
 )
-"""Of state dicts with DTensors, as FSDP2's are."""
+"""Settings of state dicts with DTensors, as FSDP2's are."""
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):

@@ -157,7 +157,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What can be built, what is ignored, which modules are units, where values come from."""
+    """Checked arguments: units to build, what is ignored, and where values come from."""
 
     planned: build.Planned
     ignored: build.Ignored
@@ -173,7 +173,7 @@ class _Plan:
 def _placements(
     placement_fn: PlacementFn | None, planned: build.Planned, groups: Groups
 ) -> dict[str, object]:
-    """What the user's function says of each parameter, by FQN: the same on all ranks."""
+    """Answers of the user's function for each parameter, by FQN, the same on all ranks."""
     if placement_fn is None:
         return {}
     placements = {

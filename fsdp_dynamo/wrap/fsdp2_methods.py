@@ -423,7 +423,7 @@ class TorchFSDPModule(FSDP2Methods, fsdp.FSDPModule):
 
 
 class PipelineState:
-    """What stages of pipelines take for FSDP2's state up to torch 2.14.
+    """Stand-in for FSDP2's state, which stages of pipelines look for up to torch 2.14.
 
     They set ``set_requires_gradient_sync(True)`` after the last microbatch, then go through the
     states of all units, of which there are none here, and call the last method.

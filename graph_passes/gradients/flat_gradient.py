@@ -151,7 +151,7 @@ def misplaced_writes(found: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str, s
 
 
 def _misplaced(chain: list[fx.Node]) -> Iterator[tuple[fx.Node, str, str]]:
-    """The same for one chain, its first node first."""
+    """Misplaced writes of one chain, its first node first."""
     written: set[tuple[int, int]] = set()
     for node in chain:
         for begin, end, adds in ranges_of(node):

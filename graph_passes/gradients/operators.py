@@ -126,7 +126,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (new_flat, mm_into, sum_into, embedding_into, add_into, write, write_many)
 }
-"""What the operators run, by name; a graph run as Python may call these themselves."""
+"""Functions behind the operators, by name; a graph run as Python may call them directly."""
 
 _FLAT = "Tensor(a!) flat, "
 _SCHEMAS = {

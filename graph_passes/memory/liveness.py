@@ -225,7 +225,7 @@ def memory_profile(
 
 
 def moved(lifetime: Lifetime, index: dict[fx.Node, int]) -> Lifetime:
-    """The same storage in another order of the nodes; aliases are not looked for again.
+    """Lifetime of a storage in another order of the nodes; aliases are not looked for again.
 
     Args:
         lifetime: of a storage that a node of the graph allocates (inputs begin where they did).

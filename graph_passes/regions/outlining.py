@@ -143,7 +143,7 @@ def _inputs(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _bodies(nodes: list[fx.Node]) -> list[fx.Node]:
-    """What activation checkpointing calls, which becomes part of the region."""
+    """Bodies that activation checkpointing calls, which become part of the region."""
     return [node for node in _outside(nodes) if _is_checkpointed(node)]
 
 
@@ -252,7 +252,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
 
 
 def _meta_of(node: fx.Node, call: fx.Node) -> dict[str, Any]:
-    """What is known of a body's node, as one of the unit that calls it."""
+    """Metadata of a body's node, as one of the unit that calls it."""
     custom = node.meta.get("custom") or {}
     unit = unit_of(call)
     if unit is None or UNIT not in custom:

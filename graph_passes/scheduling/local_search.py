@@ -83,7 +83,7 @@ def _neighbours(
 def _making_room(
     problem: Problem, schedule: Schedule, moved: Placement, limits: Limits
 ) -> Iterator[Schedule]:
-    """The same with others out of the way: all waits of reductions as early as memory needs, or
+    """Schedules with one move and room for it: all waits of reductions as early as memory needs, or
     one other transfer shortened."""
     gathers = {p.transfer: p.issue for p in schedule if problem.transfers[p.transfer].is_gather}
     waits = place_waits(problem, gathers, limits)

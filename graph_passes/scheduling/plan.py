@@ -29,7 +29,7 @@ from graph_passes.scheduling.problem import Dissection, Problem, Transfer
 from graph_passes.scheduling.simulation import Placement, Schedule
 
 VERSION = 2
-"""Of the format that ``Plan.to_json`` writes, the only one that ``Plan.from_json`` reads."""
+"""Version of the format of ``Plan.to_json``, the only one that ``Plan.from_json`` reads."""
 
 
 class PlanError(ValueError):
@@ -82,7 +82,7 @@ class GraphPlan:
 
     @property
     def short_digest(self) -> str:
-        """What tells graphs apart in labels of collectives."""
+        """Digits that tell graphs apart in labels of collectives."""
         return self.digest[:12]
 
 

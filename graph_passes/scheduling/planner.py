@@ -93,7 +93,7 @@ class _Placed:
 
     @cached_property
     def plan(self) -> GraphPlan:
-        """The same as data."""
+        """Plan as data."""
         return plan_of(self.parts, self.problem, self.schedule, self.launches)
 
 
@@ -102,10 +102,10 @@ Places = Callable[[Problem], tuple[Schedule, dict[int, int]]]
 
 
 class Agreement(Protocol):
-    """What makes ranks do the same."""
+    """Agreement of all ranks on one plan."""
 
     def __call__(self, plan: GraphPlan) -> GraphPlan:
-        """What all ranks do in such a graph, for which this one has decided this."""
+        """Plan that all ranks follow in a graph, given this rank's."""
 
     def are_followed(self, plans: Sequence[GraphPlan]) -> bool:
         """Whether all ranks follow these; if not, ``cache_key`` is another one from now on."""

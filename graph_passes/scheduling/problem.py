@@ -39,7 +39,7 @@ from graph_passes.markers import Mark, mark_of, unit_of, wire_of
 from graph_passes.wire_format import text_of
 
 _MARGIN = 1.5
-"""How much longer than modelled a reduction is taken to last where another one waits for it."""
+"""Factor by which a reduction is taken to last longer where another one waits for it."""
 
 _CASTS = frozenset(
     {"aten::_to_copy", "aten::clone", "prims::convert_element_type", "fsdp_dynamo::to_device"}
@@ -132,7 +132,7 @@ class Problem:
         return [g for g, u in enumerate(self.units) if g == 0 or u != self.units[g - 1]]
 
     def with_base_bytes(self, base_bytes: tuple[int, ...]) -> Problem:
-        """The same with another memory profile."""
+        """Problem with another memory profile."""
         return replace(self, base_bytes=base_bytes)
 
 

@@ -247,7 +247,7 @@ Launches = tuple[tuple[tuple[str, str, int, str], ...], ...]
 
 
 def launches_of(plan: GraphPlan) -> Launches:
-    """What ranks must have in common: launches in order, of each its collectives and formats."""
+    """Launches in order, each with its collectives and formats, which ranks must have in common."""
     return tuple(
         tuple((t.unit, t.kind, t.ordinal, t.wire) for t in launch) for launch in _in_order(plan)
     )

@@ -217,7 +217,7 @@ class Limits:
             )
 
     def resolved(self, problem: Problem) -> Limits:
-        """These limits with the budget of a problem filled in.
+        """Limits with the budget of a problem filled in.
 
         Raises:
             BudgetError: the unscheduled graph does not keep the budget.

@@ -41,7 +41,7 @@ from graph_passes.markers import unit_of
 
 @dataclass(eq=False)
 class Stretch:
-    """What is computed between two boundaries.
+    """Nodes that are computed between two boundaries.
 
     Attributes:
         nodes: what is computed, in graph order.
@@ -192,7 +192,7 @@ class _Sizes:
                 self._brought_by.setdefault(value.node.expr, node)
 
     def read_by(self, nodes: Sequence[fx.Node], before: fx.Node) -> Iterator[fx.Node]:
-        """What brings the sizes in the shapes of nodes: of ``(a * b, 8)`` both ``a`` and ``b``.
+        """Nodes that bring the sizes in others' shapes: for ``(a * b, 8)`` both ``a`` and ``b``.
 
         Args:
             nodes: of a stretch, with its inputs.

@@ -42,7 +42,7 @@ from graph_passes.markers import (
 from graph_passes.wire_format import text_of
 
 ROOT = "(root)"
-"""How the unit whose FQN is empty is called."""
+"""Name of the unit whose FQN is empty."""
 
 _REMARK = "  # "
 
