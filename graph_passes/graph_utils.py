@@ -317,8 +317,9 @@ def body_key(body: fx.GraphModule) -> Any:
 
 
 def attribute_key(owner: fx.GraphModule, node: fx.Node) -> Any:
-    """Key of an attribute of a graph: bodies of operators are equal if they do the same; all else
-    equals only itself.
+    """Key of an attribute of a graph.
+
+    Bodies of operators are equal if they do the same; all else equals only itself.
 
     Args:
         owner: the module of the graph.

@@ -131,8 +131,10 @@ class ShardLayout:
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...] | None]], bool]:
-        """Sizes that cut the shard; each parameter's piece (-1: none) and shape (``None``: 1-D);
-        whether some have none."""
+        """Sizes that cut the shard; each parameter's piece and shape; whether some have no piece.
+
+        A piece of -1 is none, a shape of ``None`` is 1-D.
+        """
         held = [(one.shard_start, one.numel) for one in self.ranges if one.numel]
         sizes, found = _cut(held, self.numel)
         index = iter(found)

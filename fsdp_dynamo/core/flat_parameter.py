@@ -654,8 +654,10 @@ def wires_of(
 
 
 def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A shard ``(shard_numel,)`` of tensors of one dtype, as large as this rank's parts, on the
-    device where collectives work; zero where there is none."""
+    """A shard ``(shard_numel,)`` of tensors of one dtype, as large as this rank's parts.
+
+    It is on the device where collectives work, and zero where there is no tensor.
+    """
     dtypes = {local.dtype for local in locals_ if local is not None} or {flat.dtype}
     assert len(dtypes) == 1, f"tensors of one dtype, got {dtypes}"
     shard = torch.zeros(flat.layout.shard_numel, dtype=dtypes.pop(), device=flat.device)

@@ -1,6 +1,6 @@
 """Optimizers of sharded parameters: checks before a first step, and steps on local tensors.
 
-It must hold the DTensors, with gradients that were reduced. State that was made before the
+One must hold the DTensors, with gradients that were reduced. State that was made before the
 parameters were sharded is whole, and is cut here; what a version with 1-D parts has saved is
 refused.
 """
@@ -67,8 +67,10 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let units notice that their DTensors were written: lists of them and fused steps leave no
-    trace in a DTensor's version."""
+    """Let units notice that their DTensors were written.
+
+    Operators on lists of DTensors, and fused steps, leave no trace in their versions.
+    """
     if optimizer in _of_dtensors and not torch.compiler.is_compiling():
         if _has_closure(args, kwargs):
             _refuse_sums(optimizer)

@@ -204,8 +204,7 @@ class OriginalParameter:
         return self.placing.is_replicated
 
     def copy(self, memo: dict[int, Any]) -> None:
-        """Put a copy of the DTensor into the memo of a deep copy, as of any parameter without its
-        gradient.
+        """Put a copy of the DTensor, without its gradient, into the memo of a deep copy.
 
         torch's own copies the memory of one only that has no storage offset.
         """
@@ -306,8 +305,11 @@ class _WholeGradientGuard:
 
 
 def _of_its_own(part: torch.Tensor) -> torch.Tensor:
-    """A part as an object of its own: parts without elements are one (``ShardLayout.split``), and
-    a trace would take the parameters of which this rank has none for one input."""
+    """A part as an object of its own.
+
+    Parts without elements are one object (``ShardLayout.split``): a trace would take the parameters
+    of which this rank has none for one input.
+    """
     return part if part.numel() else part.detach()
 
 

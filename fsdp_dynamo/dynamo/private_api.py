@@ -70,8 +70,11 @@ _Shapes = Sequence[Sequence[int]]
 
 
 class CompileRefusedError(FSDPStateError, PackageError):
-    """A use of torch.compile that cannot work. (Dynamo hands errors of its own to the user as they
-    are and wraps all others; ``PackageError`` is one of the former that breaks no graph.)"""
+    """A use of torch.compile that cannot work.
+
+    Dynamo hands errors of its own to the user as they are and wraps all others; ``PackageError`` is
+    one of the former that breaks no graph.
+    """
 
 
 _numbers = itertools.count()

@@ -1,5 +1,4 @@
-"""The root's schedule and the hooks around each unit's forward: eager mode, and hooks mode's
-collectives.
+"""The root's schedule and the hooks around each unit's forward, of eager and hooks mode.
 
 Imports: ``core``, ``agreement``.
 """

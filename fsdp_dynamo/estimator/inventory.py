@@ -163,7 +163,7 @@ def _cast_input(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters; tied ones stay tied. (``Module.to`` cannot swap fake parameters.)"""
+    """Cast parameters; tied ones stay tied. ``Module.to`` cannot swap fake parameters."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

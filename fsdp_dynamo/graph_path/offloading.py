@@ -204,11 +204,13 @@ def lower_gradients(graph: fx.Graph) -> None:
 
 
 def _add_on_the_device(graph: fx.Graph, total: fx.Node) -> None:
-    """Copy a sum of gradients to the host in place of its parts, in the order of the graph::
+    """Copy a sum of gradients to the host in place of its parts, in the order of the graph.
 
-    a -> to_host -+                      a -+
-                  +- add -> gradient        +- add -> to_host -> gradient
-    b -> to_host -+                      b -+
+    ::
+
+        a -> to_host -+                      a -+
+                      +- add -> gradient        +- add -> to_host -> gradient
+        b -> to_host -+                      b -+
     """
     parts = total.all_input_nodes
     if len(parts) != 2 or list(total.args) != parts or total.kwargs:

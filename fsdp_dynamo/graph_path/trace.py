@@ -111,8 +111,7 @@ def is_outermost(name: str) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def place_of(name: str, has_grad: bool) -> str:
-    """The unit of the unit module of this name, the body in which it is traced, and whether with
-    gradients.
+    """The unit of this name, the body in which it is traced, and whether with gradients.
 
     What is made in the body of an operator like ``checkpoint`` is not seen outside.
     """

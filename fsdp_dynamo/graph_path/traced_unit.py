@@ -193,8 +193,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constants_of(name: str, settings: str) -> tuple[Any, ...]:
-    """``TracedUnit`` of the unit module of this name, at the time of the trace, as a plain
-    tuple.
+    """``TracedUnit`` of the unit module of this name, as a plain tuple, at the time of the trace.
 
     Args:
         name: the unit module's registered name.

@@ -1,4 +1,4 @@
-"""The hooks path: every unit's body compiled by itself, hooks eager in between.
+r"""The hooks path: every unit's body compiled by itself, hooks eager in between.
 
 A unit without nested units is compiled as it is; identical units share the code object and so
 the compiled code. A unit that holds nested units (the root, mostly) is different: a graph
@@ -7,7 +7,7 @@ that breaks inside a loop uncompiled. There Dynamo records each nested unit's ca
 opaque *leaf* of the graph, and ``SegmentBackend`` cuts the graph at the leaves::
 
     embed -> [leaf: blocks.0] -> [leaf: blocks.1] -> norm, head
-    \\_____/                                         \\________/
+    \_____/                                         \________/
     segment 0, compiled                              segment 1, compiled
 
 At run time the segments are called in turn, and each leaf runs its unit's hooks and body.

@@ -110,8 +110,10 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         """Do nothing: sharding moves the model unit by unit."""
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Operations of a step on one rank's inputs: 6 per token and element of the whole model,
-        embeddings excluded."""
+        """Operations of a step on one rank's inputs.
+
+        They are 6 per token and element of the whole model, embeddings excluded.
+        """
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if tokens is None else 6 * int(tokens.numel()) * self._numel
 

@@ -141,8 +141,9 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """From ``optim_state_dict`` of any sharding (full), or of this one, to what
-    ``optim.load_state_dict`` takes.
+    """Convert a result of ``optim_state_dict`` to what ``optim.load_state_dict`` takes.
+
+    A full one may be of any sharding, the others of this one.
 
     There is no communication, unless the model's ``FullOptimStateDictConfig`` has ``rank0_only``:
     then every rank must call it, and gets what rank 0 has.

@@ -177,8 +177,10 @@ def check_whole_units(root: nn.Module) -> None:
 
 
 def check_inference(module: nn.Module) -> None:
-    """Raise inside ``torch.inference_mode()``, or for parameters that were made there: what the
-    unit writes in place later cannot be an inference tensor."""
+    """Raise inside ``torch.inference_mode()``, or for parameters that were made there.
+
+    What the unit writes in place later cannot be an inference tensor.
+    """
     made = next((fqn for fqn, param in module.named_parameters() if param.is_inference()), None)
     if made is not None or torch.is_inference_mode_enabled():
         where = f"a {type(module).__name__}" if made is None else f"parameter '{made}'"

@@ -475,8 +475,11 @@ def managed_modules_of(unit: Unit, ignored: Ignored) -> Iterator[tuple[str, nn.M
 def managed_modules(
     root: nn.Module, ignored: Ignored, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``root`` and all modules below it that are neither ignored nor in a nested unit, each once
-    (or once for each place that it has), with plain FQNs, in the order of ``modules()``."""
+    """``root`` and all modules below it that are neither ignored nor in a nested unit.
+
+    Each comes once, or once for each place that it has, with its plain FQN, in the order of
+    ``modules()``.
+    """
 
     def enters(module: nn.Module) -> bool:
         return module not in ignored.modules and not is_unit(module)

@@ -259,8 +259,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a module's class that is a unit; one for all its modules, which Dynamo
-    tells apart by class."""
+    """The subclass of a module's class that is a unit.
+
+    All modules of a class have one, since Dynamo tells them apart by class.
+    """
     if cls not in _classes:
 
         def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:

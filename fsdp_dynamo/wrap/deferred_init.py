@@ -379,8 +379,11 @@ def _serves_cpu(group: dist.ProcessGroup) -> bool:
 def device_for(
     module: nn.Module, group: dist.ProcessGroup, device_id: torch.device | None
 ) -> torch.device:
-    """Device of deferred values: as requested, else that of the module's other tensors, else one
-    that the group's collectives support."""
+    """Device of deferred values.
+
+    As requested, else that of the module's other tensors, else one that the group's collectives
+    support.
+    """
     if device_id is not None:
         return device_id
     for tensor in (*module.parameters(), *module.buffers()):

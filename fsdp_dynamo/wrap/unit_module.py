@@ -360,8 +360,7 @@ class UnitModule(UserMethods):
             self._fsdp_give_own_code()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``nn.Module``; also under ``torch.inference_mode()``, where a DTensor has no
-        ``detach()``.
+        """As in ``nn.Module``; it works under ``torch.inference_mode()``, too.
 
         Args:
             args: as in ``nn.Module``.

@@ -95,8 +95,10 @@ def message_bytes(node: fx.Node) -> int:
 
 
 def receive_buffer_bytes(node: fx.Node) -> int:
-    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo): what is
-    packed, and every other rank's part, one of them in the output."""
+    """``in_flight_bytes`` where a reduce-scatter is an exchange and a local sum (gloo).
+
+    What is packed, and every other rank's part, one of them in the output.
+    """
     scatters = op_name(node).endswith("::reduce_scatter_tensor")
     received = max(0, wire_bytes(node) - num_bytes(node)) if scatters else 0
     return received + packed_bytes(node)

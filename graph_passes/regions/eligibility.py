@@ -58,8 +58,9 @@ def carrying_gradients(graph: fx.Graph) -> set[fx.Node]:
 def passes_gradients(
     nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], carrying: set[fx.Node]
 ) -> bool:
-    """Whether a gradient comes to each input and output that requires one. To those of a region
-    torch gives zeros where none comes.
+    """Whether a gradient comes to each input and output that requires one.
+
+    To those of a region torch gives zeros where none comes.
 
     Args:
         nodes: the run.
@@ -210,8 +211,11 @@ def _items(call: fx.Node) -> dict[int, list[fx.Node]]:
 
 
 def _lead_inputs_past(body: fx.GraphModule, calls: list[fx.Node]) -> list[fx.Node]:
-    """Drop outputs that are inputs or views of one; their users take what the region was called
-    with. Returns the views that are taken of it, without values."""
+    """Drop outputs that are inputs or views of one.
+
+    Their users take what the region was called with. Returns the views that are taken of it,
+    without values.
+    """
     position = {n: i for i, n in enumerate(body.graph.find_nodes(op="placeholder"))}
     output = _output_of(body)
     outputs = list(output.args[0])  # type: ignore[arg-type]
@@ -263,8 +267,10 @@ def _copied(
 
 
 def _give_own_values(call: fx.Node) -> None:
-    """Fake tensors of its own for a call: torch gives those of one call to all, as if they shared
-    memory."""
+    """Give a call fake tensors of its own.
+
+    torch gives those of one call to all, as if they shared memory.
+    """
     bases: dict[int, torch.Tensor] = {}
 
     def own(value: Any) -> Any:

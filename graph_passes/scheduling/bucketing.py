@@ -64,8 +64,10 @@ def is_saturating(transfer: Transfer) -> bool:
 
 
 def _belong_together(one: Transfer, other: Transfer, clock: Sequence[float]) -> bool:
-    """Whether one launch is better: the first is small, and waiting for the second costs less
-    than the latency that is saved."""
+    """Whether one launch is better than two.
+
+    It is where the first is small, and waiting for the second costs less than the latency saved.
+    """
     same = _kind_of(one) == _kind_of(other)
     if not same or other.is_dependent or is_saturating(one):
         return False

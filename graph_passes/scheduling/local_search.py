@@ -83,8 +83,10 @@ def _neighbours(
 def _making_room(
     problem: Problem, schedule: Schedule, moved: Placement, limits: Limits
 ) -> Iterator[Schedule]:
-    """Schedules with one move and room for it: all waits of reductions as early as memory needs, or
-    one other transfer shortened."""
+    """Schedules with one move, and room for it.
+
+    All waits of reductions are as early as memory needs, or one other transfer is shortened.
+    """
     gathers = {p.transfer: p.issue for p in schedule if problem.transfers[p.transfer].is_gather}
     waits = place_waits(problem, gathers, limits)
     yield tuple(

@@ -50,7 +50,9 @@ class Inspection:
 
 @contextmanager
 def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspection]:
-    """Write every graph that ``torch.compile`` makes of the steps inside:
+    """Write every graph that ``torch.compile`` makes of the steps inside.
+
+    ::
 
         with fsdp_dynamo.inspect_graphs("out/"):
             step(batch).sum().backward()
