@@ -108,16 +108,17 @@ def _compare(rank: int, world_size: int, mode: str, selective: bool, autocast: b
     ],
 )
 def test_against_fsdp2(ranks: RankPool, mode: str, selective: bool, autocast: bool) -> None:
-    """The same losses, no surplus all-gathers, and a peak at most 5 % higher, beside a message in
-    which small parameters are packed."""
+    """The same losses, no surplus all-gathers, and a peak at most 5 % higher, beside messages in
+    which small parameters are packed: in graph mode those of a gather and of a reduction."""
     blocks = _checkpointed(selective).blocks
     message = max(sum(4 * param.numel() for param in block.parameters()) for block in blocks)
+    num_messages = 2 if mode == "graph" else 1
     results = ranks.run(_compare, 2, mode, selective, autocast)
     for (losses, peak, counts), (got, own_peak, own) in results:
         assert got == pytest.approx(losses, rel=1e-2 if autocast else 1e-5)
         assert own["all_gather"] <= counts["all_gather"]
         assert own["all_gather"] <= 2 * NUM_BLOCKS + 1
-        assert own_peak <= 1.05 * peak + message
+        assert own_peak <= 1.05 * peak + num_messages * message
 
 
 class _Segments(nn.Module):
