@@ -16,8 +16,8 @@ Each rank writes and reads its own part of every tensor, through torch.distribut
 """
 
 from fsdp_dynamo.checkpoint.coordination import set_arrival_timeout
-from fsdp_dynamo.checkpoint.directory import complete
 from fsdp_dynamo.checkpoint.loading import Loaded, load
+from fsdp_dynamo.checkpoint.manifest import complete
 from fsdp_dynamo.checkpoint.saving import Saving, async_save, save
 from fsdp_dynamo.errors import CheckpointError
 

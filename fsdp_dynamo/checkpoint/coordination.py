@@ -31,6 +31,14 @@ from fsdp_dynamo.comm.process_groups import new_group
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice_for
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, first_line
 
+# -- the group -------------------------------------------------------------------------------------
+# Groups of all ranks that carry only the small objects of saves and loads.
+#
+# Another thread may use one while the model communicates. gloo closes a group's connections when
+# a rank has waited for too long, so ranks agree through their store which saves were given up:
+# one that comes late gets an error at once, and the next save has a new group.
+
+
 _arrival_timeout_s = 300.0
 _BROKEN = "checkpoint/broken"
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from fsdp_dynamo.checkpoint import directory as folders
 from fsdp_dynamo.checkpoint import manifest, saving, states
+from fsdp_dynamo.checkpoint import manifest as folders
 from fsdp_dynamo.checkpoint.coordination import (
     RankCoordinator,
     coordinate_ranks,

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_dynamo.agreement.comparison import difference
-from fsdp_dynamo.checkpoint import directory as folders
 from fsdp_dynamo.checkpoint import manifest, states
+from fsdp_dynamo.checkpoint import manifest as folders
 from fsdp_dynamo.checkpoint.coordination import (
     RankCoordinator,
     coordinate_ranks,

@@ -29,10 +29,24 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.serialization import _get_layout
 
-from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
-from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest, Throttle, checksum_of
+from fsdp_dynamo.checkpoint.manifest import (
+    SHARED_FILE,
+    FileChecksum,
+    Manifest,
+    Throttle,
+    checksum_of,
+    rank_file,
+)
 from fsdp_dynamo.checkpoint.states import require_readable
 from fsdp_dynamo.errors import CheckpointError, FSDPError, first_line
+
+# -- reading ---------------------------------------------------------------------------------------
+# torch.distributed.checkpoint's reader, restricted so that no code from a file runs.
+#
+# The index is a pickle, and so are entries that are not tensors. Unpickling can call any function
+# that the file names, so only the few classes of which an index consists are allowed, and other
+# entries are read with ``weights_only=True``.
+
 
 INDEX_FILE = ".metadata"
 _ALLOWED_CLASSES: dict[tuple[str, str], Any] = {

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from fsdp_dynamo.errors import unit_name
-from fsdp_dynamo.steps import is_in_backward, num_steps
+from fsdp_dynamo.events import is_in_backward, num_steps
 from graph_passes.wire_format import WireFormat
 
 MAX_ENTRIES = 1000
@@ -154,3 +156,33 @@ def kind_of_tag(tag: int) -> str | None:
     """The kind of collective that a message belongs to; ``None`` if it is not ours."""
     kinds = {_ALL_GATHER_TAG: "all_gather", _REDUCE_SCATTER_TAG: "reduce_scatter"}
     return kinds.get(tag >> _LABEL_BITS)
+
+
+# -- profiler ranges -------------------------------------------------------------------------------
+# Ranges in the profiler's timeline, named by unit: ``FSDP::all_gather layers.3``.
+#
+# They are recorded only while a profiler runs; otherwise the cost is one check.
+
+
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler runs in this thread."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined,no-any-return]
+
+
+def profiler_range(
+    operation: str, unit: str, is_wait: bool = False
+) -> AbstractContextManager[object]:
+    """A range around an operation of a unit.
+
+    Args:
+        operation: for example ``"all_gather"`` or ``"forward"``.
+        unit: FQN, ``""`` for the root.
+        is_wait: the range is the wait for an operation that was issued before.
+    """
+    if not is_profiling():
+        return _NO_RANGE
+    name = f"{operation} wait" if is_wait else operation
+    return record_function(f"FSDP::{name} {unit or '(root)'}")

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log, point_to_point, wire_codec
+from fsdp_dynamo.comm.collective_log import profiler_range
 from fsdp_dynamo.comm.gather_plan import GatherPlan, Pair
 from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.profiler_ranges import profiler_range
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.comm.watchdog import refusal_of
 from fsdp_dynamo.version import all_gather_single, reduce_scatter_single

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fsdp_dynamo import events
 from fsdp_dynamo.comm import collective_log
+from fsdp_dynamo.comm.collective_log import is_profiling, profiler_range
 from fsdp_dynamo.comm.point_to_point import Work
-from fsdp_dynamo.comm.profiler_ranges import is_profiling, profiler_range
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, timer_of
 from fsdp_dynamo.comm.watchdog import wait_on_device, wait_until_settled, wait_with_watchdog
 

@@ -18,8 +18,8 @@ from torch import nn
 from fsdp_dynamo.core.flat_layout import FlatLayout, ShardLayout, has_value
 from fsdp_dynamo.core.original_parameter import OriginalParameter, put_grad
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
+from fsdp_dynamo.events import Model
 from fsdp_dynamo.module_tree import UnitPaths
-from fsdp_dynamo.steps import Model
 from graph_passes.markers import NO_VALUE
 
 REDUCES = "reduces"

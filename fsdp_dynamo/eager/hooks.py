@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_dynamo.comm.profiler_ranges import profiler_range
+from fsdp_dynamo.comm.collective_log import profiler_range
 from fsdp_dynamo.core.unit import Unit, UnitState
 from fsdp_dynamo.dynamo.private_api import (
     below_transforms,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fsdp_dynamo import events, steps
+from fsdp_dynamo import events
 from fsdp_dynamo.api import BackwardPrefetch
 from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
@@ -31,8 +31,8 @@ from fsdp_dynamo.eager.forward_call import (
     let_forwards_register_parametrizations,
 )
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
+from fsdp_dynamo.events import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.module_tree import UnitPaths
-from fsdp_dynamo.steps import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
@@ -60,8 +60,8 @@ class Root:
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.ends_backward_by_hand = False
         self._depth = 0
-        self._around: steps.Step | None = None  # of another model, which calls this one
-        self._step: steps.Step | None = None  # the newest whose backward has begun
+        self._around: events.Step | None = None  # of another model, which calls this one
+        self._step: events.Step | None = None  # the newest whose backward has begun
         self._backward_id = 0
         self._creates_graph = False  # of the gradients, in the backward that runs
         self._stays_unsharded = False  # for the backward of such a graph
@@ -77,7 +77,7 @@ class Root:
             self.units.append(unit)
         self._needs_planner = unit_with_planner(self.units)
         flats = [flat for unit in self.units for flat in unit.flats]
-        model = steps.Model(type(self.units[0].modules[0]).__name__)
+        model = events.Model(type(self.units[0].modules[0]).__name__)
         self.accumulation = Accumulation([flat.grad_sum for flat in flats], model)
         self.accumulation.refresh()
         self.secondary = SecondaryShards(self.units, self.accumulation)
@@ -202,7 +202,7 @@ class Root:
         if self._needs_planner is not None:
             raise no_planner_error(self._needs_planner)
         self.machine.advance(RootState.FORWARD)
-        self._around = steps.begin_forward(self.accumulation.model)
+        self._around = events.begin_forward(self.accumulation.model)
         self.execution_order.begin()
         if self.trained is not None:
             self.note_trained()
@@ -223,7 +223,7 @@ class Root:
         if not torch.is_grad_enabled():  # no backward begins with the last unit
             self._settle()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
-        steps.end_forward(self._around)
+        events.end_forward(self._around)
 
     def _reshards_after_forward(self, unit: Unit, outermost: bool) -> bool:
         if self._stays_unsharded:
@@ -255,7 +255,7 @@ class Root:
             self.accumulation.require_whole_backward(call.unit.settings, call.unit.fqn)
         if not self.in_backward:
             self._begin_backward()
-        steps.enter_backward(call.step)
+        events.enter_backward(call.step)
         if self._step is None or (call.step and call.step.number > self._step.number):
             self._step = call.step
         if call.backward_id == self._backward_id:
@@ -314,7 +314,7 @@ class Root:
     def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
         """Reshard a unit whose backward is done, and take its gradients."""
         unit = call.unit
-        steps.enter_backward(call.step)
+        events.enter_backward(call.step)
         events.finish(unit.event)
         if unit.machine.state is UnitState.BACKWARD_PRE:
             unit.pending_calls -= 1
@@ -350,7 +350,7 @@ class Root:
     def _end_backward(self) -> None:
         """The engine's last callback: all reductions done, all units sharded and idle."""
         self._finish_segments()
-        steps.enter_backward(self._step)
+        events.enter_backward(self._step)
         self._in_a_row.forget()
         if self.accumulation.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
@@ -370,7 +370,7 @@ class Root:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
         self.machine.advance(RootState.IDLE)
-        steps.enter_backward(None)
+        events.enter_backward(None)
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
         """Issue the all-gathers that the user wants, or of what ended before in the forward."""
@@ -387,7 +387,7 @@ class Root:
     @torch.no_grad()
     def reached_end_of_calls(self, unit: Unit) -> None:
         """Start to reduce the sums of the gradients of a unit's calls, if there are any."""
-        steps.enter_backward(self._step)  # it holds the calls of all forwards
+        events.enter_backward(self._step)  # it holds the calls of all forwards
         end = self._end_of_calls(unit)
         with end.on_stream():
             self._reduces.advance()
@@ -414,7 +414,7 @@ class Root:
     def reset(self) -> None:
         """Drop everything in flight; all units sharded and idle."""
         if self.machine.state is RootState.FORWARD:
-            steps.end_forward(self._around)
+            events.end_forward(self._around)
         self._waiting = []
         self._open = {}
         for end in filter(None, self._ends.values()):  # none yet in a copy
@@ -436,7 +436,7 @@ class Root:
 
     def recover(self) -> None:
         """Reset if a backward raised: the engine then never called ``_end_backward``."""
-        if self.in_backward and not steps.is_in_backward():
+        if self.in_backward and not events.is_in_backward():
             self.reset()
 
     @contextmanager
@@ -455,7 +455,7 @@ class Root:
     def reduce_sums(self) -> None:
         """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
         if self.accumulation.has_sums:
-            with steps.continued(self._step):
+            with events.continued(self._step):
                 for unit in self.units:
                     for flat in unit.flats:
                         self._reduces.issue_sum(flat)
@@ -466,7 +466,7 @@ class Root:
     @torch.no_grad()
     def finalize_backward(self) -> None:
         """Start what backwards have left to do since they are ended by hand: see ``wait_ended``."""
-        with steps.continued(self._step):
+        with events.continued(self._step):
             for unit in reversed(self.units):
                 for flat in unit.flats if unit.settings.reduces else ():
                     self._reduces.issue_sum(flat)

@@ -4,12 +4,8 @@
 """
 
 from fsdp_dynamo.estimator.inventory import Build, Inventory, UnitInventory, Work, take_inventory
-from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
-from fsdp_dynamo.estimator.report import format_report, recommend
-from fsdp_dynamo.estimator.transfers import ACCELERATORS, Accelerator, Cluster
-
-Setup, best_of, text_of = ElementSizes, recommend, format_report
-"""Former names."""
+from fsdp_dynamo.estimator.predict import Prediction, format_report, predict, recommend
+from fsdp_dynamo.estimator.transfers import ACCELERATORS, Accelerator, Cluster, ElementSizes
 
 __all__ = [
     "ACCELERATORS",

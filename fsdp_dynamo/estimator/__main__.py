@@ -14,10 +14,15 @@ import torch
 from fsdp_dynamo.api import CollectivePrecision, ShardingStrategy, coerce_collective_precision
 from fsdp_dynamo.errors import FSDPError, FSDPValueError
 from fsdp_dynamo.estimator.inventory import CONFIGS, Inventory, build_of, take_inventory
-from fsdp_dynamo.estimator.predict import ElementSizes, Prediction, predict
-from fsdp_dynamo.estimator.report import format_report
-from fsdp_dynamo.estimator.transfers import ACCELERATORS, Cluster, parse_bytes, parse_rate
-from fsdp_dynamo.observe.load_function import load_function
+from fsdp_dynamo.estimator.predict import Prediction, format_report, predict
+from fsdp_dynamo.estimator.transfers import (
+    ACCELERATORS,
+    Cluster,
+    ElementSizes,
+    parse_bytes,
+    parse_rate,
+)
+from fsdp_dynamo.observe.command_line import load_function
 from graph_passes.wire_format import WIRE_FORMATS
 
 STRATEGIES = (

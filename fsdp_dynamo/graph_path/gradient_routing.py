@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import fx
 
-from fsdp_dynamo import steps
+from fsdp_dynamo import events
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
@@ -127,7 +127,7 @@ class _RouteGradients(torch.autograd.Function):
                 if grad is not None:
                     handle(grad, absent)
         ctx.secondaries.end_backward()
-        steps.enter_backward(None)
+        events.enter_backward(None)
         return (None,) * (len(grads) + 2)
 
 
@@ -152,12 +152,12 @@ def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
         flat = next(_flats_in(inputs), None)
         if flat is None:
             return run_forward(*inputs)
-        around = steps.begin_forward(flat.grad_sum.accumulation.model)
+        around = events.begin_forward(flat.grad_sum.accumulation.model)
         trace.current().begin_graph(flat.device)
         try:
             return run_forward(*inputs)
         finally:
-            steps.end_forward(around)
+            events.end_forward(around)
 
     def run_forward(*inputs: Any) -> Any:
         operators.abandon()  # a backward that failed may have left some
@@ -192,7 +192,7 @@ def _flats_in(inputs: Sequence[Any]) -> Iterator[FlatParameter]:
 
 def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Check a graph's backward when it begins, and drop from sums what the user has dropped."""
-    begin = partial(_begin_backward, list(_flats_in(inputs)), steps.current_step())
+    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step())
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(begin)
@@ -200,9 +200,9 @@ def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
 
 @untraced(BY_AUTOGRAD)
 def _begin_backward(
-    flats: Sequence[FlatParameter], step: steps.Step | None, _grad: torch.Tensor | None
+    flats: Sequence[FlatParameter], step: events.Step | None, _grad: torch.Tensor | None
 ) -> None:
-    steps.enter_backward(step)
+    events.enter_backward(step)
     if flats:
         trace.current().begin_graph(flats[0].device)
     for flat in flats:

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from fsdp_dynamo.graph_path import offloading, operators
-from graph_passes.gradients.flat_gradient import reductions, write_name
-from graph_passes.gradients.operators import FUNCTIONS, OPERATORS
+from graph_passes.gradients.flat_gradient import FUNCTIONS, OPERATORS, reductions, write_name
 from graph_passes.gradients.producers import absent_in
 from graph_passes.graph_utils import is_collective, op_name, plan_of, wait_of
 from graph_passes.markers import launch_of

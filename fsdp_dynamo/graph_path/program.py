@@ -39,8 +39,7 @@ from torch.fx.node import _get_qualified_name  # no public name of a call's targ
 from fsdp_dynamo.graph_path import operators
 from fsdp_dynamo.graph_path.collective_operators import NAMESPACE
 from fsdp_dynamo.graph_path.lowering import BOUNDARIES
-from graph_passes.gradients.flat_gradient import write_name
-from graph_passes.gradients.operators import FUNCTIONS, new_flat_on
+from graph_passes.gradients.flat_gradient import FUNCTIONS, new_flat_on, write_name
 from graph_passes.scheduling.plan import GraphPlan
 from graph_passes.scheduling.stretches import Cutting, Stretch, root_of
 

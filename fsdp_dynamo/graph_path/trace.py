@@ -31,6 +31,7 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager.hooks import cast_output, prepare_inputs
 from fsdp_dynamo.errors import FSDPStateError, unit_name
+from fsdp_dynamo.events import Step, current_step
 from fsdp_dynamo.graph_path.traced_unit import constants_of
 from fsdp_dynamo.graph_path.unshard_operators import (
     PARAMETER_VIEWS,
@@ -38,7 +39,6 @@ from fsdp_dynamo.graph_path.unshard_operators import (
     UNSHARD,
     unsharded_behind,
 )
-from fsdp_dynamo.steps import Step, current_step
 from graph_passes.graph_utils import hint
 from graph_passes.markers import BODY, UNIT, unit_of
 from graph_passes.text.listing import Label

@@ -41,8 +41,7 @@ from fsdp_dynamo.dynamo.private_api import (
 )
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.errors import FSDPStateError, unit_name
-from fsdp_dynamo.hooks_path.cuda_graphs import refuse_cuda_graphs
-from fsdp_dynamo.hooks_path.segments import split_at_leaves
+from fsdp_dynamo.hooks_path.segments import refuse_cuda_graphs, split_at_leaves
 from fsdp_dynamo.hooks_path.side_effects import (
     ObjectStates,
     are_as_given,

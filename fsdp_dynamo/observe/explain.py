@@ -13,7 +13,15 @@ from typing import Any
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import preserve_state
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_artifacts, record_compilations
-from fsdp_dynamo.events import COLLECTIVE_KINDS, COMPUTE_KINDS, Event, record_events, unrecorded
+from fsdp_dynamo.events import (
+    COLLECTIVE_KINDS,
+    COMPUTE_KINDS,
+    Event,
+    Model,
+    Step,
+    record_events,
+    unrecorded,
+)
 from fsdp_dynamo.graph_path.planning import record_plans
 from fsdp_dynamo.observe import timeline
 from fsdp_dynamo.observe.explanation import (
@@ -30,7 +38,6 @@ from fsdp_dynamo.observe.training_step import (
     run_step,
     target_of,
 )
-from fsdp_dynamo.steps import Model, Step
 from graph_passes.report import GraphReport, report_of
 from graph_passes.scheduling.planner import Planned
 

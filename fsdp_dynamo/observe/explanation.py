@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_dynamo.observe.text_format import format_bytes, format_table
+from fsdp_dynamo.observe.command_line import format_bytes, format_table
 from fsdp_dynamo.observe.training_step import GraphBreak, Recompile
 from graph_passes.report import GraphReport, TransferReport
 

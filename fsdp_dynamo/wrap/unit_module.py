@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_dynamo import module_tree, steps
+from fsdp_dynamo import events, module_tree
 from fsdp_dynamo.comm import wire_kernels
 from fsdp_dynamo.core.accumulation import REDUCES
 from fsdp_dynamo.core.module_parameters import LateParameterCheck
@@ -52,7 +52,7 @@ from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.user_methods import UserMethods
 
-for _each in (steps.begin_forward, steps.end_forward):
+for _each in (events.begin_forward, events.end_forward):
     never_compiled_itself(_each)  # the frames that _fsdp_enter calls
 
 
@@ -193,11 +193,11 @@ class UnitModule(UserMethods):
         codes, state = self._fsdp_codes, root.accumulation.state_in_graphs()
         if state not in codes and is_graph_mode_active():
             codes[state] = with_own_code(run)
-        around = steps.begin_forward(root.accumulation.model)
+        around = events.begin_forward(root.accumulation.model)
         try:
             return codes.get(state, codes[REDUCES])(self, *args, **kwargs)
         finally:
-            steps.end_forward(around)
+            events.end_forward(around)
 
     def _fsdp_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's module with its parameters unsharded."""

@@ -26,8 +26,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_passes.gradients.flat_gradient import chain_of, concatenation_of, reductions, write_name
-from graph_passes.gradients.operators import OPERATORS
+from graph_passes.gradients.flat_gradient import (
+    OPERATORS,
+    chain_of,
+    concatenation_of,
+    reductions,
+    write_name,
+)
 from graph_passes.gradients.producers import PRODUCERS, SUMS, Piece, Write, is_zero, writes_of
 from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import num_bytes, order_index

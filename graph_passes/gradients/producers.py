@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_passes.gradients.flat_gradient import CASTS, chain_of_writes
-from graph_passes.gradients.operators import OPERATORS
+from graph_passes.gradients.flat_gradient import CASTS, OPERATORS, chain_of_writes
 from graph_passes.graph_pass import graph_pass
 from graph_passes.graph_utils import is_collective, is_wait, op_name
 from graph_passes.markers import NO_VALUE, cuts_views

@@ -17,13 +17,14 @@ from torch import fx
 
 from graph_passes.cost_model import CostModel
 from graph_passes.scheduling.bucketing import Bucketed, alone, bucket, coarsen, spread
-from graph_passes.scheduling.local_search import nothing_to_gain, refine
-from graph_passes.scheduling.plan import GraphPlan, PlanError, PlannedTransfer, indices_by_name
-from graph_passes.scheduling.prefetch import (
+from graph_passes.scheduling.placement import (
+    nothing_to_gain,
     place_as_early_as_possible,
     place_just_in_time,
     place_waits,
+    refine,
 )
+from graph_passes.scheduling.plan import GraphPlan, PlanError, PlannedTransfer, indices_by_name
 from graph_passes.scheduling.problem import (
     Chain,
     Dissection,

@@ -24,7 +24,7 @@ from fsdp_dynamo import FSDP, DivergenceError, RankFailedError
 from fsdp_dynamo.agreement import flight_recorder, notices
 from fsdp_dynamo.comm import watchdog
 from fsdp_dynamo.comm.watchdog import DeviceWaits
-from fsdp_dynamo.steps import num_steps
+from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 PERIOD_S = 0.1

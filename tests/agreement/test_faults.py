@@ -26,7 +26,7 @@ from pool import RankPool
 from benchmarks import link
 from fsdp_dynamo import FSDP, RankFailedError
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S
-from fsdp_dynamo.steps import num_steps
+from fsdp_dynamo.events import num_steps
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 LIMIT_S = 10.0

@@ -18,8 +18,7 @@ from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.agreement.flight_recorder import listed
 from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.checkpoint import storage
-from fsdp_dynamo.checkpoint.directory import SHARED_FILE, rank_file
-from fsdp_dynamo.checkpoint.manifest import FileChecksum, Manifest
+from fsdp_dynamo.checkpoint.manifest import SHARED_FILE, FileChecksum, Manifest, rank_file
 from fsdp_dynamo.checkpoint.storage import INDEX_FILE
 from fsdp_dynamo.comm import collective_log
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graph_passes.gradients.operators import OPERATORS
+from graph_passes.gradients.flat_gradient import OPERATORS
 from graph_passes.graph_utils import is_collective, is_wait
 from graph_passes.markers import UNIT
 from graph_passes.scheduling.stretches import Cutting, Stretch, cut, graph_of, key_of

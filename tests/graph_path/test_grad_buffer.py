@@ -20,6 +20,7 @@ from fsdp_dynamo.dynamo.artifacts import record_artifacts
 from fsdp_dynamo.graph_path import backends
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.gradients.flat_gradient import (
+    OPERATORS,
     chain_of,
     copied_bytes,
     ranges_of,
@@ -27,7 +28,6 @@ from graph_passes.gradients.flat_gradient import (
     write_name,
 )
 from graph_passes.gradients.grad_buffer import grad_buffer_node_by_node, group_writes
-from graph_passes.gradients.operators import OPERATORS
 from graph_passes.graph_utils import is_backward, is_collective, op_name
 from graph_passes.markers import COLLECTIVE, UNIT, Mark
 from graph_passes.pipeline import Pipeline

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_dynamo import FSDP, UnsupportedError, fully_shard
-from fsdp_dynamo.hooks_path import cuda_graphs
+from fsdp_dynamo.hooks_path import segments
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention_for_cpu"}
@@ -598,7 +598,7 @@ def _captured(rank: int, world_size: int) -> dict[str, str]:
     for name, kwargs in CAPTURED.items():
         run = torch.compile(FSDP(nn.Linear(4, 4)), **kwargs)
         with (
-            mock.patch.object(cuda_graphs, "host_runs_ahead", return_value=True),
+            mock.patch.object(segments, "host_runs_ahead", return_value=True),
             pytest.raises(UnsupportedError) as error,
         ):
             run(torch.ones(2, 4))

@@ -29,9 +29,9 @@ from fsdp_dynamo import (
     record_events,
 )
 from fsdp_dynamo.dynamo.artifacts import STAGES, Artifact, Frame
+from fsdp_dynamo.observe.command_line import load_function
 from fsdp_dynamo.observe.inspection.__main__ import main
 from fsdp_dynamo.observe.inspection.listings import Listing, describe_stages, listings_of
-from fsdp_dynamo.observe.load_function import load_function
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 from graph_passes.graph_pass import as_pass
 from graph_passes.pipeline import Pipeline, default_passes

@@ -28,7 +28,7 @@ from fsdp_dynamo import (
     register_fsdp_forward_method,
 )
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
-from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind
+from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind, Model, Step
 from fsdp_dynamo.graph_path import trace
 from fsdp_dynamo.observe.explain import (
     RecordedStep,
@@ -38,7 +38,6 @@ from fsdp_dynamo.observe.explain import (
 )
 from fsdp_dynamo.observe.explanation import Cut, MeasuredEvent, StepReport
 from fsdp_dynamo.observe.timeline import simulated_bars, trace_events
-from fsdp_dynamo.steps import Model, Step
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 # -- steps of a recording -------------------------------------------------------------------------

@@ -15,10 +15,10 @@ LOG_VARIABLE = "FSDP_DYNAMO_TESTS_FSYNC_LOG"
 
 def check_checkpoints() -> None:
     """Record fsync calls of this process, and check what it publishes, from now on."""
-    from fsdp_dynamo.checkpoint import directory
+    from fsdp_dynamo.checkpoint import manifest
 
     log = Path(os.environ[LOG_VARIABLE])
-    fsync, publish = os.fsync, directory.publish
+    fsync, publish = os.fsync, manifest.publish
 
     def recorded(descriptor: int) -> None:
         fsync(descriptor)
@@ -31,7 +31,7 @@ def check_checkpoints() -> None:
         _require_synced([path, path.parent], log)
         return path
 
-    os.fsync, directory.publish = recorded, checked
+    os.fsync, manifest.publish = recorded, checked
 
 
 def _state_of(found: os.stat_result) -> str:

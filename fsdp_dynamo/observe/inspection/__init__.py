@@ -19,7 +19,7 @@ from fsdp_dynamo.dynamo.artifacts import (
     record_compilations,
 )
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
-from fsdp_dynamo.events import EventLog, record_events
+from fsdp_dynamo.events import EventLog, Model, record_events
 from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import RecordedStep, reports_of, steps_in
 from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
@@ -32,7 +32,6 @@ from fsdp_dynamo.observe.inspection.listings import (
     warn_without_depyf,
 )
 from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
-from fsdp_dynamo.steps import Model
 
 
 @dataclass

@@ -15,8 +15,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fsdp_dynamo.observe.command_line import load_function
 from fsdp_dynamo.observe.inspection import NothingCompiledError, inspect_graphs, nothing_compiled
-from fsdp_dynamo.observe.load_function import load_function
 
 
 def main(argv: Sequence[str] | None = None) -> int:
