@@ -261,8 +261,13 @@ class OriginalParameter:
         return list({id(param): param for param in found if param is not None}.values())
 
     def replace(self, new: nn.Parameter) -> None:
-        """Let modules hold the DTensor again, of which ``new`` is to give the values."""
+        """Let modules hold the DTensor again, of which ``new`` is to give the values.
+
+        It is trained or frozen as ``new`` is, and has the gradient of ``new``: mostly none.
+        """
         setattr(new, REPLACED, self.fqn)
+        self.param.requires_grad_(new.requires_grad)
+        self.grad = None if new.grad is None else self.part_of(new.grad).clone()
         if self.whole is not None:
             self.whole = new
         self._put_into_modules(self.held)

@@ -265,10 +265,13 @@ def _before_backward(rank: int, world_size: int, mode: str, strategy: str) -> li
     wrong = []
     with FSDP.summon_full_params(wrapped, with_grads=True):
         for name, param in wrapped.named_parameters():
-            if not torch.allclose(param.grad, expected.get_parameter(name).grad, 1e-4, 1e-6):
+            if name in CHANGED:
+                if param.grad is not None:  # the backward was that of the one before
+                    wrong.append(f"gradient of {name}")
+                if not torch.equal(param, _new_values()[name]):
+                    wrong.append(f"value of {name}")
+            elif not torch.allclose(param.grad, expected.get_parameter(name).grad, 1e-4, 1e-6):
                 wrong.append(f"gradient of {name}")
-            if name in CHANGED and not torch.equal(param, _new_values()[name]):
-                wrong.append(f"value of {name}")
     return wrong
 
 
@@ -299,9 +302,36 @@ def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) 
             average_gradients(model)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
-    got = whole_gradients(models[1])  # DTensors stay, so their gradients stay, too
-    got = {name: grad for name, grad in got.items() if name in expected}
-    assert different(got, expected) == []
+    assert different(whole_gradients(models[1]), expected) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_replaced_parameter_brings_its_gradient(rank: int, door: str, mode: str) -> None:
+    """None, as a new one has, or its own, to which the next backward adds; frozen ones get none."""
+    models: list[Any] = [make_transformer(num_blocks=2)]
+    models.append(through(door, copy.deepcopy(models[0])))
+    for model, run in (models[0], models[0]), (models[1], in_mode(models[1], mode)):
+        loss_of(run, batch(rank, 0)).backward()
+        if model is models[0]:
+            average_gradients(model)
+        up, head, down = model.blocks[0].up, model.head, model.blocks[1].down
+        for linear, is_frozen in (up, False), (head, False), (down, True):
+            values = torch.full_like(linear.weight, 0.25)
+            linear.weight = nn.Parameter(values, requires_grad=not is_frozen)
+        head.weight.grad = torch.full_like(head.weight, 2.0)
+        before = {name: param.grad for name, param in model.named_parameters()}
+        if model is models[0]:
+            model.zero_grad()
+        loss_of(run, batch(rank, 1)).backward()
+        if model is models[0]:
+            average_gradients(model)
+            for name, param in model.named_parameters():
+                if param.grad is not None and before[name] is not None:
+                    param.grad += before[name]
+    expected = {n: p.grad for n, p in models[0].named_parameters() if p.grad is not None}
+    assert different(whole_gradients(models[1]), expected) == []
 
 
 def _unit_without_a_backward(rank: int, world_size: int) -> bool:
