@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,10 +66,11 @@ def _named(minor: tuple[int, int]) -> str:
 # No other file of this package asks for a version, or whether torch has a name.
 
 
-# Public since torch 2.12, where the older names warn.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
-    dist.all_gather_into_tensor
+# Public since torch 2.12, where the older names warn. Without torch.distributed there is none, of
+# which ``check_distributed`` tells.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
 )
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
-    dist.reduce_scatter_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
 )

@@ -8,6 +8,7 @@ refused.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -261,12 +262,13 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
 class _Locals:
     """Plain parameters in the places of an optimizer's DTensors, and their states.
 
-    All of it is kept from step to step while the optimizer holds the same objects: comparing lists
-    of them is what a step costs the host.
+    They are kept from step to step, and so are the states while the optimizer holds the same
+    objects: comparing lists of these is what a step costs the host.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._plains: dict[Any, tuple[torch.Tensor, nn.Parameter]] = {}
         self._seen: list[Any] = []
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         self._groups: list[list[torch.Tensor]] = []
@@ -279,39 +281,43 @@ class _Locals:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         held = [group["params"] for group in groups]
-        seen = [*_memories(held), *_objects_of(state)]
+        params = list(chain.from_iterable((*params, None) for params in held))
+        seen = [*_with_memory(params), *_with_memory(_objects_of(state))]
         if not _are_same(seen, self._seen):
             self._make(held, state)
             self._seen = seen
-        self._show_grads()
         try:
+            self._show_grads()
             optimizer.state = self._states
             note_checked(optimizer)
-            for group, params in zip(groups, self._groups, strict=True):
-                group["params"] = params
+            for group, plains in zip(groups, self._groups, strict=True):
+                group["params"] = plains
             yield
         finally:
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
+            for group, own in zip(groups, held, strict=True):
+                group["params"] = own
             optimizer.state = state
             note_checked(optimizer)
             for _, plain in self._pairs:
                 plain.grad = None
+            increment_version([param for param, _ in self._pairs])  # units notice the writes
             if not _are_same(_objects_of(self._states), self._states_seen):
                 self._take_back(state)
-            increment_version([param for param, _ in self._pairs])  # units notice the writes
 
     def _make(self, held: list[list[Any]], state: Any) -> None:
-        """Make the plain parameters, and states with the local tensors of the DTensors' states."""
-        plains = {
-            param: nn.Parameter(param._local_tensor.detach(), requires_grad=param.requires_grad)
-            for params in held
-            for param in params
-            if isinstance(param, DTensor)
-        }
+        """Make plain parameters, and states with the local tensors of the DTensors' states."""
+        params = [p for own in held for p in own if isinstance(p, DTensor)]
+        known, self._plains = self._plains, {}
+        for param in params:
+            memory, plain = known.get(param, (None, None))
+            if plain is None or memory is not param._local_tensor:
+                memory = param._local_tensor
+                plain = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
+            self._plains[param] = memory, plain
+        plains = {param: plain for param, (_, plain) in self._plains.items()}
         self._pairs = list(plains.items())
-        self._groups = [[plains.get(param, param) for param in params] for params in held]
-        self._states = type(state)(dict)
+        self._groups = [[plains.get(param, param) for param in own] for own in held]
+        self._states = defaultdict(dict)
         for param, own in state.items():
             self._states[plains.get(param, param)] = (
                 {key: local_of(value) for key, value in own.items()} if param in plains else own
@@ -333,7 +339,7 @@ class _Locals:
 
     def _take_back(self, state: Any) -> None:
         """Let the DTensors' states be what a step has left of the local tensors'."""
-        self._seen = []
+        self._seen, self._states_seen = [], []
         left = dict(self._states)
         for param, plain in self._pairs:
             if (states := left.pop(plain, None)) is not None:
@@ -341,15 +347,15 @@ class _Locals:
         state.update(left)  # of plain parameters
 
 
-def _memories(held: list[list[Any]]) -> list[Any]:
-    """Parameters, the memory of DTensors among them, and where groups end."""
-    params = list(chain.from_iterable((*params, None) for params in held))
-    return params + [param._local_tensor for param in params if isinstance(param, DTensor)]
+def _with_memory(objects: list[Any]) -> list[Any]:
+    """Objects, and the local tensors of the DTensors among them."""
+    return objects + [one._local_tensor for one in objects if isinstance(one, DTensor)]
 
 
 def _objects_of(state: Any) -> list[Any]:
-    """The parameters with states, and the states."""
-    return [*state, *chain.from_iterable(map(dict.values, state.values()))]
+    """The parameters with states, and the names and values of these; what is no dict is new."""
+    owns = [own if isinstance(own, dict) else {"": object()} for own in state.values()]
+    return [*state, *chain.from_iterable(owns), *chain.from_iterable(map(dict.values, owns))]
 
 
 def _are_same(objects: list[Any], others: list[Any]) -> bool:

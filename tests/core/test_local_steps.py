@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +111,82 @@ def test_writes_are_noticed(rank: int) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] != losses[1]
+
+
+class _Counting(torch.optim.Optimizer):
+    """Momentum beside the states, by parameter, and a number of steps, as many are written."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.momentum: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["steps"] = state.get("steps", 0) + 1
+                state["mean"] = 0.5 * state.get("mean", 0.0) + param.grad
+                momentum = self.momentum.setdefault(param, torch.zeros_like(param))
+                momentum.mul_(0.9).add_(state["mean"])
+                param.add_(momentum, alpha=-group["lr"] / state["steps"])
+
+
+def _other_memory(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        value: Any = state.get("exp_avg")
+        if isinstance(value, DTensor):
+            value._local_tensor = torch.ones_like(value._local_tensor)
+
+
+def _swapped(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if "exp_avg" in state:
+            torch.utils.swap_tensors(state["exp_avg"], torch.ones_like(state["exp_avg"]))
+
+
+def _dropped(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][0])
+
+
+CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "nothing": lambda _: None,
+    "other memory in states": _other_memory,
+    "swapped states": _swapped,
+    "a dropped state": _dropped,
+    "a plain dict": lambda optimizer: setattr(optimizer, "state", dict(optimizer.state)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [torch.optim.Adam, _Counting])
+@on_ranks(2)
+def test_equals_steps_on_dtensors(rank: int, make: Any, change: str) -> None:
+    """What a user changes between steps holds; what an optimizer keeps by parameter stays."""
+    models: list[Any] = [fully_shard(_Odd()) for _ in range(2)]
+    optimizers = [make(model.parameters(), lr=0.05) for model in models]
+    step_on_shards(optimizers[1], is_elementwise=True)
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _train(model, optimizer, range(step, step + 1), [rank])
+            if step == 2:
+                CHANGES[change](optimizer)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+@on_ranks(2)
+def test_a_refused_gradient_is_not_used_later(rank: int) -> None:
+    model: Any = fully_shard(_Odd())
+    optimizer = step_on_shards(torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.ones(2, 5)).sum().backward()
+    model.scale.grad._local_tensor = torch.ones(3)
+    assert "assign a gradient of size" in error_of(optimizer.step)
+    optimizer.zero_grad()
+    before = [param.to_local().clone() for param in model.parameters()]
+    optimizer.step()
+    after = [param.to_local() for param in model.parameters()]
+    assert all(map(torch.equal, before, after))
 
 
 class _Failing(torch.optim.SGD):
