@@ -259,6 +259,9 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     return optimizer
 
 
+_COMPARED = "a step on local tensors looks at the identity of states"
+
+
 class _Locals:
     """Plain parameters in the places of an optimizer's DTensors, and their states.
 
@@ -304,6 +307,7 @@ class _Locals:
             if not _are_same(_objects_of(self._states), self._states_seen):
                 self._take_back(state)
 
+    @untraced(_COMPARED)
     def _make(self, held: list[list[Any]], state: Any) -> None:
         """Make plain parameters, and states with the local tensors of the DTensors' states."""
         params = [p for own in held for p in own if isinstance(p, DTensor)]
@@ -337,6 +341,7 @@ class _Locals:
                     plain.grad_dtype = None
             plain.grad = local_of(grad)
 
+    @untraced(_COMPARED)
     def _take_back(self, state: Any) -> None:
         """Let the DTensors' states be what a step has left of the local tensors'."""
         self._seen, self._states_seen = [], []

@@ -69,7 +69,7 @@ def _model_state(model: nn.Module, info: Any) -> dict[str, Any]:
         state: dict[str, Any] = model.state_dict()
     if info.full_state_dict and info.cpu_offload:  # including parameters that no unit holds
         state = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        if any(group.rank() != 0 for group in _groups_of(model)):
+        if not _is_first(model):
             return {}
     if info.ignore_frozen_params:
         for name, param in model.named_parameters():
@@ -103,7 +103,7 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
     with _configured(model, info):
         settings = methods.get_state_dict_type(model)
     merged = optim_state.save_several(named, optimizers, settings)
-    if not merged["param_groups"]:  # only rank 0 has them
+    if info.full_state_dict and info.cpu_offload and not _is_first(model):
         return {}
     if info.flatten_optimizer_state_dict:
         return flatten(merged)
@@ -229,6 +229,11 @@ def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[s
         return state_dict
     received: dict[str, Any] = broadcast_from_first(state_dict, _groups_of(model))
     return received
+
+
+def _is_first(model: nn.Module) -> bool:
+    """Whether this is the first of all ranks of a model."""
+    return all(group.rank() == 0 for group in _groups_of(model))
 
 
 def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:

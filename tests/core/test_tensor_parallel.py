@@ -365,6 +365,19 @@ def test_checkpoints_of_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_exchange, 4, str(tmp_path))
 
 
+@on_ranks(2)
+def test_the_first_rank_alone_has_whole_states(rank: int) -> None:
+    """Of all ranks of the model; each is the first of its group of shards here."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(_parallelize(_model(), mesh["tp"]), mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    _loss(model, _tokens(0, 0)).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_state_dict(model, optimizer, options=options)
+    assert [bool(one) for one in found] == [rank == 0] * 2
+
+
 def _refused(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
