@@ -12,7 +12,8 @@ rank's parts; the fraction is of FSDP2's whole step.
 
     python benchmarks/host_overhead.py --step fused --peers plain,fsdp2,ours
 
-``--on-shards`` lets our eager mode's DTensors be stepped by ``fsdp_dynamo.step_on_shards``.
+``--on-shards`` lets our eager mode's DTensors be stepped by ``fsdp_dynamo.step_on_shards``, and
+adds plain tensors of the same sizes.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.command_line import BadInputError, at_least, one_line_on_bad_input, output_file
 from benchmarks.measure.report import record, table, write
+from benchmarks.measure.step_profile import local
 from benchmarks.peers import Setting, named
 from benchmarks.workloads.catalogue import Batch, Workload
 from fsdp_dynamo import step_on_shards
 
 DIM, BATCH, WORLD = 64, 4, 8
-FLOOR, REFERENCE = "plain", "fsdp2"
+FLOOR, REFERENCE, PARTS = "plain", "fsdp2", "parts"
 KEYS = (
     "plain,fsdp2,fsdp2_aot_eager,simple_fsdp_aot_eager,ours,ours_hooks_aot_eager,"
     "ours_graph_aot_eager"
@@ -107,8 +111,7 @@ class _Timer:
         self._given = model, batch, task
         self._optimizer: torch.optim.Optimizer | None = None
         if step is not None:
-            options = {"foreach": step == "foreach", "fused": step == "fused"}
-            self._optimizer = torch.optim.AdamW(model.parameters(), **options)
+            self._optimizer = _adamw(model.parameters(), step)
             if on_shards:
                 step_on_shards(self._optimizer)
 
@@ -119,6 +122,29 @@ class _Timer:
         began = time.perf_counter()
         self._optimizer.step()
         return time.perf_counter() - began
+
+
+def _adamw(parameters: Iterable[nn.Parameter], step: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=step == "foreach", fused=step == "fused")
+
+
+def _parts_timer(model: nn.Module, before: Callable[[], float], step: str) -> Callable[[], float]:
+    """Seconds of a step on plain tensors that are as large as one rank's parts of a model.
+
+    ``before`` is run ahead of it, so that processor caches are as ahead of other steps.
+    """
+    parts = [nn.Parameter(local(param).detach().clone()) for param in model.parameters()]
+    for part in parts:
+        part.grad = torch.ones_like(part)
+    optimizer = _adamw(parts, step)
+
+    def timed() -> float:
+        before()
+        began = time.perf_counter()
+        optimizer.step()
+        return time.perf_counter() - began
+
+    return timed
 
 
 def measure(
@@ -147,17 +173,23 @@ def measure(
     for key in (FLOOR, REFERENCE):
         if key not in models:
             raise BadInputError(f"--peers: expected {key} among them, got {keys}")
-    timers = {
+    timers: dict[str, Callable[[], float]] = {
         key: _Timer(model, batch, task, step, on_shards and key == "ours")
         for key, model in models.items()
     }
+    if step is not None and on_shards:
+        timers[PARTS] = _parts_timer(models["ours"], timers["ours"], step)
     first = {key: timer() for key, timer in timers.items()}
     for _ in range(2):
         for timer in timers.values():
             timer()
-    samples: dict[str, list[float]] = {key: [] for key in models}
+    samples: dict[str, list[float]] = {key: [] for key in timers}
     for _ in range(rounds):
         for key, timer in timers.items():
+            if step is not None:
+                # torch finds an operator by a peer's specs faster where that peer ran it first.
+                _clear_sharding_prop_cache()
+                timer()
             samples[key].append(min(timer() for _ in range(2)))
     floors, references = samples[FLOOR], samples[REFERENCE]
     if step is not None:  # an unwrapped model updates eight times as much
@@ -194,6 +226,7 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     with one_line_on_bad_input():
         titles = {peer.key: peer.title for peer in named(options.peers.split(","))}
+        titles[PARTS] = "plain tensors, as large as one rank's parts"
         rows = measure(
             options.units, options.rounds, options.peers, options.step, options.on_shards
         )

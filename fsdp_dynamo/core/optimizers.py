@@ -259,6 +259,7 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     return optimizer
 
 
+_memory_of = operator.attrgetter("_local_tensor")
 _COMPARED = "a step on local tensors looks at the identity of states"
 
 
@@ -273,6 +274,8 @@ class _Locals:
         self._optimizer = optimizer
         self._plains: dict[Any, tuple[torch.Tensor, nn.Parameter]] = {}
         self._seen: list[Any] = []
+        self._dtensors: list[DTensor] = []
+        self._memories: list[torch.Tensor] = []
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         self._groups: list[list[torch.Tensor]] = []
         self._states: Any = {}
@@ -284,11 +287,13 @@ class _Locals:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         held = [group["params"] for group in groups]
-        params = list(chain.from_iterable((*params, None) for params in held))
-        seen = [*_with_memory(params), *_with_memory(_objects_of(state))]
-        if not _are_same(seen, self._seen):
+        seen = [*chain.from_iterable((*params, None) for params in held), *_objects_of(state)]
+        is_known = _are_same(seen, self._seen)
+        if not (is_known and _are_same(list(map(_memory_of, self._dtensors)), self._memories)):
             self._make(held, state)
             self._seen = seen
+            self._dtensors = [one for one in seen if isinstance(one, DTensor)]
+            self._memories = list(map(_memory_of, self._dtensors))
         try:
             self._show_grads()
             optimizer.state = self._states
@@ -344,22 +349,19 @@ class _Locals:
     @untraced(_COMPARED)
     def _take_back(self, state: Any) -> None:
         """Let the DTensors' states be what a step has left of the local tensors'."""
-        self._seen, self._states_seen = [], []
+        self._seen, self._states_seen, self._dtensors, self._memories = [], [], [], []
         left = dict(self._states)
         for param, plain in self._pairs:
             if (states := left.pop(plain, None)) is not None:
-                _take_states(state[param], states, param)
+                _take_states(state.setdefault(param, {}), states, param)
         state.update(left)  # of plain parameters
-
-
-def _with_memory(objects: list[Any]) -> list[Any]:
-    """Objects, and the local tensors of the DTensors among them."""
-    return objects + [one._local_tensor for one in objects if isinstance(one, DTensor)]
 
 
 def _objects_of(state: Any) -> list[Any]:
     """The parameters with states, and the names and values of these; what is no dict is new."""
-    owns = [own if isinstance(own, dict) else {"": object()} for own in state.values()]
+    owns = list(state.values())
+    if {*map(type, owns)} - {dict}:
+        owns = [own if isinstance(own, dict) else {"": object()} for own in owns]
     return [*state, *chain.from_iterable(owns), *chain.from_iterable(map(dict.values, owns))]
 
 

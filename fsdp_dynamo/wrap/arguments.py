@@ -354,8 +354,8 @@ def strategy_for(
     """The strategy requested by any of the arguments of ``fully_shard``."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(
-            f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by init_device_mesh(), "
-            "or pass a process group as process_group."
+            f"argument 'mesh': expected a DeviceMesh, got {mesh!r}. Make one by "
+            "init_device_mesh(), or pass a process group as process_group."
         )
     if reshard_after_forward is None:
         if strategy is None and mesh is not None and mesh.ndim == 2:

@@ -383,6 +383,30 @@ def test_a_dtensor_is_a_local_tensor_and_a_description(group: dist.ProcessGroup)
 
 
 @pytest.mark.private(
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    need="steps of several peers' optimizers in one process (benchmarks/host_overhead.py): torch's "
+    "cache has the specs of the first one, with which the others' are compared field by field",
+    instead="a process for each peer, whose ratios would drift with the machine",
+)
+def test_what_is_known_of_operators_is_forgotten(group: dist.ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, debug
+
+    value = DTensor.from_local(torch.ones(2), DeviceMesh.from_group(group, "cpu"), (Shard(0),))
+
+    def misses() -> int:
+        """Lookups that failed, of an addition."""
+        before = debug._get_fast_path_sharding_prop_cache_stats()[1]
+        _ = value + value
+        return debug._get_fast_path_sharding_prop_cache_stats()[1] - before
+
+    misses()
+    assert misses() == 0
+    debug._clear_sharding_prop_cache()
+    assert misses() == 1
+
+
+@pytest.mark.private(
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "._get_root_mesh",
     "torch.distributed.tensor.placement_types._StridedShard",
