@@ -476,8 +476,12 @@ def dim_of(placement: object, param: nn.Parameter, fqn: str, num_shards: int) ->
     if placement is None or placement == Shard(0):
         return 0
     shape = local_of(param).shape
-    dim = placement.dim if type(placement) is Shard else len(shape)
-    dim += len(shape) if dim < 0 else 0
+    if type(placement) is not Shard:
+        raise UnsupportedError(
+            f"shard_placement_fn of parameter '{fqn}': expected None or Shard of a dimension, got "
+            f"{placement!r}. Return one of them; parameters that stay whole are ignored_params."
+        )
+    dim = placement.dim + (len(shape) if placement.dim < 0 else 0)
     if not 0 <= dim < len(shape) or (dim and shape[dim] % num_shards):
         raise UnsupportedError(
             f"shard_placement_fn of parameter '{fqn}': expected None, Shard(0), or Shard of a "
