@@ -45,7 +45,7 @@ test-all: lint
 matrix: $(READY)
 	$(PY) tools/matrix.py $(ENVS) $(ARGS)
 
-# Writes docs/private-api.md and runs the tests of the names in it.
+# Writes docs/decisions/records/private-api.md and runs the tests of the names in it.
 private: $(READY)
 	$(PY) tools/private_api.py
 	$(PY) -m pytest --confcutdir tests/private_api tests/private_api

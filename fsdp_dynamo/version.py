@@ -1,8 +1,8 @@
 """This package's version, and those of torch that it works with; looked at before other imports.
 
-Private parts of torch are used (``docs/private-api.md`` lists them), so a version counts when all
-tests have passed with it. An older one is refused: what is used is not all there. A newer one gets
-a warning: most likely it works.
+Private parts of torch are used (``docs/decisions/records/private-api.md`` lists them), so a
+version counts when all tests have passed with it. An older one is refused: what is used is not all
+there. A newer one gets a warning: most likely it works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Writes ``docs/private-api.md``: every private name of torch that the project uses, and its test.
+"""Writes the page of every private name of torch that the project uses, with its test.
+
+That is ``docs/decisions/records/private-api.md``::
 
     python tools/private_api.py [--check]
 
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "private-api.md"
+PAGE = ROOT / "docs" / "decisions" / "records" / "private-api.md"
 TESTS = ROOT / "tests" / "private_api"
 DOCUMENTED = ("_asdict", "_replace")
 """Of named tuples: public in spite of the underscore."""
@@ -202,7 +204,7 @@ def _row(need: Need, path: str, used: dict[str, list[str]], sources: dict[str, s
     places = _places(need, used, sources)
     names = ", ".join(f"`{name}`" for name in need.names)
     where = "<br>".join(f"`{place}`" for place in places)
-    link = f"[{need.test}](../{path})"
+    link = f"[{need.test}](../../../{path})"
     return f"| {names} | {need.need} | {need.instead} | {where} | {link} |\n"
 
 

@@ -27,12 +27,13 @@ This page is written by
 
 ```
 pip install ".[models]"
-python benchmarks/models.py --markdown docs/models.md
+python benchmarks/models.py --markdown docs/decisions/records/models.md
 ```
 
-which measures what [the record](../benchmarks/results/models.json) does not have yet (`--again`:
-everything; `--bad`: what was not equal or close; `--list`: the names). A killed run goes on where
-it was. Nothing is downloaded: each model is built tiny from a configuration, with random weights.
+which measures what [the record](../../../benchmarks/results/models.json) does not have yet
+(`--again`: everything; `--bad`: what was not equal or close; `--list`: the names). A killed run
+goes on where it was. Nothing is downloaded: each model is built tiny from a configuration, with
+random weights.
 
 A cell is an architecture in a setting and a mode: three SGD steps on two gloo ranks, each with its
 own batches, beside `DistributedDataParallel(find_unused_parameters=True)` with the same weights and
