@@ -91,13 +91,15 @@ class Placing:
         return spec
 
     def without_address(self, local: torch.Tensor) -> DTensor:
-        """A DTensor that torch can copy, as parameters and values of state dicts are copied.
+        """A DTensor that torch can copy: a value of a state dict.
 
         A DTensor takes on its local tensor's storage offset. ``deepcopy()`` and torch's checkpoints
-        take a subclass of a tensor that has an address for one with memory of its own.
+        take a subclass of a tensor that has an address for one with memory of its own. Dynamo takes
+        one without for a tensor of another offset, so parameters have their addresses.
         """
         made: Any = self.dtensor(local.as_strided(local.shape, local.stride(), 0))
         made._local_tensor = local
+        _given[made] = True
         return made  # type: ignore[no-any-return]
 
     def holds(self, value: DTensor) -> bool:
@@ -147,7 +149,7 @@ class Placing:
 def move_to(param: Any, local: torch.Tensor, placing: Placing) -> None:
     """Let ``local`` be the memory of a DTensor, of any dtype and on any device."""
     if local.dtype != param.dtype or local.device != param.device:
-        made: Any = placing.without_address(local)
+        made: Any = placing.dtensor(local)
         torch.Tensor.data.__set__(param, made)  # type: ignore[attr-defined]
         param._spec = made._spec
     param._local_tensor = local
@@ -166,12 +168,6 @@ def with_local(value: DTensor, local: torch.Tensor) -> DTensor:
 
 _given = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 """Values of state dicts that are ours, and not those of another library."""
-
-
-def note_given(value: DTensor) -> DTensor:
-    """Note that a DTensor is a value of one of our state dicts; returns it."""
-    _given[value] = True
-    return value
 
 
 def note_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

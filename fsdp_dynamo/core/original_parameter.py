@@ -141,13 +141,11 @@ class OriginalParameter:
         return local if self.tensor_class is None else self.tensor_class.memory(local)
 
     def _parameter_around(self, part: torch.Tensor) -> nn.Parameter:
-        """A parameter as ``nn.Parameter`` makes it, but without an address and a spec of its own.
-
-        torch compares the spec with that of gradients, by identity first.
-        """
-        param: Any = self.placing.without_address(self._local(part))
-        param._is_param = True
-        return param.requires_grad_(self.param.requires_grad)  # type: ignore[no-any-return]
+        """A DTensor for the parameter, of which this rank has ``part``."""
+        made: Any = self.placing.dtensor(self._local(part))
+        param: Any = nn.Parameter(made, requires_grad=self.param.requires_grad)
+        param._spec = made._spec  # that of gradients: torch compares the same object fastest
+        return param  # type: ignore[no-any-return]
 
     def _local(self, part: torch.Tensor) -> torch.Tensor:
         own, before = _of_its_own(part), local_of(self.param)

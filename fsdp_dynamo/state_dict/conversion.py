@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fsdp_dynamo.agreement.store import exchange_device
 from fsdp_dynamo.comm.watchdog import watched
-from fsdp_dynamo.core.dtensors import local_of, note_given, whole_of
+from fsdp_dynamo.core.dtensors import local_of, whole_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter, shard_of, unsharded_of
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
@@ -66,7 +66,7 @@ def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tens
     """
     if not flat.layout.slots[index].numel:
         return local_of(local).view(flat.layout.slots[index].shape)
-    return note_given(flat.originals[index].placing.without_address(local_of(local)))
+    return flat.originals[index].placing.without_address(local_of(local))
 
 
 def mark_rank_local(flat: FlatParameter, value: Any) -> Any:

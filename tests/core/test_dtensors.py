@@ -453,25 +453,6 @@ def test_meshes(ranks: RankPool) -> None:
         assert max(differences.values()) < 1e-5, differences
 
 
-@on_ranks(2)
-def test_copies_of_parameters_and_optimizers(rank: int) -> None:
-    model: Any = fully_shard(_Pair())
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    copied = copy.deepcopy(optimizer)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    weight = copied.param_groups[0]["params"][0]
-    assert type(weight) is DTensor
-    assert isinstance(weight, nn.Parameter)
-    assert weight.full_tensor().any()
-    assert not model.up.weight.full_tensor().any()
-    assert copied.state[weight]["exp_avg"].full_tensor().any()
-
-
 def test_a_group_is_no_mesh() -> None:
     error = error_of(lambda: fully_shard(_Pair(), mesh=object()))  # type: ignore[arg-type]
     assert "argument 'mesh': expected a DeviceMesh, got <object" in error

@@ -76,6 +76,16 @@ def _chain(boundary: Boundary) -> Branch:
 ROOT = Branch((Leaf("linear", bias=False),))
 NAMED = Boundary("named tuple")
 FOUND = {
+    "a teacher that follows while Dynamo traces": Program(
+        Branch((Leaf("linear", frozen="all", tied_to=1, boundary=Boundary(stored="mean")),)),
+        "FULL_SHARD",
+        "hooks",
+        False,
+        (("forward", 3, 2, "both"),),
+        in_float64=True,
+        teacher="moves",
+        freezes_teacher=True,
+    ),
     "a copy of what refers to itself weakly": Program(
         Branch((Leaf("scale", wrapped=True), Leaf("nothing", wrapped=True)), wrapped=True),
         "SHARD_GRAD_OP",
