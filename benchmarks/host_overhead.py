@@ -117,15 +117,17 @@ class _Timer:
 
     def __call__(self) -> float:
         seconds = timed_step(*self._given)
-        if self._optimizer is None:
-            return seconds
-        began = time.perf_counter()
-        self._optimizer.step()
-        return time.perf_counter() - began
+        return seconds if self._optimizer is None else _step_seconds(self._optimizer)
 
 
 def _adamw(parameters: Iterable[nn.Parameter], step: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=step == "foreach", fused=step == "fused")
+
+
+def _step_seconds(optimizer: torch.optim.Optimizer) -> float:
+    began = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - began
 
 
 def _parts_timer(model: nn.Module, before: Callable[[], float], step: str) -> Callable[[], float]:
@@ -140,9 +142,7 @@ def _parts_timer(model: nn.Module, before: Callable[[], float], step: str) -> Ca
 
     def timed() -> float:
         before()
-        began = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - began
+        return _step_seconds(optimizer)
 
     return timed
 

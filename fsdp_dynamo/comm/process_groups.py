@@ -7,7 +7,8 @@ With a hybrid strategy, N = R x S ranks hold R replicas of S shards::
     replica     0  0 | 1  1
 
 All-gathers and reduce-scatters stay inside a shard group; the results of the reduce-scatters are
-averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels below.
+averaged over the replicate group. With a hierarchical one, all N ranks shard, on two levels
+(``Hierarchy``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -335,6 +336,11 @@ def _reduction_group(group: object, shard: dist.ProcessGroup) -> dist.ProcessGro
     return reduce
 
 
+def is_first_of(groups: Iterable[dist.ProcessGroup]) -> bool:
+    """Whether this rank is the first of all that some groups make up together."""
+    return all(group.rank() == 0 for group in groups)
+
+
 def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
@@ -450,8 +456,8 @@ def hierarchy_of(
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < default.size():
         raise FSDPValueError(
             "HIERARCHICAL_SHARD: expected nodes of equally many ranks, at equal distances: rank = "
-            f"node * ranks in a node + position, got ranks {_in_words(node)} in a node and "
-            f"{_in_words(across)} between nodes, on rank {dist.get_rank()}. Create device_mesh "
+            f"node * ranks in a node + position, got ranks {_ranks(node)} in a node and "
+            f"{_ranks(across)} between nodes, on rank {dist.get_rank()}. Create device_mesh "
             "with init_device_mesh(device, (nodes, ranks in a node))."
         )
     number = {
@@ -467,7 +473,7 @@ def hierarchy_of(
 def _grid(node: dist.ProcessGroup, across: dist.ProcessGroup) -> list[list[int]]:
     """Global ranks by node and position, as this rank's row and column continue."""
     own = dist.get_rank()
-    return [[one + other - own for one in _in_words(node)] for other in _in_words(across)]
+    return [[one + other - own for one in _ranks(node)] for other in _ranks(across)]
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
@@ -485,7 +491,3 @@ def _group_of(
     if tuple(ranks) not in made:
         made[tuple(ranks)] = new_group(levels, ranks, "the group of all nodes")
     return made[tuple(ranks)]
-
-
-def _in_words(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)

@@ -1,7 +1,7 @@
 """Parameters as torch's own DTensors: mesh and placements, and this rank's part of a value.
 
 A parameter of a unit is ``Shard(0)``, or of the dimension that ``shard_placement_fn`` chooses, over
-the ranks that share it, divided as torch divides it (``core/layout``), and ``Replicate()`` over
+the ranks that share it, divided as torch divides it (``core/flat_layout``); ``Replicate()`` over
 replicas. A scalar has no rows: every rank holds it. Under tensor parallelism mesh and placements
 have its dimensions too, as FSDP2 has them.
 """

@@ -276,7 +276,6 @@ class _Locals:
         self._seen: list[Any] = []
         self._dtensors: list[DTensor] = []
         self._memories: list[torch.Tensor] = []
-        self._pairs: list[tuple[DTensor, nn.Parameter]] = []
         self._groups: list[list[torch.Tensor]] = []
         self._states: Any = {}
         self._states_seen: list[Any] = []
@@ -306,9 +305,9 @@ class _Locals:
                 group["params"] = own
             optimizer.state = state
             note_checked(optimizer)
-            for _, plain in self._pairs:
+            for _, plain in self._plains.values():
                 plain.grad = None
-            increment_version([param for param, _ in self._pairs])  # units notice the writes
+            increment_version(list(self._plains))  # units notice the writes
             if not _are_same(_objects_of(self._states), self._states_seen):
                 self._take_back(state)
 
@@ -324,7 +323,6 @@ class _Locals:
                 plain = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
             self._plains[param] = memory, plain
         plains = {param: plain for param, (_, plain) in self._plains.items()}
-        self._pairs = list(plains.items())
         self._groups = [[plains.get(param, param) for param in own] for own in held]
         self._states = defaultdict(dict)
         for param, own in state.items():
@@ -335,7 +333,7 @@ class _Locals:
 
     def _show_grads(self) -> None:
         """Give the plain parameters the local tensors of the DTensors' gradients."""
-        for param, plain in self._pairs:
+        for param, (_, plain) in self._plains.items():
             grad: Any = param.grad
             if grad is None:
                 continue
@@ -351,7 +349,7 @@ class _Locals:
         """Let the DTensors' states be what a step has left of the local tensors'."""
         self._seen, self._states_seen, self._dtensors, self._memories = [], [], [], []
         left = dict(self._states)
-        for param, plain in self._pairs:
+        for param, (_, plain) in self._plains.items():
             if (states := left.pop(plain, None)) is not None:
                 _take_states(state.setdefault(param, {}), states, param)
         state.update(left)  # of plain parameters

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp_dynamo.comm.process_groups import is_first_of
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.dtensors import local_of, refuse_parallel
 from fsdp_dynamo.core.flat_layout import ShardRange
@@ -94,7 +95,7 @@ class _SummonedFlat:
     def __init__(self, flat: FlatParameter, options: SummonOptions) -> None:
         self._flat = flat
         self._options = options
-        self._is_first = all(group.rank() == 0 for group in flat.groups.all)
+        self._is_first = is_first_of(flat.groups.all)
         self._has_whole = self._is_first or not options.rank0_only
         self._grads = [original.param.grad for original in flat.originals]
         self._has_grads = self._any_rank_has_grad() if options.with_grads else None

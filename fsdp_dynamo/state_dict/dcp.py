@@ -32,6 +32,7 @@ from fsdp_dynamo.api import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from fsdp_dynamo.comm.process_groups import is_first_of
 from fsdp_dynamo.core.dtensors import is_given
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
@@ -233,7 +234,7 @@ def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[s
 
 def _is_first(model: nn.Module) -> bool:
     """Whether this is the first of all ranks of a model."""
-    return all(group.rank() == 0 for group in _groups_of(model))
+    return is_first_of(_groups_of(model))
 
 
 def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import is_tensor_like
 
 from fsdp_dynamo.api import StateDictConfig, StateDictSettings, StateDictType
-from fsdp_dynamo.comm.process_groups import Groups
+from fsdp_dynamo.comm.process_groups import Groups, is_first_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit, UnitState
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
@@ -104,7 +104,7 @@ def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDict
 
 def _is_omitted(groups: Groups, config: StateDictConfig) -> bool:
     first_only = getattr(config, "rank0_only", False)
-    return first_only and any(group.rank() != 0 for group in groups.all)
+    return first_only and not is_first_of(groups.all)
 
 
 def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
+from fsdp_dynamo.comm.process_groups import is_first_of
 from fsdp_dynamo.core.dtensors import local_of, note_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.optimizers import SCALAR_STATES
@@ -263,7 +264,7 @@ def _full_state(
     to_cpu = config.offload_to_cpu
     by_index = {(p.flat, p.index): p for p in states if p.flat is not None}
     result: dict[str, dict[str, Any]] = {place.fqn: {} for place, state in states.items() if state}
-    first = all(g.rank() == 0 for flat in named.flats[:1] for g in flat.groups.all)
+    first = is_first_of(group for flat in named.flats[:1] for group in flat.groups.all)
     wanted = first or not getattr(config, "rank0_only", False)
     for flat in named.flats:
         members = [by_index.get((flat, i)) for i in range(len(flat.originals))]

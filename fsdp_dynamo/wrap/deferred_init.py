@@ -277,7 +277,7 @@ def _slots_of(fqn: str, module: nn.Module) -> Iterator[_Slot]:
 # -- initial values --------------------------------------------------------------------------------
 # Initial values of parameters before they are sharded.
 #
-# A module may hold its values already, may be on the meta device (see ``deferred_init``), and may
+# A module may hold its values already, may be on the meta device (see above), and may
 # be given rank 0's. Each unit is sharded as soon as it has its values.
 
 

@@ -282,15 +282,22 @@ def test_the_backward_is_that_of_its_forward(ranks: RankPool, strategy: str, mod
         assert wrong == []
 
 
+def _plain_and_sharded(door: str, mode: str) -> list[tuple[Any, Any]]:
+    """A model and a sharded copy of it, each with what runs it."""
+    plain = make_transformer(num_blocks=2)
+    sharded = through(door, copy.deepcopy(plain))
+    return [(plain, plain), (sharded, in_mode(sharded, mode))]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) -> None:
     """The backward is that of its forward; the new parameter's values are the next forward's."""
-    models: list[Any] = [make_transformer(num_blocks=2)]
-    models.append(through(door, copy.deepcopy(models[0])))
+    pairs = _plain_and_sharded(door, mode)
+    models = [model for model, _ in pairs]
     losses = []
-    for model, run in (models[0], models[0]), (models[1], in_mode(models[1], mode)):
+    for model, run in pairs:
         loss_of(run, batch(rank, 0)).backward()
         model.zero_grad()
         loss = loss_of(run, batch(rank, 0))
@@ -310,9 +317,9 @@ def test_replaced_between_forward_and_backward(rank: int, door: str, mode: str) 
 @on_ranks(2)
 def test_a_replaced_parameter_brings_its_gradient(rank: int, door: str, mode: str) -> None:
     """None, as a new one has, or its own, to which the next backward adds; frozen ones get none."""
-    models: list[Any] = [make_transformer(num_blocks=2)]
-    models.append(through(door, copy.deepcopy(models[0])))
-    for model, run in (models[0], models[0]), (models[1], in_mode(models[1], mode)):
+    pairs = _plain_and_sharded(door, mode)
+    models = [model for model, _ in pairs]
+    for model, run in pairs:
         loss_of(run, batch(rank, 0)).backward()
         if model is models[0]:
             average_gradients(model)

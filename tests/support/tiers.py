@@ -71,8 +71,6 @@ SMOKE: dict[str, tuple[str, ...]] = {
     "graph_passes/scheduling": (
         "graph_passes/test_schedule.py::test_forward",
         "graph_passes/test_schedule.py::test_backward",
-    ),
-    "graph_passes/scheduling stretches": (
         "graph_passes/test_cutting.py::test_views_and_constants_are_copied_to_their_readers",
         "graph_path/test_stretches.py::test_no_stretch_writes_into_what_another_reads",
     ),
