@@ -57,9 +57,9 @@ coverage: $(READY)
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report
 
-# Brings the graphs in tests/graph_path/test_golden.py (and other expected texts) up to date.
+# Brings the graphs in tests/graph_mode/test_golden.py (and other expected texts) up to date.
 golden: $(READY)
-	EXPECTTEST_ACCEPT=1 $(PY) -m pytest tests/graph_path/test_golden.py
+	EXPECTTEST_ACCEPT=1 $(PY) -m pytest tests/graph_mode/test_golden.py
 
 demo: $(READY)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)

@@ -31,7 +31,7 @@ from benchmarks.peers import Setting
 from benchmarks.workloads.catalogue import Workload
 from fsdp_dynamo import ShardingStrategy
 from fsdp_dynamo.estimator import Cluster, ElementSizes, Prediction, predict, take_inventory
-from fsdp_dynamo.graph_path import calibration
+from fsdp_dynamo.graph_mode import calibration
 
 PEERS = {
     ShardingStrategy.FULL_SHARD: "ours_graph_inductor",

@@ -9,11 +9,9 @@ check_distributed()
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import fsdp_dynamo.api
-import fsdp_dynamo.graph_path.backends  # registers the backends of torch.compile
+import fsdp_dynamo.graph_mode.backends  # registers the backends of torch.compile
 import fsdp_dynamo.state_dict.dcp  # noqa: F401  # lets torch.distributed.checkpoint know our models
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.agreement.comparison import set_agreement_timeout
-from fsdp_dynamo.agreement.flight_recorder import record_flight
 from fsdp_dynamo.api import (
     BackwardPrefetch,
     CollectivePrecision,
@@ -45,7 +43,9 @@ from fsdp_dynamo.errors import (
 )
 from fsdp_dynamo.events import Event, EventLog, record_events
 from fsdp_dynamo.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
-from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
+from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
+from fsdp_dynamo.health.comparison import set_agreement_timeout
+from fsdp_dynamo.health.flight_recorder import record_flight
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
 from fsdp_dynamo.precompiled import load_precompiled, precompile

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.agreement.flight_recorder import FIELDS, explain_records
+from fsdp_dynamo.health.flight_recorder import FIELDS, explain_records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Options of the graph path: ``torch.compile(model, backend="fsdp_dynamo", options={...})``."""
+"""Options of graph mode: ``torch.compile(model, backend="fsdp_dynamo", options={...})``."""
 
 from __future__ import annotations
 

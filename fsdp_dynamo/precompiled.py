@@ -28,15 +28,15 @@ from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
-from fsdp_dynamo.agreement.comparison import first_difference, require_same, share_from_first
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.dynamo.private_api import compiled_parts
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_mode.compile_cache import require_usable_folder, source_key
+from fsdp_dynamo.graph_mode.planning import adopt_rates, known_rates
+from fsdp_dynamo.graph_mode.traced_unit import groups_in_graph
 from fsdp_dynamo.graph_options import GraphOptions
-from fsdp_dynamo.graph_path.compile_cache import require_usable_folder, source_key
-from fsdp_dynamo.graph_path.planning import adopt_rates, known_rates
-from fsdp_dynamo.graph_path.traced_unit import groups_in_graph
+from fsdp_dynamo.health.comparison import first_difference, require_same, share_from_first
 from fsdp_dynamo.version import __version__
 from fsdp_dynamo.warmup import Step, warmup
 

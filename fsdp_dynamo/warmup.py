@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.core.unit_modules import clear_gradients, preserve_state, units_in
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.graph_path.backends import told
+from fsdp_dynamo.graph_mode.backends import told
+from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.state_dict.methods import uncompiled
 from fsdp_dynamo.untraced import UNDER_LOCK, untraced

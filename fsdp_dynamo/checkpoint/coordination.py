@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_dynamo.agreement.comparison import checked_seconds
-from fsdp_dynamo.agreement.flight_recorder import listed
-from fsdp_dynamo.agreement.notices import link_groups
-from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.comm.exit_callbacks import run_with_timeout
 from fsdp_dynamo.comm.process_groups import new_group
 from fsdp_dynamo.comm.watchdog import STORE_TIMEOUT_S, Interruptible, notice_for
 from fsdp_dynamo.errors import CheckpointError, DivergenceError, FSDPError, first_line
+from fsdp_dynamo.health.comparison import checked_seconds
+from fsdp_dynamo.health.flight_recorder import listed
+from fsdp_dynamo.health.notices import link_groups
+from fsdp_dynamo.health.store import shared_store
 
 # -- the group -------------------------------------------------------------------------------------
 # Groups of all ranks that carry only the small objects of saves and loads.

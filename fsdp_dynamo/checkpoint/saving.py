@@ -20,7 +20,6 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp_dynamo.agreement.comparison import difference
 from fsdp_dynamo.checkpoint import manifest, states
 from fsdp_dynamo.checkpoint import manifest as folders
 from fsdp_dynamo.checkpoint.coordination import (
@@ -44,6 +43,7 @@ from fsdp_dynamo.errors import (
     FSDPTypeError,
     FSDPValueError,
 )
+from fsdp_dynamo.health.comparison import difference
 from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.optim_state import copied
 

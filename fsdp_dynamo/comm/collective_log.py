@@ -3,7 +3,7 @@
 All ranks must issue a group's collectives in the same order. Mismatched collectives do not fail: of
 equal size, they mix up their data; otherwise they wait forever. So each message carries a tag made
 from its collective's signature (other tags never match), and each rank keeps its last collectives,
-so that ranks which wait can compare them (``agreement.collective_order``).
+so that ranks which wait can compare them (``health.collective_order``).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def peer_failure_message(
 # Behind each wait for a collective an event is recorded on the stream that waits. An event holds
 # no tensor; a backend's handle would keep the collective's output in memory, and what comes next
 # could not use it again. An event that is not reached says that the stream stands still or is
-# slow, not which: that is for the ranks to compare (``agreement.collective_order``).
+# slow, not which: that is for the ranks to compare (``health.collective_order``).
 
 
 _LOOKS_UNTIL_OVERDUE = 3

@@ -1,5 +1,5 @@
 """Flat parameters and units: layout, storage, views, gradients, training state.
 
-A unit implements each action; ``eager`` and ``graph_path`` decide when it runs.
+A unit implements each action; ``eager`` and ``graph_mode`` decide when it runs.
 Imports: ``comm``.
 """

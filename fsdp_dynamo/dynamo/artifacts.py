@@ -31,7 +31,7 @@ DECOMPILED = PREFIX + "dynamo.decompiled"
 STAGES = PREFIX + "stages"
 
 unit_now: ContextVar[str] = ContextVar("unit_now", default="")
-"""FQN of the unit whose body runs now on the hooks path."""
+"""FQN of the unit whose body runs now on the hooks mode."""
 
 
 class Frame(NamedTuple):
@@ -48,7 +48,7 @@ class Artifact:
     Attributes:
         name: of the artifact, or of the kind of record: ``"aot_joint_graph"``.
         frame: of which compilation.
-        unit: FQN of the unit whose body ran; ``""`` for the root, and on the graph path.
+        unit: FQN of the unit whose body ran; ``""`` for the root, and in graph mode.
         text: its payload.
     """
 

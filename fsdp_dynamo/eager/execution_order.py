@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from fsdp_dynamo.agreement.comparison import first_difference, require_same
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.errors import unit_name
+from fsdp_dynamo.health.comparison import first_difference, require_same
 
 
 class ExecutionOrder:

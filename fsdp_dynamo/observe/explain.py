@@ -22,7 +22,7 @@ from fsdp_dynamo.events import (
     record_events,
     unrecorded,
 )
-from fsdp_dynamo.graph_path.planning import record_plans
+from fsdp_dynamo.graph_mode.planning import record_plans
 from fsdp_dynamo.observe import timeline
 from fsdp_dynamo.observe.explanation import (
     Cut,

@@ -25,7 +25,7 @@ from fsdp_dynamo.dynamo.private_api import (
     mode_of,
 )
 from fsdp_dynamo.errors import FSDPStateError, FSDPTypeError, FSDPValueError
-from fsdp_dynamo.graph_path.backends import fsdp_dynamo_aot_eager
+from fsdp_dynamo.graph_mode.backends import fsdp_dynamo_aot_eager
 from fsdp_dynamo.observe.own_backend import OwnBackend
 from fsdp_dynamo.pytree import tensors_of
 

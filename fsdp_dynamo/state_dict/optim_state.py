@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fsdp_dynamo.agreement.comparison import require_same
 from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.comm.process_groups import is_first_of
 from fsdp_dynamo.core.dtensors import local_of, note_copy
@@ -32,6 +31,7 @@ from fsdp_dynamo.core.optimizers import SCALAR_STATES
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
+from fsdp_dynamo.health.comparison import require_same
 from fsdp_dynamo.module_tree import plain_fqn
 from fsdp_dynamo.state_dict.conversion import (
     as_value,

@@ -12,10 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_dynamo.agreement.comparison import require_same
-from fsdp_dynamo.agreement.flight_recorder import record_flight_by_default
-from fsdp_dynamo.agreement.notices import announce_failure, link_groups
-from fsdp_dynamo.agreement.run import begin_run, together
 from fsdp_dynamo.api import (
     MixedPrecision,
     ShardingStrategy,
@@ -30,6 +26,10 @@ from fsdp_dynamo.core.optimizers import watch_optimizers
 from fsdp_dynamo.core.unit import Unit, UnitConfig
 from fsdp_dynamo.eager.hooks import keep_module_precision
 from fsdp_dynamo.errors import FSDPTypeError, FSDPValueError
+from fsdp_dynamo.health.comparison import require_same
+from fsdp_dynamo.health.flight_recorder import record_flight_by_default
+from fsdp_dynamo.health.notices import announce_failure, link_groups
+from fsdp_dynamo.health.run import begin_run, together
 from fsdp_dynamo.module_tree import (
     WRAPPED,
     WRAPPER_NAMES,

@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_dynamo.agreement.run import together
 from fsdp_dynamo.comm.process_groups import Groups
 from fsdp_dynamo.comm.watchdog import watched
 from fsdp_dynamo.core.original_parameter import REPLACED, OriginalParameter
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
+from fsdp_dynamo.health.run import together
 from fsdp_dynamo.module_tree import join_fqn
 
 InitFn = Callable[[nn.Module], None]

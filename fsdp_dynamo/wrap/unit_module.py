@@ -40,10 +40,10 @@ from fsdp_dynamo.dynamo.private_api import (
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
-from fsdp_dynamo.graph_path.gradient_routing import carrier_of, mark_shard
-from fsdp_dynamo.graph_path.trace import Inputs, check_originals, traced_forward
-from fsdp_dynamo.graph_path.traced_unit import stand_in_for
-from fsdp_dynamo.hooks_path import leaves
+from fsdp_dynamo.graph_mode.gradient_routing import carrier_of, mark_shard
+from fsdp_dynamo.graph_mode.trace import Inputs, check_originals, traced_forward
+from fsdp_dynamo.graph_mode.traced_unit import stand_in_for
+from fsdp_dynamo.hooks_mode import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.pytree import is_plain
 from fsdp_dynamo.state_dict import model
@@ -162,7 +162,7 @@ class UnitModule(UserMethods):
         self.__dict__[self._fsdp_entry] = MethodType(UnitModule._fsdp_enter, self)
 
     def _fsdp_share_shards(self) -> None:
-        """Hand the shards to the graph path, whose inputs they are."""
+        """Hand the shards to graph mode, whose inputs they are."""
         flats = self._fsdp_own_unit.flats
         self._fsdp_carriers = tuple(carrier_of(flat) for flat in flats)
         self._fsdp_graph_inputs, self._fsdp_full_graph_inputs = (

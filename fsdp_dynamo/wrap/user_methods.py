@@ -140,7 +140,7 @@ class UserMethods(nn.Module):
         )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce gradients with a hook of the user's in eager and on the hooks path.
+        """Reduce gradients with a hook of the user's in eager and on the hooks mode.
 
         Args:
             state: the hook's first argument; ``None``: a ``comm_hooks.HookState``.

@@ -32,8 +32,8 @@ class FullyShardedDataParallel(WrapperAttributes):
 
     ``model = FullyShardedDataParallel(model, auto_wrap_policy=...)`` replaces the chosen
     submodules by wrappers in place and returns the outermost one. Each wrapper is one unit.
-    It runs eagerly, under ``torch.compile(model)`` (hooks path) and under
-    ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph path).
+    It runs eagerly, under ``torch.compile(model)`` (hooks mode) and under
+    ``torch.compile(model, fullgraph=True, backend="fsdp_dynamo")`` (graph mode).
 
     Args:
         module: the module to wrap. DTensors take the place of its parameters (``Shard(0)``;

@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "host_overhead.py"
 @pytest.mark.slow
 @pytest.mark.timing
 def test_host_cost(tmp_path: Path) -> None:
-    """Eager at most half of FSDP2's, the graph path at most a fifth.
+    """Eager at most half of FSDP2's, graph mode at most a fifth.
 
     A process of its own, so that nothing else of the test run is in it.
     """

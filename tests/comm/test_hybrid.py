@@ -191,8 +191,8 @@ def test_whole_units_in_replicas(ranks: RankPool, mode: str) -> None:
 
 def _planned_rates(rank: int, world_size: int) -> list[Any]:
     """The rates that each rank plans with, where the groups have measured different ones."""
-    from fsdp_dynamo.graph_path import calibration, planning
-    from fsdp_dynamo.graph_path.planning import record_plans
+    from fsdp_dynamo.graph_mode import calibration, planning
+    from fsdp_dynamo.graph_mode.planning import record_plans
 
     def measured(group: dist.ProcessGroup, device: torch.device) -> Any:
         rate = 1e5 * (1 + rank)
@@ -226,7 +226,7 @@ def test_replicas_decide_from_the_same_rates(ranks: RankPool) -> None:
 
 
 def _with_own_group(rank: int, world_size: int, mode: str) -> tuple[Any, Any, set[int], int]:
-    from fsdp_dynamo.graph_path.planning import record_plans
+    from fsdp_dynamo.graph_mode.planning import record_plans
 
     def run(group: dist.ProcessGroup | None) -> tuple[Any, Any]:
         model = wrap(make_transformer(num_blocks=2), reduction_group=group)

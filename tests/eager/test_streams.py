@@ -39,7 +39,7 @@ from fsdp_dynamo.core.reduction import PendingReduce
 from fsdp_dynamo.core.unit import RootState, Unit
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.events import COLLECTIVE_KINDS
-from fsdp_dynamo.graph_path import offloading
+from fsdp_dynamo.graph_mode import offloading
 from fsdp_dynamo.wrap import arguments
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

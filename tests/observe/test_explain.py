@@ -269,7 +269,7 @@ def _explained(rank: int, world_size: int, mode: str) -> Any:
 @pytest.mark.parametrize(
     "mode", ["fsdp_dynamo_aot_eager", pytest.param("fsdp_dynamo", marks=pytest.mark.slow)]
 )
-def test_graph_path(ranks: RankPool, mode: str) -> None:
+def test_graph_mode(ranks: RankPool, mode: str) -> None:
     results = ranks.run(_explained, 2, mode)
     for found, unchanged, keys in results:
         assert unchanged
@@ -297,7 +297,7 @@ def test_graph_path(ranks: RankPool, mode: str) -> None:
     assert plans[0] == plans[1]
 
 
-def test_hooks_path(ranks: RankPool) -> None:
+def test_hooks_mode(ranks: RankPool) -> None:
     for found, unchanged, keys in ranks.run(_explained, 2, "hooks"):
         assert unchanged
         assert (found.mode, found.graphs) == ("hooks", ())
@@ -346,7 +346,7 @@ def test_options_and_errors(ranks: RankPool) -> None:
 
 
 def _within_accumulation(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether what no_sync() has summed is the same after an explanation on the hooks path."""
+    """Whether what no_sync() has summed is the same after an explanation on the hooks mode."""
     wrapped = wrap(make_transformer(num_blocks=1))
     with wrapped.no_sync():
         loss_of(wrapped, batch(rank, 0)).backward()

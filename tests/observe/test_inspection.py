@@ -237,7 +237,7 @@ def _inspect(
 GRAPH = {"backend": "fsdp_dynamo_aot_eager", "fullgraph": True}
 
 
-def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_graph_mode_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
     (found, same), _ = ranks.run(_inspect, 2, str(tmp_path), GRAPH)
     assert same
     names = [name for name, _ in found]
@@ -267,7 +267,7 @@ def test_the_graph_path_stage_by_stage(ranks: RankPool, tmp_path: Path) -> None:
     assert sorted(before) == sorted(after), "the planner does no more than move"
 
 
-def test_the_hooks_path_unit_by_unit(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_hooks_mode_unit_by_unit(ranks: RankPool, tmp_path: Path) -> None:
     (found, same), _ = ranks.run(_inspect, 2, str(tmp_path), {"backend": "inductor"})
     assert same
     texts = dict(found)

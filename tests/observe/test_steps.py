@@ -29,7 +29,7 @@ from fsdp_dynamo import (
 )
 from fsdp_dynamo.dynamo.artifacts import Compilation, record_compilations
 from fsdp_dynamo.events import COLLECTIVE_KINDS, Event, EventLog, Kind, Model, Step
-from fsdp_dynamo.graph_path import trace
+from fsdp_dynamo.graph_mode import trace
 from fsdp_dynamo.observe.explain import (
     RecordedStep,
     recorded_step,

@@ -35,7 +35,7 @@ def test_imports_go_downward() -> None:
         ("graph_passes/markers.py", "from fsdp_dynamo import errors"),
         (
             "fsdp_dynamo/eager/hooks.py",
-            "def late():\n    from fsdp_dynamo.hooks_path import leaves",
+            "def late():\n    from fsdp_dynamo.hooks_mode import leaves",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import clear_caches
 
 from fsdp_dynamo import FSDP
-from fsdp_dynamo.graph_path import compile_cache
+from fsdp_dynamo.graph_mode import compile_cache
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
 WIDTH = 8

@@ -79,7 +79,7 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.utils._pytree import tree_map_only
 
-    from fsdp_dynamo.graph_path import calibration
+    from fsdp_dynamo.graph_mode import calibration
 
     torch.set_num_threads(1)
     calibration.measured = functools.wraps(calibration.measured)(lambda group, device: RATES)

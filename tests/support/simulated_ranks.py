@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fsdp_dynamo.agreement import comparison, late_ranks, store
+from fsdp_dynamo.health import comparison, late_ranks, store
 
 T = TypeVar("T")
 _STACK_BYTES = 1 << 18

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_dynamo.agreement import graph_agreement, late_ranks
-from fsdp_dynamo.agreement.collective_order import find_order_mismatch
-from fsdp_dynamo.agreement.comparison import awaited, require_same, share_from_first, texts_over
-from fsdp_dynamo.agreement.store import shared_store
 from fsdp_dynamo.checkpoint.coordination import Meeting
 from fsdp_dynamo.comm import collective_log, watchdog
+from fsdp_dynamo.health import graph_agreement, late_ranks
+from fsdp_dynamo.health.collective_order import find_order_mismatch
+from fsdp_dynamo.health.comparison import awaited, require_same, share_from_first, texts_over
+from fsdp_dynamo.health.store import shared_store
 from graph_passes.text.listing import SEPARATOR
 
 _NUM_UNITS = 100

@@ -137,12 +137,12 @@ def _new(args: TrainingArguments, sharding: Sharding | None) -> Trainer:
 
 
 def graph(folder: Path) -> dict[str, Any]:
-    """The same on the graph path."""
+    """The same in graph mode."""
     return _compiled(folder, Sharding(compile=GRAPH))
 
 
 def hooks(folder: Path) -> dict[str, Any]:
-    """The same on the hooks path."""
+    """The same on the hooks mode."""
     return _compiled(folder, Sharding(layers=["LlamaDecoderLayer"], compile=HOOKS))
 
 

@@ -193,11 +193,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "parameter 'blocks.1.up.weight': expected a parameter that no unit holds yet, "
         "got one that is tied to 'up.weight'",
     ),
-    "use_orig_params, hooks path": (
+    "use_orig_params, hooks mode": (
         lambda: _wrap_in_compiled_mode("aot_eager", False, use_orig_params=False),
         "expected use_orig_params=True under torch.compile",
     ),
-    "use_orig_params, graph path": (
+    "use_orig_params, graph mode": (
         lambda: _wrap_in_compiled_mode("fsdp_dynamo_aot_eager", True, use_orig_params=False),
         "expected use_orig_params=True under torch.compile",
     ),

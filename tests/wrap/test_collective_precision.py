@@ -29,7 +29,7 @@ from fsdp_dynamo import (
     record_events,
 )
 from fsdp_dynamo.comm import point_to_point
-from fsdp_dynamo.graph_path import calibration
+from fsdp_dynamo.graph_mode import calibration
 from fsdp_dynamo.wrap_policy import CustomPolicy, ModuleWrapPolicy
 from graph_passes.wire_format import WireFormat
 

@@ -15,7 +15,7 @@ from modes import MODES, in_mode
 from pool import RankPool
 
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.hooks_path.leaves import SegmentBackend
+from fsdp_dynamo.hooks_mode.leaves import SegmentBackend
 
 
 def _steps(rank: int, world_size: int, mode: str, backward: bool) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pool import RankPool
 from fsdp_dynamo import FSDP, CollectivePrecision, explain, record_events, record_plans
 from fsdp_dynamo.comm import wire_codec
 from fsdp_dynamo.events import COLLECTIVE_KINDS
-from fsdp_dynamo.graph_path import calibration
+from fsdp_dynamo.graph_mode import calibration
 from graph_passes.scheduling.plan import Plan
 
 ALWAYS = CollectivePrecision("int8", "int8", stochastic_rounding=False)

@@ -20,7 +20,7 @@ from fsdp_dynamo.dynamo.artifacts import (
 )
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.events import EventLog, Model, record_events
-from fsdp_dynamo.graph_path.planning import PlanLog, record_plans
+from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import RecordedStep, reports_of, steps_in
 from fsdp_dynamo.observe.explanation import StepReport, UnitSummary
 from fsdp_dynamo.observe.inspection.listings import (

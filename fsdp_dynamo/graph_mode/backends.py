@@ -1,0 +1,261 @@
+"""Backends of graph mode: ``"fsdp_dynamo"`` (Inductor) and ``"fsdp_dynamo_aot_eager"``.
+
+Both partition the joint graph with functorch's min-cut partitioner under our recompute tags,
+run the pass pipeline over forward and backward, and lower the collectives.
+``route_gradients`` around the result leads the shards' gradients to the original parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen  # no public boxed calling convention
+
+from fsdp_dynamo.comm import wire_kernels
+from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.dynamo.private_api import (
+    GRAPH_MODE,
+    collected_seldom,
+    declare_mode,
+    nothing_donated,
+    one_schema_a_region,
+)
+from fsdp_dynamo.graph_mode import operators
+from fsdp_dynamo.graph_mode.calibration import best_probed
+from fsdp_dynamo.graph_mode.compile_cache import (
+    compile_once,
+    graph_key,
+    marks_key,
+    require_usable_folder,
+)
+from fsdp_dynamo.graph_mode.gradient_routing import refuse_writes_before_gathers, route_gradients
+from fsdp_dynamo.graph_mode.inductor import (
+    MAX_AUTOTUNE,
+    built_together,
+    inductor_settings,
+    keeps_graphs,
+    mode_settings,
+    users_settings,
+)
+from fsdp_dynamo.graph_mode.lowering import lower_to_functions
+from fsdp_dynamo.graph_mode.planning import (
+    live_bytes_node_by_node,
+    live_bytes_of_generated,
+    note_compiled_alone,
+    planner_for,
+)
+from fsdp_dynamo.graph_mode.program import loaded_programs
+from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
+from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
+from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
+from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, share_unshards
+from fsdp_dynamo.graph_options import GraphOptions
+from fsdp_dynamo.health.late_ranks import announce_compilations, announce_this_compilation
+from graph_passes.graph_pass import GraphPass
+from graph_passes.pipeline import Pipeline, default_passes
+from graph_passes.regions.outlining import outline_regions
+from graph_passes.scheduling.planner import Planner
+
+_log = logging.getLogger(__name__)
+
+
+def _run_node_by_node(
+    pipeline: Pipeline, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    pipeline.run(gm.graph)
+    lower_to_functions(gm.graph)
+    artifacts.emit_graph(gm.graph, "lowered")
+    gm.graph.set_codegen(_BoxedCodeGen())  # takes a list and empties it: saved tensors die early
+    gm.recompile()
+    forward = gm.forward
+
+    def run(inputs: list[Any]) -> Any:
+        try:
+            return forward(inputs)
+        except BaseException:
+            operators.abandon()
+            raise
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+Options = Mapping[str, Any] | None
+
+
+def _prepare(gm: fx.GraphModule, options: Options) -> GraphOptions:
+    """Read the options; unshard units once, and make equal bodies regions if the user wants it."""
+    announce_this_compilation()
+    warn_if_the_graph_breaks(gm)
+    parsed = GraphOptions.parse(options)
+    refuse_writes_before_gathers(gm)
+    share_unshards(gm)
+    copy_shared_inputs(gm)
+    if parsed.regions:
+        report = outline_regions(gm)
+        _log.info("%s", report.text())
+        note_compiled_alone(report.left)
+    return parsed
+
+
+def _pipeline(passes: Sequence[GraphPass]) -> Pipeline:
+    """A pipeline that writes down every graph at every stage, and first what the stages are."""
+    pipeline = Pipeline(passes, artifacts.emit_graph)
+    artifacts.emit_stages(pipeline.stages())
+    return pipeline
+
+
+def fsdp_dynamo_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    options: Options = None,
+    mode: str | None = None,
+) -> Any:
+    """Backend: the whole step's graphs, scheduled, run node by node.
+
+    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``; ``mode`` is the default.
+    """
+    mode_settings(mode)
+    parsed = _prepare(gm, options)
+    users_settings(parsed, is_used=False)
+    planner = planner_for(gm, parsed, live_bytes_node_by_node)
+    passes = default_passes(planner, True, parsed.passes, parsed.left_out)
+    compiler = partial(_run_node_by_node, _pipeline(passes))
+    compile_ = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=compiler,
+        partition_fn=Partitioner(planner, parsed.selective_unshard),
+    )
+    with one_schema_a_region(), nothing_donated(), collected_seldom():
+        return route_gradients(compile_(gm, example_inputs))
+
+
+def _planned_alike(planner: Planner, compile_: Callable[[], Any]) -> Any:
+    """Compile, and once more where code came from a cache that was planned otherwise."""
+    with loaded_programs() as programs:
+        compiled = compile_()
+    plans = [program.plan for program in programs if program.plan is not None]
+    if planner.agree is None or planner.agree.are_followed(plans):
+        return compiled
+    planner.last = None  # keys of caches hold the planner
+    return compile_()
+
+
+def _inductor_alone(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """Backend of what is no part of a step's graphs."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with best_probed():
+        return compile_fx(gm, example_inputs)
+
+
+_SETTINGS = {
+    # Dynamo's graph holds all of a user's Function that it has traced: it is key enough.
+    "autograd_cache_allow_custom_autograd_functions": True,
+    # The cache keeps what the compiler returns, a program, and not a key of Inductor's cache.
+    "bundled_autograd_cache": True,
+    # These settings, and the lock of the one that compiles, hold while the backend runs.
+    "force_non_lazy_backward_lowering": True,
+}
+
+
+def fsdp_dynamo(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    options: Options = None,
+    mode: str | None = None,
+) -> Any:
+    """Backend: the whole step's graphs, scheduled, compiled by Inductor.
+
+    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``, and Inductor's; ``mode`` is
+    ``"max-autotune-no-cudagraphs"``, or ``"default"``.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    settings = mode_settings(mode, MAX_AUTOTUNE)
+    require_usable_folder()
+    parsed = _prepare(gm, options)
+    settings |= users_settings(parsed)
+    if collectives_of(gm).formats:
+        wire_kernels.compile_kernels(_inductor_alone)
+    planner = planner_for(gm, parsed, live_bytes_of_generated)
+    passes = default_passes(planner, False, parsed.passes, parsed.left_out)
+    pipeline = _pipeline(passes)
+    partitioner = Partitioner(planner, parsed.selective_unshard)
+    marks = marks_key(gm)
+    compiler = StretchCompiler(pipeline, planner, compile_fx_inner)
+
+    def compile_() -> Any:
+        config = settings | inductor_settings(partitioner, pipeline, marks)
+        key = None
+        if keeps_graphs(config) and not parsed.passes:  # a user's pass may wait for other ranks
+            parts = (marks, partitioner.uuid(), pipeline.cache_key(), repr(settings))
+            key = graph_key(gm, example_inputs, *parts)
+
+        def run() -> Any:
+            with best_probed(), built_together(example_inputs):
+                return compile_fx(gm, example_inputs, compiler, config_patches=config)
+
+        return compile_once(key, run)
+
+    settings_of_autograd = torch._functorch.config.patch(_SETTINGS)
+    telling = told("compiling the graph")
+    once = one_schema_a_region()
+    with once, settings_of_autograd, nothing_donated(), collected_seldom(), telling:
+        return route_gradients(_planned_alike(planner, compile_))
+
+
+for _backend in (fsdp_dynamo, fsdp_dynamo_aot_eager):
+    declare_mode(_backend, GRAPH_MODE)
+    register_backend(_backend, name=_backend.__name__)
+announce_compilations()
+
+
+# -- progress --------------------------------------------------------------------------------------
+# Lines on stderr about what takes long: half a minute of silence looks like a hang.
+
+
+_AFTER_S = 5.0
+"""Seconds below which nothing is told."""
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Tell what is being done if it takes long, and when it has ended; on rank 0.
+
+    Args:
+        what: is being done, with the verb first: ``"compiling the backward"``.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        yield
+        return
+    began = time.monotonic()
+    timer = threading.Timer(_AFTER_S, lambda: _write(f"{what} ..."))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        seconds = time.monotonic() - began
+        if seconds > _AFTER_S:
+            _write(f"{what}: {seconds:.0f} s")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"fsdp_dynamo: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,302 @@
+"""Measured once: how fast a group's link is, and how fast its first rank computes.
+
+The numbers decide where collectives go. They are rounded, and kept beside Inductor's compile cache,
+so that the next start of the same job finds the same numbers and with them its compiled code.
+
+Where the processor also moves the bytes (CPU tensors), its rate is measured while a gather is under
+way: that is when it computes in a step whose collectives are hidden. It may be a third lower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._inductor import cpu_vec_isa
+
+from fsdp_dynamo.comm import collectives, wire_codec, wire_kernels
+from fsdp_dynamo.graph_mode.compile_cache import own_file
+from fsdp_dynamo.health.comparison import share_from_first
+from graph_passes.wire_format import WireFormat
+
+_SMALL_NUMEL = 256
+_LARGE_BYTES = 1 << 24
+"""Bytes that a rank receives: enough that neither bursts nor latency matter much."""
+_DEVICE_NUMEL = 1 << 27
+"""Elements of what a device encodes: units are as large, and small ones measure launches."""
+_REPEATS = 5
+_IN_A_ROW = 4
+_MANY = 50
+_PLACES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FSDP_DYNAMO_PLACE")
+_MEASURE = "measure"
+_DTYPES = (torch.bfloat16, torch.float16)
+"""In which products are measured besides float32: an accelerator may be ten times as fast there."""
+
+
+def measured(group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, Any]]:
+    """``{"link": {...}, "device": {...}}``, the same numbers on all ranks of a group.
+
+    Every rank of the group must call it.
+
+    Raises:
+        DivergenceError: a rank has not come.
+    """
+
+    def measure() -> _Rates:
+        return {"link": _measure_link(group, device), "device": _measure_device(group, device)}
+
+    names = {"link", "device"}
+    return _known_or(measure, names, group, _path_of(group, device), "measured link and device")
+
+
+def measured_formats(
+    group: dist.ProcessGroup, device: torch.device, formats: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """``{"encode_bytes_per_ms": {...}, "decode_bytes_per_ms": {...}}`` by format, as ``measured``.
+
+    They are measured with the kernels that the step will run, compiled or not.
+
+    Args:
+        group: the ranks, all of which must call it.
+        device: of the tensors.
+        formats: ``WireFormat.encode`` of each.
+
+    Raises:
+        DivergenceError: a rank has not come.
+    """
+
+    def measure() -> _Rates:
+        pairs = {text: _measure_coding(text, group, device) for text in formats}
+        rates = zip(*pairs.values(), strict=True)
+        return {
+            name: dict(zip(pairs, each, strict=True))
+            for name, each in zip(names, rates, strict=True)
+        }
+
+    names = ("encode_bytes_per_ms", "decode_bytes_per_ms")
+    path = _path_of(group, device, *formats, str(wire_kernels.are_compiled()))
+    return _known_or(measure, set(names), group, path, "measured rates of formats")
+
+
+_Rates = dict[str, dict[str, Any]]
+
+
+def _known_or(
+    measure: Callable[[], _Rates], names: set[str], group: dist.ProcessGroup, path: Path, what: str
+) -> _Rates:
+    """Rates in the first rank's file, or those that all ranks measure and it then writes."""
+
+    def known() -> str:
+        with suppress(OSError, ValueError, TypeError):
+            text = path.read_text()
+            if set(json.loads(text)) == names:
+                return text
+        return _MEASURE
+
+    text = share_from_first(group, what, known)
+    if text == _MEASURE:
+        found = json.dumps(measure())
+
+        def write() -> str:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                draft = path.with_suffix(f".{os.getpid()}")
+                draft.write_text(found)
+                draft.replace(path)  # another job reads all of it, or what was there before
+            return found
+
+        text = share_from_first(group, what, write)
+    numbers: _Rates = json.loads(text)
+    return numbers
+
+
+@cache
+def _measured_code() -> str:
+    """Digest of the code that measures and of the code that is measured."""
+    files = (__file__, wire_kernels.__file__)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
+def _path_of(group: dist.ProcessGroup, device: torch.device, *more: str) -> Path:
+    what = [
+        platform.node(),
+        torch.__version__,
+        ",".join(map(str, dist.get_process_group_ranks(group))),
+        group._get_backend(device).name(),
+        str(torch.get_num_threads()),
+        str(_DTYPES),
+        _measured_code(),
+        *(os.environ.get(name, "") for name in _PLACES),
+        *more,
+    ]
+    if device.type != "cpu":
+        what.append(torch.get_device_module(device).get_device_name())
+    return own_file(".json", *what)
+
+
+def _milliseconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Median of some repeats."""
+    return statistics.median(_times(action, device, _REPEATS))
+
+
+def _times(action: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Milliseconds of every repeat, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        began = time.perf_counter()
+        action()
+        _synchronize(device)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times[1:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _large_gather(group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Output and shard of a gather that brings about ``_LARGE_BYTES`` to each rank."""
+    numel = max(_SMALL_NUMEL, _LARGE_BYTES // 4 // max(1, group.size() - 1))
+    return torch.empty(numel * group.size(), device=device), torch.zeros(numel, device=device)
+
+
+def _measure_link(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Latency from a small all-gather, rate from a large one."""
+    small = torch.zeros(_SMALL_NUMEL, device=device)
+    all_small = torch.empty(_SMALL_NUMEL * group.size(), device=device)
+    # The least of many: a busy machine (compilers start up) lengthens most of them a lot.
+    latency_ms = min(_times(lambda: collectives.all_gather(all_small, small, group), device, _MANY))
+    output, shard = _large_gather(group, device)
+    large_ms = _milliseconds(lambda: collectives.all_gather(output, shard, group), device)
+    moving_ms = max(large_ms - latency_ms, 1e-3)
+    num_bytes = shard.nbytes * max(1, group.size() - 1)
+    return {"latency_ms": _rounded(latency_ms), "bytes_per_ms": _rounded(num_bytes / moving_ms)}
+
+
+def _measure_device(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """Rates of matrix products and of an addition."""
+    width = 512 if device.type == "cpu" else 4096
+    large = torch.zeros(width * width * 16, device=device)
+    added_ms = _loaded_ms(lambda: large.add_(1.0), group, device)
+
+    def flops_per_ms(dtype: torch.dtype, width: int) -> float:
+        one = torch.ones(width, width, dtype=dtype, device=device)  # random ones are the user's
+        return _rounded(2 * width**3 / _loaded_ms(lambda: one @ one, group, device))
+
+    return {
+        "flops_per_ms": flops_per_ms(torch.float32, width),
+        "bytes_per_ms": _rounded(2 * large.nbytes / added_ms),
+        "flops_by_dtype": {  # smaller: a CPU without instructions for it takes 100 times as long
+            str(one).removeprefix("torch."): flops_per_ms(one, width // 2) for one in _DTYPES
+        },
+    }
+
+
+def _measure_coding(
+    text: str, group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float]:
+    """Bytes read and written in a millisecond of encoding, and of decoding."""
+    wire = WireFormat.decode(text)
+    assert wire is not None  # an empty text is no format
+    numel = _LARGE_BYTES // 4 if device.type == "cpu" else _DEVICE_NUMEL
+    values = torch.ones(numel, device=device)  # random ones are the user's
+    output = torch.empty_like(values)
+    with wire_kernels.noise_unchanged():
+        # And once more below, where nothing is compiled.
+        sent = wire_codec.encode(values, 1, wire)
+        wire_codec.decode(output, sent, 1, wire)
+        encode_ms = _loaded_ms(lambda: wire_codec.encode(values, 1, wire), group, device)
+    decode_ms = _loaded_ms(lambda: wire_codec.decode(output, sent, 1, wire), group, device)
+    num_bytes = values.nbytes + sent.nbytes
+    return _rounded(num_bytes / encode_ms), _rounded(num_bytes / decode_ms)
+
+
+def _loaded_ms(action: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Median of some repeats; of the processor, while it also serves a gather.
+
+    A device does several in a row, so that it is not the host's time for a launch.
+    """
+    if device.type != "cpu":
+        return _milliseconds(lambda: [action() for _ in range(_IN_A_ROW)], device) / _IN_A_ROW
+    gather = collectives.issue_all_gather(*_large_gather(group, device), group)
+    found = _milliseconds(action, device)
+    gather.wait()
+    return found
+
+
+def _rounded(number: float) -> float:
+    """To two digits: more would only say how busy the machine was."""
+    digits = 1 - math.floor(math.log10(abs(number)))
+    return round(number, digits)
+
+
+# -- processor probes ------------------------------------------------------------------------------
+# Inductor's probes of the processor: only as far as needed, and once for a cache folder.
+
+
+@contextmanager
+def best_probed() -> Iterator[None]:
+    """While open, Inductor probes instruction sets, best first, until one works.
+
+    By itself it probes all that the processor has, and takes the best of them: on one with AVX-512
+    that is three compilations of 2 to 3 s for one answer. Where the user asks for another set all
+    are probed, and where there are no probes nothing changes: beyond Linux on x86.
+
+    What a probe has compiled was also loaded by a process of its own, in every start. Here that is
+    done once for each folder of the cache.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        yield
+        return
+    probe_all, check_build = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA.check_build
+
+    def probe() -> list[cpu_vec_isa.VecISA]:
+        if torch._inductor.config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ:
+            return probe_all()
+        flags = cpu_vec_isa.x86_isa_checker()
+        known = (
+            one for one in cpu_vec_isa.supported_vec_isa_list if {*str(one).split()} <= {*flags}
+        )
+        best = next((one for one in known if one), None)  # its truth is the probe
+        return [] if best is None else [best]
+
+    def check_once(isa: cpu_vec_isa.VecISA, code: str) -> bool:
+        mark = _mark_of(isa, code)
+        if mark.exists():
+            return True
+        works: bool = check_build(isa, code)
+        if works:
+            with suppress(OSError):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+        return works
+
+    cpu_vec_isa.valid_vec_isa_list = probe  # type: ignore[assignment]
+    cpu_vec_isa.VecISA.check_build = check_once  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = probe_all
+        cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign]
+
+
+def _mark_of(isa: cpu_vec_isa.VecISA, code: str) -> Path:
+    """File that is there if the code was built and loaded, by this compiler and this torch."""
+    fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+    return own_file(".probe", code, fingerprint, torch.__file__)

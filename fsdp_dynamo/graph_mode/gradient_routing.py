@@ -1,0 +1,331 @@
+"""Shards as inputs of a compiled graph, and the route of their gradients back to the units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import fx
+
+from fsdp_dynamo import events
+from fsdp_dynamo.core.dtensors import local_of
+from fsdp_dynamo.core.flat_parameter import FlatParameter
+from fsdp_dynamo.core.original_parameter import owner_of
+from fsdp_dynamo.core.reduction import reduce_frozen
+from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
+from fsdp_dynamo.graph_mode import offloading, operators, trace
+from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
+from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
+from graph_passes.gradients.producers import Ranges
+from graph_passes.markers import NO_VALUE
+
+_OWNER = "_fsdp_dynamo_flat"
+_CARRIED = "_fsdp_dynamo_carried"
+
+_Absent = Mapping[tuple[str, int], Sequence[Ranges]]
+
+GradHandler = Callable[[torch.Tensor, _Absent], None]
+"""Called with the gradient of an input of the graph, and with what reduced gradients lack."""
+
+
+def mark_shard(flat: FlatParameter) -> None:
+    """Let a shard that is handed to a compiled graph lead back to its flat parameter.
+
+    Weakly: autograd's nodes hold the shard, and the collector does not see cycles through them.
+    """
+    setattr(flat.sharded, _OWNER, ref(flat))
+
+
+def carrier_of(flat: FlatParameter) -> torch.Tensor:
+    """An input of graphs that reduce nothing: its gradient is the unsharded one.
+
+    As large as the unsharded flat parameter to look at, one element in memory.
+    """
+    one = torch.zeros((), dtype=flat.sum_dtype, device=flat.device)
+    carrier = one.expand(flat.layout.padded_numel)
+    carrier.requires_grad_(flat.sum_dtype.is_floating_point or flat.sum_dtype.is_complex)
+    setattr(carrier, _CARRIED, ref(flat))
+    return carrier
+
+
+def _no_flat() -> None:
+    """In place of the weak reference, for a tensor that is not a unit's."""
+
+
+def _grad_handler(flat: FlatParameter) -> GradHandler:
+    """Handler of a reduced gradient. A sum from before the forward is part of the gradient."""
+    total = flat.grad_sum.total if flat.grad_sum.settings.reduces else None
+    frozen = flat.module_parameters.frozen  # the graph gives them gradients all the same
+
+    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+        unused = _unused(flat, absent)
+        if total is not None:
+            # Other forwards that wait for their backward, and this one's where its graph is
+            # retained, would add the sum once more: from now on they add nothing.
+            if flat.grad_sum.total is total:
+                reduce_frozen([flat])
+                unused -= flat.grad_sum.used()
+                flat.grad_sum.take()
+                flat.grad_sum.accumulation.refresh()
+            total.data.fill_(NO_VALUE)
+        flat.accumulate_grad(grad, unused, frozen)
+
+    return handle
+
+
+def _unused(flat: FlatParameter, absent: _Absent) -> set[int]:
+    """Indices of parameters that this rank gave no gradient in any reduction."""
+    each = [
+        flat.layout.slots_within(ranges) for ranges in absent.get((flat.unit_fqn, flat.ordinal), ())
+    ]
+    return set.intersection(*each) if each else set()
+
+
+def _carry(flat: FlatParameter) -> GradHandler:
+    before = flat.module_parameters.frozen
+
+    def handle(grad: torch.Tensor, absent: _Absent) -> None:
+        frozen = flat.module_parameters.frozen_now().union(before)
+        views = flat.layout.split(grad) if frozen else []
+        for index in frozen:
+            views[index].fill_(NO_VALUE)
+        flat.grad_sum.add(grad, frozen)
+
+    return handle
+
+
+class _RouteGradients(torch.autograd.Function):
+    """Passes the gradients of all shards, and of their carriers, to the units.
+
+    Forward: the inputs, unchanged. Backward: each shard's gradient, already reduced, is added to
+    the original parameters' ``.grad``; each carrier's, unsharded, to what waits for a reduction.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        handlers: Collection[GradHandler],
+        secondaries: SecondaryInputs,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.handlers = handlers
+        ctx.secondaries = secondaries
+        return tuple([tensor.view_as(tensor) for tensor in inputs])
+
+    @staticmethod
+    @untraced(BY_AUTOGRAD)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        trace.current().end_of_graph()
+        with torch.no_grad():
+            absent = operators.take_absent()
+            offloading.finish_copies()
+            for handle, grad in zip(ctx.handlers, grads, strict=True):
+                if grad is not None:
+                    handle(grad, absent)
+        ctx.secondaries.end_backward()
+        events.enter_backward(None)
+        return (None,) * (len(grads) + 2)
+
+
+def _run(
+    compiled: Callable[..., Any], arguments: Sequence[Any], secondaries: SecondaryInputs
+) -> Any:
+    try:
+        outputs = compiled(*arguments)
+    except BaseException:
+        operators.abandon()
+        secondaries.abandon()
+        raise
+    trace.current().end_of_graph()
+    secondaries.end_forward()
+    return outputs
+
+
+def route_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Route the shards among a compiled graph's inputs through ``_RouteGradients``."""
+
+    def run(*inputs: Any) -> Any:
+        flat = next(_flats_in(inputs), None)
+        if flat is None:
+            return run_forward(*inputs)
+        around = events.begin_forward(flat.grad_sum.accumulation.model)
+        trace.current().begin_graph(flat.device)
+        try:
+            return run_forward(*inputs)
+        finally:
+            events.end_forward(around)
+
+    def run_forward(*inputs: Any) -> Any:
+        operators.abandon()  # a backward that failed may have left some
+        handlers = _grad_handlers(inputs)
+        arguments = [_as_trained(value) for value in inputs]
+        secondaries = SecondaryInputs(inputs)
+        secondaries.gather(arguments)
+        if not handlers or not torch.is_grad_enabled():
+            return _run(compiled, arguments, secondaries)
+        routed = [arguments[position] for position in handlers]
+        tracked = _RouteGradients.apply(list(handlers.values()), secondaries, *routed)  # type: ignore[no-untyped-call]
+        for position, shard in zip(handlers, tracked, strict=True):
+            arguments[position] = shard
+        outputs = _run(compiled, arguments, secondaries)
+        _watch_backward(inputs, outputs)
+        return outputs
+
+    return run
+
+
+def _as_trained(value: Any) -> Any:
+    """An input of a graph; without gradients if it is of a unit of which nothing is trained now."""
+    flat: FlatParameter | None = getattr(value, _OWNER, getattr(value, _CARRIED, _no_flat))()
+    return value if flat is None or flat.is_trainable else value.detach()
+
+
+def _flats_in(inputs: Sequence[Any]) -> Iterator[FlatParameter]:
+    """The flat parameters whose shards are inputs of a graph."""
+    found = (getattr(value, _OWNER, _no_flat)() for value in inputs)
+    return (flat for flat in found if flat is not None)
+
+
+def _watch_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Check a graph's backward when it begins, and drop from sums what the user has dropped."""
+    begin = partial(_begin_backward, list(_flats_in(inputs)), events.current_step())
+    for output in outputs:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(begin)
+
+
+@untraced(BY_AUTOGRAD)
+def _begin_backward(
+    flats: Sequence[FlatParameter], step: events.Step | None, _grad: torch.Tensor | None
+) -> None:
+    events.enter_backward(step)
+    if flats:
+        trace.current().begin_graph(flats[0].device)
+    for flat in flats:
+        waiting = flat.grad_sum
+        if flat.is_trainable:
+            waiting.accumulation.require_whole_backward(waiting.settings, flat.unit_fqn)
+        waiting.drop_dropped()
+
+
+def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:
+    return FSDPStateError(
+        f"{unit_name(flat.unit_fqn)}: expected parameters that are frozen, as they were when the "
+        "graph was made, got requires_grad=True, noticed in this call. Call the model again: it "
+        "will be compiled anew, with gradients of these parameters."
+    )
+
+
+def _refuse_comm_hook(flat: FlatParameter) -> None:
+    """Raise if a hook is to reduce what the graph's own collectives would."""
+    if flat.comm_hook is not None:
+        raise UnsupportedError(
+            f"{unit_name(flat.unit_fqn)}: expected no communication hook in graph mode, got one "
+            "that register_comm_hook() has set. Run eagerly or with torch.compile(model), or leave "
+            "the hook out: MixedPrecision(reduce_dtype=...) compresses on all paths."
+        )
+
+
+def _grad_handlers(inputs: Sequence[Any]) -> dict[int, GradHandler]:
+    """By position, the gradient handlers of shards, and of their carriers, that need one."""
+    handlers: dict[int, GradHandler] = {}
+    for position, value in enumerate(inputs):
+        flat: FlatParameter | None = getattr(value, _OWNER, _no_flat)()
+        carried: FlatParameter | None = getattr(value, _CARRIED, _no_flat)()
+        if flat is not None:
+            had_gradient = value.requires_grad
+            reduce_frozen([flat])
+            flat.check_originals()
+            if flat.requires_grad and not had_gradient:
+                raise _unfrozen_error(flat)
+            _refuse_comm_hook(flat)
+        if flat is not None and value.requires_grad and flat.is_trainable:
+            handlers[position] = _grad_handler(flat)
+        elif carried is not None and value.requires_grad and carried.is_trainable:
+            handlers[position] = _carry(carried)
+    return handlers
+
+
+# -- written parameters ----------------------------------------------------------------------------
+# Refusal of graphs that write a unit's parameters and gather the unit afterwards.
+#
+# A graph gathers a unit's shard, and the parameters that it writes are views of that shard. To
+# AOTAutograd they are unrelated inputs: the gather would read the values from before the write.
+
+
+_IN_PLACE = {"setitem"} | {
+    f"i{name}"
+    for name in ("add", "and", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+}
+
+
+def refuse_writes_before_gathers(gm: fx.GraphModule) -> None:
+    """Raise if a parameter is written before its unit is gathered in the same graph.
+
+    Args:
+        gm: a graph of Dynamo's, with example values and inputs.
+
+    Raises:
+        UnsupportedError: names the parameter.
+    """
+    aliases: dict[fx.Node, torch.Tensor] = {}  # parameters of units, and views of them
+    written: dict[int | None, str] = {}  # FQNs by the storage of their shard
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            example = _real_value(node)
+            if isinstance(example, torch.Tensor) and owner_of(example) is not None:
+                aliases[node] = example
+            continue
+        for source in node.all_input_nodes:  # shards have no use but a gather
+            fqn = None if source in aliases else written.get(_storage(_real_value(source)))
+            if fqn is not None:
+                raise _write_error(fqn)
+        targets = [source for source in _first_argument(node) if source in aliases]
+        if _writes_in_place(node):
+            written |= {_storage(aliases[t]): owner_of(aliases[t]) or "" for t in targets}
+        elif targets and _fake_storage(node) == _fake_storage(targets[0]):
+            aliases[node] = aliases[targets[0]]
+
+
+def _real_value(node: fx.Node) -> Any:
+    argument = node.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def _first_argument(node: fx.Node) -> list[fx.Node]:
+    first = node.kwargs.get("out", node.args[0] if node.args else None)
+    return [one for one in (first if isinstance(first, (list, tuple)) else [first]) if one]  # type: ignore[misc]
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    is_operator = name.strip("_") in _IN_PLACE
+    schema = getattr(target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
+    return is_method or is_operator or is_mutable or "out" in node.kwargs
+
+
+def _fake_storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)) and value:  # views of one tensor
+        value = value[0]
+    return _storage(value)
+
+
+def _storage(tensor: Any) -> int | None:
+    return local_of(tensor).untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+
+
+def _write_error(fqn: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"parameter '{fqn}', graph mode: expected parameters that stay as they are until their "
+        "unit has run, got a write inside the forward, before the unit is gathered. Write it "
+        "before or after the call of the compiled model, or compile with torch.compile(model), "
+        "where it counts from the unit's next gather on."
+    )

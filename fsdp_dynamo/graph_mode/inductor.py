@@ -1,0 +1,310 @@
+"""Inductor's settings: what the user gave, our partition, and our pass over what it compiles."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import _worker_compile_cpp
+from torch._inductor.cpp_builder import CppBuilder
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from fsdp_dynamo.dynamo import artifacts
+from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_mode.planning import is_recording
+from fsdp_dynamo.graph_mode.stretch_compiler import LowerWrites, Partitioner
+from fsdp_dynamo.graph_options import GraphOptions
+from graph_passes.pipeline import Pipeline
+
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+
+
+def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
+    """Inductor's settings for ``torch.compile(mode=...)``.
+
+    Raises:
+        FSDPValueError: not one of those that the backend knows.
+    """
+    if mode is None:
+        return {}
+    if mode not in known:
+        raise FSDPValueError(
+            f"torch.compile(mode=...): expected {' or '.join(map(repr, ('default', *known)))}, got "
+            f"{mode!r}. Leave mode out: CUDA graphs do not go with collectives in the graph, and "
+            f'{MAX_AUTOTUNE!r} needs backend="fsdp_dynamo".'
+        )
+    return dict(list_mode_options(mode))
+
+
+def users_settings(options: GraphOptions, is_used: bool = True) -> dict[str, Any]:
+    """Settings of Inductor that the user gave beside our options.
+
+    Raises:
+        FSDPValueError: one of them is ours to decide, or the backend does not use Inductor.
+    """
+    ours = {"custom_partitioner_fn", "post_grad_custom_post_pass"}
+    for name, value in options.inductor.items():
+        if not is_used:
+            reason = 'nothing is compiled by Inductor; take backend="fsdp_dynamo"'
+        elif name == "triton.cudagraphs" and value:
+            reason = "CUDA graphs do not go with collectives in the graph"
+        elif name in ours:
+            reason = "the backend has one of its own there"
+        else:
+            continue
+        raise FSDPValueError(
+            f"torch.compile(options=...), '{name}': expected settings of Inductor that the backend "
+            f"leaves to the user, got {name}={value!r}. Leave it out: {reason}."
+        )
+    return dict(options.inductor)
+
+
+def inductor_settings(partitioner: Partitioner, pipeline: Pipeline, marks: str) -> dict[str, Any]:
+    """Inductor's settings: our partition, and our pass on what it compiles.
+
+    The pass holds the keys of the plan: AOTAutograd keeps whole programs.
+    """
+    config: dict[str, Any] = {
+        "custom_partitioner_fn": partitioner,
+        "post_grad_custom_post_pass": LowerWrites(f"{pipeline.cache_key()}.{marks}"),
+    }
+    if is_recording() or artifacts.is_recording():
+        # Not force_disable_caches: that compiles C++ headers anew as well.
+        config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    return config
+
+
+def keeps_graphs(settings: Mapping[str, Any]) -> bool:
+    """Whether graphs that are compiled with these settings are kept, and found by other ranks."""
+    return bool(
+        settings.get("fx_graph_cache", inductor_config.fx_graph_cache)
+        and torch._functorch.config.enable_autograd_cache
+        and not torch.compiler.config.force_disable_caches
+    )
+
+
+# -- kernel builds ---------------------------------------------------------------------------------
+# C++ kernels of all stretches of a graph are built at the end, many in one file.
+
+
+_log = logging.getLogger(__name__)
+
+_KERNELS_A_FILE = 24
+"""Beyond these, a file for each of Inductor's compile threads: they are built side by side."""
+
+_Kernel = tuple[CppBuilder, "Future[None]"]
+
+
+@contextmanager
+def built_together(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """While open, Inductor puts off the builds of kernels and goes on; at the end they are done.
+
+    By itself it starts a compiler for each kernel, and waits for those of one graph before it turns
+    to the next. Only where all inputs are on CPUs: kernels of other devices are measured, or kept
+    with the graph's code, before the next graph.
+
+    Args:
+        example_inputs: of the graph that is compiled.
+    """
+    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        yield
+        return
+    wait, submit, thread = AsyncCompile.wait, AsyncCompile.submit, threading.get_ident()
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    kernels: list[_Kernel] = []
+
+    def wait_later(builds: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            waiting.append((builds, scope))
+        else:
+            wait(builds, scope)
+
+    def submit_later(task: Callable[..., Any]) -> Any:
+        builder = _builder_of(task)
+        if builder is None or threading.get_ident() != thread:
+            return submit(task)
+        built: Future[None] = Future()
+        kernels.append((builder, built))
+        return built
+
+    replaced = {name: vars(AsyncCompile)[name] for name in ("wait", "submit")}
+    AsyncCompile.wait = wait_later  # type: ignore[method-assign, assignment]
+    AsyncCompile.submit = staticmethod(submit_later)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    except BaseException:
+        _release(kernels)
+        raise
+    finally:
+        for name, method in replaced.items():
+            setattr(AsyncCompile, name, method)
+    for batch in _batches(kernels):
+        submit(functools.partial(_build, batch))
+    for builds, scope in waiting:
+        wait(builds, scope)
+
+
+def _builder_of(task: Callable[..., Any]) -> CppBuilder | None:
+    """Builder of a kernel, if the task is to build one alone."""
+    if isinstance(task, functools.partial) and task.func is _worker_compile_cpp:
+        builders: Sequence[CppBuilder] = task.args[1]
+        return builders[0] if len(builders) == 1 else None
+    return None
+
+
+def _batches(kernels: Sequence[_Kernel]) -> Iterator[Sequence[_Kernel]]:
+    """Kernels that one file can hold, in as few files as is good for them."""
+    alike: dict[str, list[_Kernel]] = {}
+    for kernel in kernels:
+        alike.setdefault(command_of(kernel[0]), []).append(kernel)
+    for some in alike.values():
+        files = min(get_compile_threads(), -(-len(some) // _KERNELS_A_FILE))
+        yield from (some[first::files] for first in range(files))
+
+
+def _build(batch: Sequence[_Kernel]) -> None:
+    """Build kernels in one file; one that lacks its library afterwards is built by itself."""
+    try:
+        if len(batch) > 1:
+            build_joined([builder for builder, _ in batch])
+    except (OSError, RuntimeError):
+        _log.debug("%d kernels are built one by one", len(batch), exc_info=True)
+    finally:
+        _release(batch)
+
+
+def _release(kernels: Sequence[_Kernel]) -> None:
+    for _, built in kernels:
+        built.set_result(None)
+
+
+# -- joined kernels --------------------------------------------------------------------------------
+# C++ kernels of several graphs in one library, which each of them is loaded from by its own name.
+#
+# A compiler reads the same headers for each file: with Inductor's, 0.6 s before the first line of
+# a kernel, and 0.1 s for what follows. Inductor compiles a file for each kernel. Here one file
+# holds many, and the library is found under the name of each kernel's own, in a cache too, by
+# Inductor as it is.
+
+
+_ENTRY = "kernel"
+"""Name of the function of each source, and of the extension module that it makes."""
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
+
+# Python asks a library for the function PyInit_kernel, whichever of its kernels is wanted. The name
+# of the module, which begins with the kernel's key, is in the spec.
+_DISPATCH = """\
+static const struct { const char* key; PyObject* (*make)(void); } joined_kernels[] = {
+%s};
+
+static PyObject* joined_create(PyObject* spec, PyModuleDef*) {
+    PyObject* name = PyObject_GetAttrString(spec, "name");
+    if (name == nullptr) return nullptr;
+    if (const char* text = PyUnicode_AsUTF8(name)) {
+        const std::string wanted(text);
+        for (const auto& one : joined_kernels) {
+            if (wanted.rfind(std::string(one.key) + ".", 0) == 0) {
+                Py_DECREF(name);
+                return one.make();
+            }
+        }
+        PyErr_Format(PyExc_ImportError, "%%U is not in this library", name);
+    }
+    Py_DECREF(name);
+    return nullptr;
+}
+
+static PyModuleDef_Slot joined_slots[] = {
+    {Py_mod_create, reinterpret_cast<void*>(&joined_create)},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, nullptr}};
+
+static struct PyModuleDef joined_module = {
+    PyModuleDef_HEAD_INIT, "kernel", nullptr, 0, nullptr, joined_slots, nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&joined_module); }
+"""
+
+
+def build_joined(builders: Sequence[CppBuilder]) -> None:
+    """Build the libraries of several kernels from one file.
+
+    Args:
+        builders: Inductor's, one for each kernel: of one command line, but for names of files.
+
+    Raises:
+        RuntimeError: the compiler refuses the file; no library was made.
+        OSError: a file could not be written.
+    """
+    targets = [Path(builder.get_target_file_path()) for builder in builders]
+    sources = {_key(target): target.with_suffix(".cpp").read_text() for target in targets}
+    with TemporaryDirectory(dir=cache_dir()) as folder:
+        source = Path(folder) / "joined.cpp"
+        source.write_text(joined_source(sources))
+        joined = CppBuilder(source.stem, str(source), builders[0]._build_option, folder)
+        joined.build()
+        for target in targets:
+            _link(Path(joined.get_target_file_path()), target)
+
+
+def command_of(builder: CppBuilder) -> str:
+    """Its command line without the names of its files: kernels of the same can be joined."""
+    target = Path(builder.get_target_file_path())
+    return builder.get_command_line().replace(str(target.with_suffix("")), "")
+
+
+def joined_source(sources: Mapping[str, str]) -> str:
+    """One source of several: each in a namespace of its own, with a name of its own.
+
+    Args:
+        sources: of Inductor's kernels with their bindings, by their keys.
+    """
+    includes = dict.fromkeys(
+        line.strip() for source in sources.values() for line in _INCLUDE.findall(source)
+    )
+    parts = ["#define PY_SSIZE_T_CLEAN", *includes, "#include <string>"]
+    for number, source in enumerate(sources.values()):
+        names = {name: f"{name}_{number}" for name in (_ENTRY, f"PyInit_{_ENTRY}")}
+        parts += [f"#define {name} {own}" for name, own in names.items()]
+        parts += [f"namespace joined_{number} {{", _INCLUDE.sub("", source), "}"]
+        parts += [f"#undef {name}" for name in names]
+    entries = (
+        f'    {{"{key}", joined_{number}::PyInit_{_ENTRY}_{number}}},\n'
+        for number, key in enumerate(sources)
+    )
+    return "\n".join([*parts, _DISPATCH % "".join(entries)])
+
+
+def _key(target: Path) -> str:
+    return target.name.partition(".")[0]
+
+
+def _link(library: Path, target: Path) -> None:
+    """Make the library found as ``target`` too, unless another process has made that."""
+    try:
+        os.link(library, target)
+    except FileExistsError:
+        pass
+    except OSError:  # the file system has no hard links
+        draft = target.with_name(f"{target.name}.{os.getpid()}")
+        shutil.copyfile(library, draft)
+        draft.replace(target)

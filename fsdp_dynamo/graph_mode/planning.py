@@ -1,0 +1,249 @@
+"""Inputs of the planner, from a traced graph and the user's options.
+
+All ranks must decide alike. So the options are compared, what is measured is the first rank's, and
+what is decided follows from those and the graph alone; where graphs differ, as batches do, the
+others follow what one has decided (``compile_cache``). That all ranks run the same graph is checked
+before its first run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_dynamo.comm.collectives import transport_of
+from fsdp_dynamo.comm.process_groups import node_ranks_of
+from fsdp_dynamo.graph_mode import calibration
+from fsdp_dynamo.graph_mode.compile_cache import SharedPlans
+from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, unshard_nodes
+from fsdp_dynamo.graph_options import GraphOptions
+from fsdp_dynamo.health.comparison import require_same, share_from_first
+from graph_passes.cost_model import CostModel, Device, Link
+from graph_passes.memory.liveness import (
+    as_generated,
+    live_bytes,
+    message_bytes,
+    profile_of,
+    receive_buffer_bytes,
+    storages,
+)
+from graph_passes.scheduling.plan import Plan
+from graph_passes.scheduling.planner import Planned, Planner
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_Rates = dict[str, dict[str, Any]]
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[_Rates]]] = WeakKeyDictionary()
+"""Rates of a group beside the other groups of a graph, by the ranks of all of them."""
+
+
+class PlanLog(list[Planned]):
+    """Decisions for every graph that was compiled while the log was open, as ``Planned``.
+
+    Attributes:
+        kept: units that stay unsharded between forward and backward.
+        compiled_alone: why units are compiled by themselves and not as one of several equal ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+        self.compiled_alone: dict[str, str] = {}
+
+    def plan(self) -> Plan:
+        """All decisions as one plan, to be saved and given back in ``options``."""
+        inputs = {"options": sorted({repr(planned.options) for planned in self})}
+        return Plan(inputs, tuple(self.kept), tuple(planned.plan for planned in self))
+
+
+_logs: list[PlanLog] = []
+
+
+@contextmanager
+def record_plans() -> Iterator[PlanLog]:
+    """Keep what is decided for graphs that are compiled in the context; compile caches are off.
+
+    Yields:
+        The log, which grows as graphs are compiled. It can be read after the context has closed.
+        One context may be within another: both get what is compiled in the inner one.
+    """
+    log = PlanLog()
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs[:] = [other for other in _logs if other is not log]  # equal ones stay
+
+
+def is_recording() -> bool:
+    """Whether decisions are being kept, so that none may come from a cache."""
+    return bool(_logs)
+
+
+def note_kept(units: Sequence[str]) -> None:
+    """Units were decided to stay unsharded."""
+    for log in _logs:
+        log.kept.extend(unit for unit in units if unit not in log.kept)
+
+
+def note_compiled_alone(reasons: Iterable[tuple[str, str]]) -> None:
+    """Units were not made regions, for these reasons."""
+    found = dict(reasons)
+    for log in _logs:
+        log.compiled_alone.update(found)
+
+
+def _observe(planned: Planned) -> None:
+    for log in _logs:
+        log.append(planned)
+
+
+InFlightBytes = Callable[[fx.Node], int]
+
+
+def live_bytes_node_by_node(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
+    """Bytes alive at every node of a graph that is run as it is."""
+    return live_bytes(graph, in_flight)
+
+
+def live_bytes_of_generated(graph: fx.Graph, in_flight: InFlightBytes) -> Sequence[int]:
+    """Bytes alive at every node of a graph that Inductor makes code of."""
+    lifetimes = as_generated(storages(graph, in_flight), graph)
+    return profile_of(lifetimes, len(graph.nodes)).live_bytes
+
+
+def planner_for(
+    gm: fx.GraphModule,
+    options: GraphOptions,
+    live_bytes_of: Callable[..., Sequence[int]],
+) -> Planner:
+    """The planner of a graph that Dynamo has traced.
+
+    Args:
+        gm: the graph.
+        options: the user's.
+        live_bytes_of: bytes alive at every node, of a graph and of what collectives hold
+            (``in_flight``).
+
+    Every rank of the groups in the graph must call it for its first graph.
+
+    Raises:
+        DivergenceError: ranks were given different options, or one has not come.
+    """
+    cost = CostModel()
+    names, formats, marks = collectives_of(gm)
+    if names:
+        group = _resolve(names[0])
+        text = f"{options.text()}, formats of collectives: {' '.join(formats) or 'none'}"
+        agreed = _agreed.setdefault(group, set())
+        if text not in agreed:
+            require_same(group, "options of torch.compile", text)
+            agreed.add(text)
+        cost = _cost_model(names, options, _device_of(gm), formats)
+    observe = _observe if is_recording() else None
+    in_flight = receive_buffer_bytes if cost.receives_apart else message_bytes
+    live = partial(live_bytes_of, in_flight=in_flight)  # picklable, as keys of caches hold it
+    agree = None
+    if names and options.plan is None and options.memory_budget_bytes is None:
+        agree = SharedPlans(marks, f"{options.text()} {live_bytes_of.__name__}")
+    return Planner(options.scheduling(cost=cost), live, options.plan, observe, agree)
+
+
+def _cost_model(
+    names: Sequence[str], options: GraphOptions, device: torch.device, formats: Sequence[str]
+) -> CostModel:
+    """Rates as given, or as measured for each group; groups of the same ranks share a link."""
+    distinct: dict[tuple[int, ...], str] = {}
+    for name in names:
+        distinct.setdefault(tuple(dist.get_process_group_ranks(_resolve(name))), name)
+    firsts = list(distinct.values())
+    given = options.link is not None and options.device is not None
+    groups = [_resolve(name) for name in firsts]
+    rates = None if given else _measured_for(groups, device)
+    links: dict[str, Link] = {}
+    for name in names:
+        first = distinct[tuple(dist.get_process_group_ranks(_resolve(name)))]
+        link = options.link or Link(**rates[firsts.index(first)]["link"])  # type: ignore[index]
+        is_ring = transport_of(_resolve(name), device) == "library"
+        node_ranks = node_ranks_of(_resolve(name)) if is_ring else link.node_ranks
+        links[name] = replace(link, name=first, node_ranks=node_ranks)
+    computes = options.device
+    if computes is None:
+        assert rates is not None  # measured
+        of_formats: dict[str, Any] = _measured_formats_for(groups, rates, device, formats)
+        computes = Device(**rates[0]["device"], **of_formats)
+    apart = any(transport_of(_resolve(name), device) != "library" for name in names)
+    return CostModel(computes, links[names[0]], links, apart)
+
+
+def _measured_for(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[_Rates]:
+    """Rates of each group, the same on all ranks of all of them.
+
+    Each replica measures its own; what the first rank of the first one has goes to all: across
+    replicas, then inside each.
+    """
+    known = _measured.setdefault(groups[0], {})
+    key = _ranks_of(groups)
+    if key not in known:
+        rates = [calibration.measured(group, device) for group in groups]
+        text = json.dumps(rates)
+        for group in reversed(groups if len(groups) > 1 else ()):
+            text = share_from_first(group, "measured rates", partial(str, text))
+        known[key] = json.loads(text)
+    return known[key]
+
+
+_FORMATS = "formats"
+
+
+def _measured_formats_for(
+    groups: Sequence[dist.ProcessGroup],
+    rates: list[_Rates],
+    device: torch.device,
+    formats: Sequence[str],
+) -> _Rates:
+    """Rates of encoding and decoding by format, the same on all ranks; kept with the others."""
+    wanted = sorted({text.rstrip("?") for text in formats})
+    known = rates[0].setdefault(_FORMATS, {})
+    key = " ".join(wanted)
+    if wanted and key not in known:
+        text = json.dumps(calibration.measured_formats(groups[0], device, wanted))
+        for group in reversed(groups if len(groups) > 1 else ()):
+            text = share_from_first(group, "measured rates of formats", partial(str, text))
+        known[key] = json.loads(text)
+    found: _Rates = known.get(key, {})
+    return found
+
+
+def _ranks_of(groups: Sequence[dist.ProcessGroup]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def known_rates(groups: Sequence[dist.ProcessGroup]) -> list[_Rates] | None:
+    """Rates of each group, as they were measured for graphs with these; ``None``: they were not."""
+    return _measured.get(groups[0], {}).get(_ranks_of(groups))
+
+
+def adopt_rates(groups: Sequence[dist.ProcessGroup], rates: list[_Rates] | None) -> None:
+    """Use these rates in place of measured ones, for graphs with these groups, on all ranks."""
+    if rates is not None:
+        _measured.setdefault(groups[0], {})[_ranks_of(groups)] = rates
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device:
+    """Device of the first unsharded flat parameter."""
+    device: torch.device = next(unshard_nodes(gm)).meta["example_value"].device
+    return device
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group

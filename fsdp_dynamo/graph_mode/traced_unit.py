@@ -1,0 +1,388 @@
+"""Constants of a unit in a graph, as they are when Dynamo traces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from fsdp_dynamo.core.flat_parameter import FlatParameter, Wires
+from fsdp_dynamo.core.unit import Unit
+from fsdp_dynamo.core.unit_modules import UnitModuleProtocol, registered
+from fsdp_dynamo.dynamo.private_api import CompileRefusedError
+from fsdp_dynamo.eager.views_while_traced import may_call_operators
+from fsdp_dynamo.errors import unit_name
+from fsdp_dynamo.graph_mode.unshard_operators import (
+    PARAMETER_VIEWS,
+    PARAMETERS,
+    FlatConstants,
+    ViewConstants,
+    encode,
+)
+from graph_passes.markers import CollectiveKind, Mark
+from graph_passes.wire_format import text_of
+
+
+class Places(NamedTuple):
+    """Where a unit's parameters are put; a tied one in several places.
+
+    Attributes:
+        paths: for each holder, the names that lead to it from the unit's module.
+        holders: for each place, the position of its holder in ``paths``.
+        names: for each place, the parameter's name there.
+        positions: for each place, the parameter's position in the unit.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    holders: tuple[int, ...]
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+
+
+class TracedUnit(NamedTuple):
+    """Constants of one unit in the graph.
+
+    Attributes:
+        fqn: the unit's FQN.
+        input_dtype: name of the dtype that floating-point inputs are cast to; ``""``: none.
+        output_dtype: name of the dtype that floating-point outputs are cast to; ``""``: none.
+        device: where inputs are moved to; ``""``: they stay.
+        flats: ``FlatConstants`` of its flat parameters, as text.
+        layouts: ``ViewConstants`` of its flat parameters, as text.
+        places: where the parameters are put.
+        are_apart: whether each parameter has a storage of its own in Dynamo's graph.
+    """
+
+    fqn: str
+    input_dtype: str
+    output_dtype: str
+    device: str
+    flats: tuple[str, ...]
+    layouts: tuple[str, ...]
+    places: Places
+    are_apart: bool
+
+
+def _describe(module: UnitModuleProtocol) -> TracedUnit:
+    """A unit's constants as they are now."""
+    unit = module._fsdp_unit
+    reshards = unit.settings.reshards_after_forward
+    if reshards is None:
+        reshards = unit.config.strategy.reshards_after_forward and not module._fsdp_is_outermost()
+    device = "" if unit.device is None else str(unit.device)
+    input_dtype, output_dtype = _name(module._fsdp_input_dtype), _name(unit.output_dtype)
+    return TracedUnit(
+        unit.fqn,
+        input_dtype,
+        output_dtype,
+        device,
+        flats=tuple(
+            [encode(_describe_flat(f, unit, i, reshards)) for i, f in enumerate(unit.flats)]
+        ),
+        layouts=tuple([encode(_describe_views(flat)) for flat in unit.flats]),
+        places=_places(module),
+        are_apart=may_call_operators(unit),
+    )
+
+
+def _places(module: UnitModuleProtocol) -> Places:
+    known = _paths(module._fsdp_inner())  # a checkpoint wrapper may have come in between
+    paths: dict[tuple[str, ...], int] = {}
+    places: dict[tuple[int, str], int] = {}
+    for position, original in enumerate(module._fsdp_unit.originals()):
+        for holder, name, _ in original.sites:
+            if holder in known:
+                number = paths.setdefault(known[holder], len(paths))
+                places[number, name] = position
+    holders, names = zip(*places, strict=True) if places else ((), ())
+    return Places(tuple(paths), holders, names, tuple(places.values()))
+
+
+def _describe_views(flat: FlatParameter) -> ViewConstants:
+    layout = flat.layout
+    shapes = [slot.shape for slot in layout.slots]
+    return ViewConstants(layout.split_sizes, layout.split_slots, shapes)
+
+
+def _describe_flat(flat: FlatParameter, unit: Unit, ordinal: int, reshards: bool) -> FlatConstants:
+    gathers, reductions = groups_in_graph(flat)
+    num_scatters = (1 if flat.is_sharded else 0) if flat.hierarchy is None else len(reductions)
+    dtypes = flat.dtypes(unit.wants_full_precision)
+    wires = flat.wires(unit.wants_full_precision)
+    gather_wire = wires.gather if flat.hierarchy is None else None  # that between nodes is over
+    num_shards = 1 if flat.hierarchy is None else flat.hierarchy.across.size()  # that it sends
+    num_sent = num_shards * flat.layout.shard_numel
+    return FlatConstants(
+        unit=unit.fqn,
+        group_name=gathers.group_name,
+        world_size=gathers.size(),
+        reductions=tuple([group.group_name for group in reductions]),
+        scatters=tuple(
+            [group.size() if i < num_scatters else 0 for i, group in enumerate(reductions)]
+        ),
+        gather_plan=flat.gather_plan(num_sent, is_packed=gather_wire is not None).encode(),
+        reduce_plans=tuple([plan.encode() for plan in flat.reduce_plans(wires)[:num_scatters]]),
+        is_sharded=flat.is_sharded,
+        requires_grad=flat.requires_grad,
+        param_dtype=_name(dtypes.param),
+        reduce_dtype=_name(dtypes.reduce),
+        sum_dtype=_name(dtypes.sum),
+        grad_dtype=_name(flat.dtype),
+        grad_scale=unit.settings.grad_scale,
+        gather_mark=Mark(
+            unit.fqn,
+            "all_gather",
+            "forward",
+            ordinal,
+            reshards,
+            text_of(gather_wire),
+        ).encode(),
+        reduce_marks=_reduce_marks(unit, ordinal, len(reductions), num_scatters, wires),
+        offloaded_from=str(flat.device) if flat.is_offloaded else "",
+    )
+
+
+def groups_in_graph(
+    flat: FlatParameter,
+) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """The group in which a graph gathers a flat parameter, and those in which it reduces."""
+    if flat.hierarchy is None:
+        return flat.group, flat.groups.reductions
+    return flat.hierarchy.node, (flat.hierarchy.node, flat.hierarchy.across)
+
+
+def _reduce_marks(
+    unit: Unit, ordinal: int, num_reductions: int, num_scatters: int, wires: Wires
+) -> tuple[str, ...]:
+    """Marks of a flat parameter's reductions, in order; of reduce-scatters, the last has a format.
+
+    They are unique: of two of one kind, the second counts on behind all flat parameters.
+    """
+    marks = []
+    kinds: list[CollectiveKind] = []
+    for i in range(num_reductions):
+        kind: CollectiveKind = "reduce_scatter" if i < num_scatters else "all_reduce"
+        wire = wires.reduce if i == num_scatters - 1 else None
+        text = text_of(wires.replicas if kind == "all_reduce" else wire)
+        number = ordinal + len(unit.flats) if kind in kinds else ordinal
+        marks.append(Mark(unit.fqn, kind, "backward", number, wire=text).encode())
+        kinds.append(kind)
+    return tuple(marks)
+
+
+def _paths(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """For every module below, the names that lead to it, wrappers' names included."""
+    paths: dict[nn.Module, tuple[str, ...]] = {module: ()}
+    pending = [module]
+    while pending:
+        parent = pending.pop()
+        for name, child in parent._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = (*paths[parent], name)
+                pending.append(child)
+    return paths
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constants_of(name: str, settings: str) -> tuple[Any, ...]:
+    """``TracedUnit`` of the unit module of this name, as a plain tuple, at the time of the trace.
+
+    Args:
+        name: the unit module's registered name.
+        settings: ``UnitSettings.in_graphs``: Dynamo guards what it passes on.
+
+    Raises:
+        CompileRefusedError: a setting, or a parameter with gather hooks, is for eager and hooks
+            mode only, or buffers would have to be cast between training and evaluation.
+    """
+    module = registered(name)
+    refused = module._fsdp_unit.settings.eager_only()
+    if refused is not None:
+        setter, reason = refused
+        raise CompileRefusedError(
+            f"{unit_name(module._fsdp_unit.fqn)}: expected settings that a whole graph can follow, "
+            f"got {setter}: {reason}. Leave it out, or compile without fullgraph (hooks mode)."
+        )
+    for original in module._fsdp_unit.originals():
+        if original.tensor_class is not None:
+            raise CompileRefusedError(
+                f"parameter '{module._fsdp_unit.paths.fqn_of(original.fqn)}': expected plain "
+                "parameters in graph mode, got one whose class has fsdp_pre_all_gather. Run "
+                "eagerly or with torch.compile(model), or make the model without such classes and "
+                'gather in float8: collective_precision=CollectivePrecision(all_gather="float8").'
+            )
+    if module._fsdp_unit.config.full_precision_in_eval and module._fsdp_buffer_dtypes:
+        raise CompileRefusedError(
+            f"{unit_name(module._fsdp_unit.fqn)}: expected FSDP_USE_FULL_PREC_IN_EVAL without "
+            "buffer_dtype, which would be cast then, got a cast buffer, "
+            f"'{next(iter(module._fsdp_buffer_dtypes))}'. Leave one of them out, or compile "
+            "without fullgraph (hooks mode)."
+        )
+    *constants, places, are_apart = _describe(module)
+    return (*constants, tuple(places), are_apart)
+
+
+# -- operator inputs -------------------------------------------------------------------------------
+# Parameters as inputs of operators with bodies, such as ``torch.cond``.
+#
+# Dynamo and AOTAutograd refuse such an operator if two of its inputs share a storage, as the
+# parameters of a unit do. Where a unit's code may call one, each of its parameters therefore has
+# a storage of its own in Dynamo's graph. Before AOTAutograd sees the graph, parameters become
+# views again, and operators that refuse views get copies::
+#
+#     unshard -> parameters -> cond      =>      unshard -> parameter_views -> clone -> cond
+#                          \-> mm                                         \-> mm
+
+
+_OPS = torch.ops.higher_order
+_REFUSE = {_OPS.cond, _OPS.while_loop, _OPS.scan, _OPS.associative_scan, _OPS.map_impl}
+
+
+def copy_shared_inputs(gm: fx.GraphModule) -> None:
+    """Replace ``parameters`` in a graph of Dynamo's, as above.
+
+    Args:
+        gm: a graph with example values, in which units are unsharded once.
+    """
+    buffers: dict[int, fx.Node] = {}  # unsharded flat parameters by the storages of parameters
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for graph in graphs:
+        for node in graph.graph.find_nodes(op="call_function", target=PARAMETERS):
+            node.target = PARAMETER_VIEWS
+            values = node.meta["example_value"]
+            buffers |= dict.fromkeys(map(_storage, values), node.all_input_nodes[0])
+    _copy_inputs(gm, buffers)
+    for graph in graphs:
+        graph.recompile()
+
+
+def _copy_inputs(gm: fx.GraphModule, buffers: dict[int, fx.Node]) -> None:
+    for node in [*gm.graph.nodes]:
+        if node.target in _REFUSE:  # what its body calls gets inputs of the body's own
+            _copy_inputs_of(node, buffers)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            for body in node.all_input_nodes:
+                if body.op == "get_attr":
+                    _copy_inputs(gm.get_submodule(str(body.target)), buffers)  # type: ignore[arg-type]
+
+
+def _copy_inputs_of(node: fx.Node, buffers: dict[int, fx.Node]) -> None:
+    """Copy all inputs of an operator that lie in one buffer but the first."""
+    seen: set[fx.Node] = set()
+    for source in node.all_input_nodes:
+        buffer = buffers.get(_storage(source.meta.get("example_value")))
+        if buffer in seen:
+            with node.graph.inserting_before(node):
+                copy = node.graph.call_method("clone", (source,))
+            copy.meta = dict(source.meta)
+            node.replace_input_with(source, copy)
+        elif buffer is not None:
+            seen.add(buffer)
+
+
+def _storage(value: Any) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
+
+
+# -- secondary inputs ------------------------------------------------------------------------------
+# Secondary shards (``HIERARCHICAL_SHARD``) as inputs of a compiled graph.
+#
+# They outlive the graph: several backwards that accumulate share them. So they are gathered
+# between nodes before a graph is called, when eager mode would do it, and the graph gathers them
+# inside the node. Dynamo sees a stand-in, which every call replaces::
+#
+#     stand-in -> all_gather -> wait -> ...      shard -> (nothing but its gradient)
+
+
+_OWNER = "_fsdp_dynamo_secondary"
+
+
+class _Owner(NamedTuple):
+    """Whose secondary shard a stand-in is for; weakly, as for shards (``mark_shard``)."""
+
+    module: ReferenceType[UnitModuleProtocol]
+    flat: ReferenceType[FlatParameter]
+
+
+def stand_in_for(
+    module: UnitModuleProtocol, flat: FlatParameter, *, is_full_precision: bool
+) -> torch.Tensor | None:
+    """An input of graphs for a secondary shard ``(padded_numel / ranks in a node,)``.
+
+    As large to look at, without memory. ``None``: the flat parameter has no secondary shard.
+
+    Args:
+        module: of its unit; its root may still change.
+        flat: the flat parameter.
+        is_full_precision: the dtype of the graphs.
+    """
+    if flat.hierarchy is None:
+        return None
+    stand_in = torch.empty(
+        flat.layout.padded_numel // flat.hierarchy.node.size(),
+        dtype=flat.dtypes(is_full_precision).param,
+        device=flat.device,
+    )
+    stand_in.untyped_storage().resize_(0)
+    setattr(stand_in, _OWNER, _Owner(ref(module), ref(flat)))
+    return stand_in
+
+
+class SecondaryInputs:
+    """Secondary shards of one call of a compiled graph, and of its backward.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._flats: dict[int, FlatParameter] = {}
+        roots: dict[Any, None] = {}
+        for position, value in enumerate(inputs):
+            owner: _Owner | None = getattr(value, _OWNER, None)
+            module = None if owner is None else owner.module()
+            flat = None if owner is None else owner.flat()
+            if module is not None and flat is not None:
+                roots[module._fsdp_root] = None
+                self._flats[position] = flat
+        self._roots = tuple(roots)
+
+    def gather(self, arguments: list[Any]) -> None:
+        """Put them in the place of their stand-ins, gathered if they are missing or may be old."""
+        try:
+            for root in self._roots:
+                if root.is_outside:  # else its own forward, around the graph's, has begun
+                    root.secondary.begin_forward()
+                root.secondary.gather()
+            for position, flat in self._flats.items():
+                piece = flat.take_piece()
+                assert piece is not None
+                arguments[position] = piece[0]
+        except BaseException:
+            self.abandon()
+            raise
+
+    def end_forward(self) -> None:
+        """Free those of an evaluation."""
+        for root in self._roots:
+            if root.is_outside:
+                root.secondary.end_forward()
+
+    def end_backward(self) -> None:
+        """Free those of units whose gradients are reduced."""
+        for root in self._roots:
+            if root.is_outside:
+                root.secondary.end_backward()
+
+    def abandon(self) -> None:
+        """Free all after an error."""
+        for root in self._roots:
+            root.secondary.abandon()

@@ -1,0 +1,355 @@
+"""Two operators of Dynamo's graph for all that a traced unit does to its flat parameters.
+
+Dynamo sees one call each and need not trace what is inside, unit by unit. AOTAutograd, which runs
+the graph, sees what they are made of::
+
+    unshard          -> all_gather -> wait, and in the backward reduce_scatter -> wait
+    parameter_views  -> split -> view ...
+
+In units whose code may call operators with bodies, which refuse inputs that share a storage,
+``parameters`` stands for ``parameter_views`` while Dynamo traces (``traced_unit``).
+
+Every collective is marked where it is made. The constants of a unit are arguments, as text, so
+that they are part of every key of the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import traceback
+
+from fsdp_dynamo.graph_mode.collective_operators import ALL_GATHER, REDUCE_SCATTER
+from fsdp_dynamo.graph_mode.offloading import TO_DEVICE, TO_HOST
+from fsdp_dynamo.untraced import untraced
+from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, Mark
+
+
+class FlatConstants(NamedTuple):
+    """Constants of the collectives of one flat parameter.
+
+    Attributes:
+        unit: FQN of the unit.
+        group_name: registered name of the group that gathers: the shard group, or this rank's
+            node (no rank number is baked in).
+        world_size: its size.
+        reductions: names of the groups over which gradients are averaged, in order.
+        scatters: for each of ``reductions``, the number of ranks that its mean is scattered over;
+            0: all of them have it.
+        gather_plan: the gather plan of its all-gather, encoded.
+        reduce_plans: those of its reduce-scatters, in order.
+        is_sharded: whether there is anything to gather.
+        requires_grad: whether there is a gradient to reduce.
+        param_dtype: name of the unsharded flat parameter's dtype.
+        reduce_dtype: name of the reduction's dtype.
+        sum_dtype: name of the dtype of gradients that wait for a reduction.
+        grad_dtype: name of the dtype of the gradient that leaves the graph.
+        grad_scale: factor of reduced gradients.
+        gather_mark: mark of the all-gather.
+        reduce_marks: a mark for each of ``reductions``.
+        offloaded_from: the device that computes, where the shard is in host memory; ``""``: both
+            are in one place.
+    """
+
+    unit: str
+    group_name: str
+    world_size: int
+    reductions: Sequence[str]
+    scatters: Sequence[int]
+    gather_plan: Sequence[int]
+    reduce_plans: Sequence[Sequence[int]]
+    is_sharded: bool
+    requires_grad: bool
+    param_dtype: str
+    reduce_dtype: str
+    sum_dtype: str
+    grad_dtype: str
+    grad_scale: float
+    gather_mark: str
+    reduce_marks: Sequence[str]
+    offloaded_from: str
+
+
+class ViewConstants(NamedTuple):
+    """Cuts of an unsharded flat parameter into parameters. Equal units have equal ones.
+
+    Attributes:
+        split_sizes: numel of each piece.
+        pieces: for each parameter, its piece.
+        shapes: for each parameter, its shape.
+    """
+
+    split_sizes: Sequence[int]
+    pieces: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+
+
+def encode(constants: FlatConstants | ViewConstants) -> str:
+    """Constants as text."""
+    return json.dumps(constants)
+
+
+@lru_cache(maxsize=4096)
+def _decode(kind: Any, text: str) -> Any:
+    """Back from ``encode``."""
+    return kind(*json.loads(text))
+
+
+def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    wanted = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.to(wanted)
+
+
+@contextmanager
+def _marked(marks: dict[str, str]) -> Iterator[None]:
+    """Marks on what is traced inside.
+
+    ``traceback.annotate`` would write them into those of the node that is run, which it shares with
+    others.
+    """
+    meta = traceback.get_current_meta()
+    before = meta.get("custom") or {}
+    meta["custom"] = {**before, **marks}
+    try:
+        yield
+    finally:
+        meta["custom"] = before
+
+
+def _as_in_the_forward(unit: str) -> AbstractContextManager[None]:
+    """Marks of a unit on what is traced in a backward.
+
+    In what it knows to be a backward, AOTAutograd would put those of the forward, the all-gather's,
+    in their place.
+    """
+    node = fx.Graph().create_node("placeholder", "backward")
+    node.meta["custom"] = {UNIT: unit, BODY: "0"}
+    return traceback.set_current_meta(node)
+
+
+def _gather(
+    shard: torch.Tensor, secondary: torch.Tensor | None, flat: FlatConstants
+) -> torch.Tensor:
+    if secondary is not None:
+        shard = secondary
+    elif flat.offloaded_from:
+        shard = TO_DEVICE(shard, flat.offloaded_from, getattr(torch, flat.param_dtype))
+    else:
+        shard = _cast(shard, flat.param_dtype)
+    if not flat.is_sharded:
+        return shard.view_as(shard)
+    with _marked({COLLECTIVE: flat.gather_mark}):
+        gathered = ALL_GATHER(shard, flat.world_size, flat.group_name, flat.gather_plan)
+        unsharded: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return unsharded
+
+
+def _reduce(grad: torch.Tensor, flat: FlatConstants) -> torch.Tensor:
+    grad = _cast(grad, flat.reduce_dtype)
+    plans = iter(flat.reduce_plans)
+    for group, size, mark in zip(flat.reductions, flat.scatters, flat.reduce_marks, strict=True):
+        with _marked({COLLECTIVE: mark}):
+            if size:
+                reduced = REDUCE_SCATTER(grad, "avg", size, group, next(plans))
+            else:
+                reduced = torch.ops._c10d_functional.all_reduce(grad, "avg", group)
+            grad = torch.ops._c10d_functional.wait_tensor(reduced)
+    if flat.grad_scale != 1:
+        grad = grad * flat.grad_scale
+    grad = _cast(grad, flat.grad_dtype)
+    return TO_HOST(grad) if flat.offloaded_from else grad
+
+
+class _Unshard(torch.autograd.Function):
+    """The all-gather is the forward, the reduce-scatter the backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        shard: torch.Tensor,
+        secondary: torch.Tensor | None,
+        total: torch.Tensor | None,
+        carrier: torch.Tensor | None,
+        flat: FlatConstants,
+    ) -> torch.Tensor:
+        ctx.flat, ctx.carries = flat, carrier is not None
+        ctx.save_for_backward(*(() if total is None else (total,)))
+        return _gather(shard, secondary, flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        with _as_in_the_forward(ctx.flat.unit):
+            if ctx.carries:
+                return None, None, None, _cast(grad, ctx.flat.sum_dtype), None
+            for total in ctx.saved_tensors:
+                grad = _cast(grad, ctx.flat.sum_dtype) + total
+            return _reduce(grad, ctx.flat), None, None, None, None
+
+
+class _FirstCopy(torch.autograd.Function):
+    """A parameter of which each shard has a copy; so each copy gets the gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, copies: torch.Tensor, shape: Sequence[int]
+    ) -> torch.Tensor:
+        numel = math.prod(shape)
+        ctx.num_copies = copies.numel() // numel
+        return copies[:numel].view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.reshape(1, -1).expand(ctx.num_copies, -1).reshape(-1), None
+
+
+_first_copy: Any = _FirstCopy.apply
+
+
+def unshard(
+    shard: torch.Tensor,
+    secondary: torch.Tensor | None,
+    total: torch.Tensor | None,
+    carrier: torch.Tensor | None,
+    constants: str,
+) -> torch.Tensor:
+    """The unsharded flat parameter ``(padded_numel,)``; the gradient is the shard's, reduced.
+
+    Args:
+        shard: the sharded flat parameter ``(padded_numel / N,)``.
+        secondary: what is gathered in its place, on nodes of ranks:
+            ``(padded_numel / ranks in a node,)``.
+        total: unsharded gradients of earlier steps, to be reduced with this step's.
+        carrier: in a step that reduces nothing, what takes the unsharded gradient.
+        constants: ``FlatConstants``, encoded.
+    """
+    flat: FlatConstants = _decode(FlatConstants, constants)
+    if not flat.requires_grad:
+        return _gather(shard, secondary, flat)
+    unsharded: torch.Tensor = _Unshard.apply(shard, secondary, total, carrier, flat)  # type: ignore[no-untyped-call]
+    return unsharded
+
+
+def parameter_views(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
+    """The parameters as views of the unsharded flat parameter.
+
+    Args:
+        unsharded: ``(padded_numel,)``.
+        constants: ``ViewConstants``, encoded.
+    """
+    sizes, pieces, shapes = _decode(ViewConstants, constants)
+    with _marked({VIEWS: ""}):
+        cut = torch.split(unsharded, sizes)
+        return [
+            cut[piece].view(shape)
+            if sizes[piece] == math.prod(shape)
+            else _first_copy(cut[piece], shape)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+
+
+def parameters(unsharded: torch.Tensor, constants: str) -> list[torch.Tensor]:
+    """The parameters, each in a storage of its own.
+
+    Args:
+        unsharded: as of ``parameter_views``.
+        constants: as of ``parameter_views``.
+    """
+    return [view.clone() for view in parameter_views(unsharded, constants)]
+
+
+_library = torch.library.Library("fsdp_dynamo", "FRAGMENT")
+for _function, _schema in (
+    (
+        unshard,
+        "(Tensor shard, Tensor? secondary, Tensor? total, Tensor? carrier, str constants)"
+        " -> Tensor",
+    ),
+    (parameters, "(Tensor unsharded, str constants) -> Tensor[]"),
+    (parameter_views, "(Tensor(a) unsharded, str constants) -> Tensor(a)[]"),
+):
+    _library.define(_function.__name__ + _schema)
+    # Where a graph ends in a unit they run by themselves, not in graphs of their own.
+    _function = untraced("made of what a graph would hold")(_function)
+    _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
+
+UNSHARD = torch.ops.fsdp_dynamo.unshard.default
+PARAMETERS = torch.ops.fsdp_dynamo.parameters.default
+PARAMETER_VIEWS = torch.ops.fsdp_dynamo.parameter_views.default
+
+
+# -- in graphs -------------------------------------------------------------------------------------
+
+
+def unshard_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """All calls of ``unshard`` in a graph that Dynamo hands over, and in its subgraphs."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.find_nodes(op="call_function", target=UNSHARD)
+
+
+def share_unshards(gm: fx.GraphModule) -> None:
+    """Let all calls of a unit in a graph have one ``unshard``, so that it is reduced once.
+
+    Autograd then sums the gradients of the calls before the reduction and not behind it. Calls with
+    gradients and calls without them stay apart.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in [*unshard_nodes(gm)]:
+        key = (node.graph, node.args, node.meta["example_value"].requires_grad)
+        same = first.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            node.graph.erase_node(node)
+    gm.recompile()
+
+
+class Collectives(NamedTuple):
+    """Facts about the collectives that a graph will have.
+
+    Attributes:
+        groups: registered names of their groups, those that gather first.
+        formats: the formats that they have or may have, as text.
+        marks: of each of them, and how many elements of which dtype it has unsharded.
+    """
+
+    groups: list[str]
+    formats: list[str]
+    marks: list[str]
+
+
+def collectives_of(gm: fx.GraphModule) -> Collectives:
+    """The collectives of a graph that Dynamo hands over."""
+    gathers: dict[str, None] = {}
+    reductions: dict[str, None] = {}
+    marks: list[tuple[str, str]] = []
+    for node in unshard_nodes(gm):
+        *_, carrier, constants = node.args
+        flat: FlatConstants = _decode(FlatConstants, str(constants))
+        unsharded = node.meta["example_value"]
+        kind = f"{unsharded.dtype} {unsharded.numel()}"
+        if flat.is_sharded:
+            gathers[flat.group_name] = None
+            marks.append((flat.gather_mark, kind))
+        if carrier is None and unsharded.requires_grad:
+            reductions |= dict.fromkeys(flat.reductions)
+            marks += [(mark, kind) for mark in flat.reduce_marks]
+    wires = {Mark.decode(mark).wire for mark, _ in marks}
+    texts = [f"{mark} {kind}" for mark, kind in marks]
+    return Collectives(list(gathers | reductions), sorted(wires - {""}), texts)
+
+
+def unsharded_behind(node: fx.Node) -> fx.Node | None:
+    """The unsharded flat parameter that a node of such a graph is, or that it is a parameter of."""
+    if node.target is operator.getitem:
+        source = node.all_input_nodes[0]
+        if source.target is PARAMETERS or source.target is PARAMETER_VIEWS:
+            return source.all_input_nodes[0]
+    return node if node.target is UNSHARD else None

@@ -1,0 +1,101 @@
+"""The store that the ranks of a group share, with keys of their own for each run."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fsdp_dynamo.comm.watchdog import watched
+
+PREFIX = "fsdp_dynamo/health"
+
+_SHARED_STORES = frozenset({"TCPStore", "FileStore"})
+
+_run_ids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+"""Identifiers of the run, by default group and by the ranks that have agreed on them."""
+
+_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, tuple[int, ...]]]] = (
+    WeakKeyDictionary()
+)
+"""Exchanges so far, by purpose and ranks; by default group, whose store holds them."""
+
+
+def default_store() -> Any:
+    """The store that all ranks share, or ``None``.
+
+    Simulated and fake groups have ranks that do not exist, and stores that no other rank shares.
+    """
+    if not dist.is_initialized():
+        return None
+    default = store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return default if type(store).__name__ in _SHARED_STORES else None
+
+
+def shared_store(group: dist.ProcessGroup) -> Any:
+    """The store of a group's ranks, or ``None`` if the group has one rank or no shared store."""
+    store = None if group.size() == 1 else default_store()
+    if store is None:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    run_id = _run_ids.get(dist.group.WORLD, {}).get(ranks, "")  # type: ignore[arg-type]
+    return PrefixStore(f"{PREFIX}/{_name(ranks)}/{run_id}", store)
+
+
+@lru_cache
+def _name(ranks: tuple[int, ...]) -> str:
+    """Name of a group in keys, as long for thousands of ranks as for two."""
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+
+
+def next_round(purpose: str, ranks: Sequence[int]) -> int:
+    """The number of these ranks' next exchange for a purpose; the same on each of them."""
+    counter = _rounds.setdefault(dist.group.WORLD, Counter())  # type: ignore[arg-type]
+    counter[purpose, tuple(ranks)] += 1
+    return counter[purpose, tuple(ranks)]
+
+
+def agree_on_run_id(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Give the ranks of a group an identifier of their run; returns whether it is new.
+
+    A launcher may keep one store when it restarts the ranks: keys of an earlier run must not be
+    read. All ranks of the group call it together, before they exchange anything.
+
+    Args:
+        group: the ranks.
+        device: one of the group's, used if the group does not serve the CPU.
+    """
+    if shared_store(group) is None:
+        return False
+    ranks = tuple(dist.get_process_group_ranks(group))
+    known = _run_ids.setdefault(dist.group.WORLD, {})  # type: ignore[arg-type]
+    if ranks in known:
+        return False
+    run_id = [secrets.token_hex(4)]
+    by = exchange_device(group, device)
+    with watched(group, "broadcast", "the begin of a run"):
+        dist.broadcast_object_list(run_id, src=ranks[0], group=group, device=by)
+    known[ranks] = run_id[0]
+    return True
+
+
+def exchange_device(group: dist.ProcessGroup, device: torch.device | None = None) -> torch.device:
+    """Where a group exchanges values that are no tensors of the model.
+
+    Returns:
+        The CPU if the group serves it, else ``device``, else the first one that it serves.
+    """
+    served = [kind.type for kind in group._device_types]
+    if device is not None and device.type in served and "cpu" not in served:
+        return device
+    return torch.device("cpu" if "cpu" in served else served[0])
