@@ -48,9 +48,8 @@ from fsdp_dynamo.health.comparison import set_agreement_timeout
 from fsdp_dynamo.health.flight_recorder import record_flight
 from fsdp_dynamo.observe.explain import Explanation, explain
 from fsdp_dynamo.observe.inspection import Inspection, inspect_graphs
-from fsdp_dynamo.precompiled import load_precompiled, precompile
 from fsdp_dynamo.sharded_grad_scaler import ShardedGradScaler
-from fsdp_dynamo.warmup import limit_recompiles, warmup
+from fsdp_dynamo.warmup import limit_recompiles, load_precompiled, precompile, warmup
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard, replicate
 from fsdp_dynamo.wrap.fsdp2_methods import (
     GradientReductionHandle,

@@ -71,7 +71,7 @@ class UnsupportedError(FSDPError, NotImplementedError):
 
 def with_section(text: str, see: Mistake) -> str:
     """A message that ends with a section of the troubleshooting page."""
-    return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo.troubleshooting {see})."
+    return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo troubleshoot {see})."
 
 
 def first_line(value: object) -> str:

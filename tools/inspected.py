@@ -1,6 +1,6 @@
 """The steps in the picture of ``docs/inspection.md``, inspected by the command::
 
-torchrun --nproc-per-node 2 -m fsdp_dynamo.inspection --module tools.inspected:main --out out
+torchrun --nproc-per-node 2 -m fsdp_dynamo inspect --module tools.inspected:main --out out
 python tools/screenshot.py out/index.html docs/pictures/inspection.png
 """
 

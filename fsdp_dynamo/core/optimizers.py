@@ -30,8 +30,8 @@ from torch.optim.optimizer import (
 from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import REPLACED
+from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
-from fsdp_dynamo.untraced import untraced
 
 FORMER_ORIGIN = "fsdp_dynamo_parts_of"
 """Key in parameter groups that versions with 1-D parts have saved."""

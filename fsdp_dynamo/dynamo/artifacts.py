@@ -22,7 +22,7 @@ from torch._dynamo.callback import callback_handler  # tells when compilation be
 # Private: there is no public way to add to what tlparse reads.
 from torch._logging._internal import trace_structured
 
-from fsdp_dynamo.untraced import UNDER_LOCK, untraced
+from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 from graph_passes.graph_utils import is_backward
 from graph_passes.text.listing import listing
 

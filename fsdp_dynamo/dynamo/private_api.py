@@ -52,8 +52,8 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from fsdp_dynamo.dynamo.untraced import Function
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
-from fsdp_dynamo.untraced import Function
 
 GRAPH_MODE = "graph"
 LEAF_MODE = "leaf"

@@ -14,7 +14,7 @@ from fsdp_dynamo import events
 from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.unit import Unit
-from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 
 Grads = list[torch.Tensor | None]
 

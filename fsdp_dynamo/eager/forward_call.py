@@ -18,9 +18,9 @@ from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.module_parameters import put_version_back
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import never_compiled_itself
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.eager.end_of_calls import EndOfCalls, sums
 from fsdp_dynamo.events import NO_GRAPH_TASK, Step, current_step
-from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 @dataclass(eq=False)

@@ -23,12 +23,12 @@ from fsdp_dynamo.dynamo.private_api import (
     refuse_tracers,
     with_side_effects,
 )
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.eager.forward_call import ForwardCall
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.eager.views_while_traced import shared_inputs, views_while_traced
 from fsdp_dynamo.errors import UnsupportedError, unit_name
 from fsdp_dynamo.pytree import map_tensors, tensors_of
-from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 def run_unit(

@@ -23,6 +23,7 @@ from fsdp_dynamo.core.accumulation import Accumulation
 from fsdp_dynamo.core.reduction import ReduceQueue, reduce_frozen, unused_of, without_frozen
 from fsdp_dynamo.core.unit import RootState, StateMachine, Unit, UnitState
 from fsdp_dynamo.dynamo.private_api import in_compiled_autograd
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.eager.end_of_calls import CallsInARow, EndOfCalls
 from fsdp_dynamo.eager.execution_order import ExecutionOrder
 from fsdp_dynamo.eager.forward_call import (
@@ -33,7 +34,6 @@ from fsdp_dynamo.eager.forward_call import (
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.events import NO_GRAPH_TASK, current_graph_task
 from fsdp_dynamo.module_tree import UnitPaths
-from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 
 
 class Root:

@@ -22,8 +22,8 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import outside_transforms
+from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 from fsdp_dynamo.errors import UnsupportedError, unit_name
-from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 _OPERATORS = {"cond", "while_loop", "scan", "associative_scan", "map", "nested_compile_region"}
 _REGION = "__marked_compile_region_fn__"  # on functions that nested_compile_region decorates

@@ -1,6 +1,6 @@
 """Estimates of memory, communication and step time of a model on a cluster.
 
-``python -m fsdp_dynamo.estimator --model llama3-8b --world-size 512 --memory 80GB --link 400Gb/s``
+``python -m fsdp_dynamo estimate --model llama3-8b --world-size 512 --memory 80GB --link 400Gb/s``
 """
 
 from fsdp_dynamo.estimator.inventory import Build, Inventory, UnitInventory, Work, take_inventory

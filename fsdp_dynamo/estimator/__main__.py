@@ -1,4 +1,4 @@
-"""``python -m fsdp_dynamo.estimator``: the command line."""
+"""``python -m fsdp_dynamo estimate``: the command line."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def predictions_of(inventory: Inventory, cluster: Cluster, sizes: ElementSizes) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m fsdp_dynamo.estimator", description=__doc__)
+    parser = argparse.ArgumentParser("python -m fsdp_dynamo estimate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help=f"one of {', '.join(CONFIGS)}")
     source.add_argument(

@@ -259,7 +259,7 @@ def recommend(predictions: Sequence[Prediction], memory_bytes: int) -> Predictio
 def format_report(
     inventory: Inventory, cluster: Cluster, predictions: Sequence[Prediction], tokens: int
 ) -> str:
-    """Format the output of ``python -m fsdp_dynamo.estimator``.
+    """Format the output of ``python -m fsdp_dynamo estimate``.
 
     Args:
         inventory: inventory of the model.

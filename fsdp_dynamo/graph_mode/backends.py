@@ -51,6 +51,7 @@ from fsdp_dynamo.graph_mode.inductor import (
     users_settings,
 )
 from fsdp_dynamo.graph_mode.lowering import lower_to_functions
+from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import (
     live_bytes_node_by_node,
     live_bytes_of_generated,
@@ -62,7 +63,6 @@ from fsdp_dynamo.graph_mode.stretch_compiler import Partitioner, StretchCompiler
 from fsdp_dynamo.graph_mode.trace import warn_if_the_graph_breaks
 from fsdp_dynamo.graph_mode.traced_unit import copy_shared_inputs
 from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, share_unshards
-from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.health.late_ranks import announce_compilations, announce_this_compilation
 from graph_passes.graph_pass import GraphPass
 from graph_passes.pipeline import Pipeline, default_passes
@@ -126,7 +126,7 @@ def fsdp_dynamo_aot_eager(
 ) -> Any:
     """Backend: the whole step's graphs, scheduled, run node by node.
 
-    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``; ``mode`` is the default.
+    ``options`` are the fields of ``graph_mode.options.GraphOptions``; ``mode`` is the default.
     """
     mode_settings(mode)
     parsed = _prepare(gm, options)
@@ -181,7 +181,7 @@ def fsdp_dynamo(
 ) -> Any:
     """Backend: the whole step's graphs, scheduled, compiled by Inductor.
 
-    ``options`` are those of ``fsdp_dynamo.graph_options.GraphOptions``, and Inductor's; ``mode`` is
+    ``options`` are the fields of ``graph_mode.options.GraphOptions``, and Inductor's; ``mode`` is
     ``"max-autotune-no-cudagraphs"``, or ``"default"``.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -15,10 +15,10 @@ from fsdp_dynamo.core.dtensors import local_of
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.original_parameter import owner_of
 from fsdp_dynamo.core.reduction import reduce_frozen
+from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
 from fsdp_dynamo.graph_mode import offloading, operators, trace
 from fsdp_dynamo.graph_mode.traced_unit import SecondaryInputs
-from fsdp_dynamo.untraced import BY_AUTOGRAD, untraced
 from graph_passes.gradients.producers import Ranges
 from graph_passes.markers import NO_VALUE
 

@@ -26,9 +26,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fsdp_dynamo.dynamo import artifacts
 from fsdp_dynamo.errors import FSDPValueError
+from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.planning import is_recording
 from fsdp_dynamo.graph_mode.stretch_compiler import LowerWrites, Partitioner
-from fsdp_dynamo.graph_options import GraphOptions
 from graph_passes.pipeline import Pipeline
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"

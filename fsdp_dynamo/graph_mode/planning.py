@@ -24,8 +24,8 @@ from fsdp_dynamo.comm.collectives import transport_of
 from fsdp_dynamo.comm.process_groups import node_ranks_of
 from fsdp_dynamo.graph_mode import calibration
 from fsdp_dynamo.graph_mode.compile_cache import SharedPlans
+from fsdp_dynamo.graph_mode.options import GraphOptions
 from fsdp_dynamo.graph_mode.unshard_operators import collectives_of, unshard_nodes
-from fsdp_dynamo.graph_options import GraphOptions
 from fsdp_dynamo.health.comparison import require_same, share_from_first
 from graph_passes.cost_model import CostModel, Device, Link
 from graph_passes.memory.liveness import (

@@ -27,9 +27,9 @@ import torch
 from torch import fx
 from torch.fx import traceback
 
+from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.graph_mode.collective_operators import ALL_GATHER, REDUCE_SCATTER
 from fsdp_dynamo.graph_mode.offloading import TO_DEVICE, TO_HOST
-from fsdp_dynamo.untraced import untraced
 from graph_passes.markers import BODY, COLLECTIVE, UNIT, VIEWS, Mark
 
 

@@ -1,6 +1,6 @@
 """Flight recorder: a rank that fails writes its last collectives to a file.
 
-    python -m fsdp_dynamo.flight FOLDER
+    python -m fsdp_dynamo flight FOLDER
 
 explains the records of all ranks. A rank writes its record when an exception ends it, and prints
 the path. A rank that was killed leaves none, which is informative, too. Records go to
@@ -14,6 +14,7 @@ last ones.
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import json
 import os
@@ -90,7 +91,7 @@ class _Recorder:
             draft.rename(self.path)
             # With the lock held: another thread may end the process once the record is written.
             if issued:  # of no use for a script that fails before it trains
-                explainer = f"python -m fsdp_dynamo.flight {self.folder}"
+                explainer = f"python -m fsdp_dynamo flight {self.folder}"
                 _print_error(f"rank {self._rank}: flight record in {self.path} ({explainer})")
             self._written_at = issued
 
@@ -399,6 +400,48 @@ def _compare_logs(ranks: tuple[int, ...], logs: Logs) -> list[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain the records of a folder; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m fsdp_dynamo flight", description="Explain the flight records of a failed run."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="given to record_flight()")
+    folder = parser.parse_args(arguments).folder
+    paths = sorted(folder.glob("rank-*.json"))
+    records = [record for path in paths if (record := _record_in(path)) is not None]
+    if not records:
+        found = "no readable one" if paths else "none"
+        print(
+            f"expected rank-0.json and others in '{folder}', found {found}: call "
+            "fsdp_dynamo.record_flight(folder) in every rank.",
+            file=sys.stderr,
+        )
+        return 2
+    print(explain_records(records))
+    return 0
+
+
+def _record_in(path: Path) -> dict[str, Any] | None:
+    """Flight record in a file; ``None``, and a line on standard error, if there is none."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(record, dict) and record.keys() >= FIELDS:
+            return record
+        problem = "other content"
+    print(
+        f"expected a flight record in '{path}', got {problem}. It is left out: its rank may have "
+        "been killed while it wrote, or something else wrote the file.",
+        file=sys.stderr,
+    )
+    return None
 
 
 # -- rank ranges -----------------------------------------------------------------------------------

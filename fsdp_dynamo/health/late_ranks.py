@@ -27,6 +27,7 @@ from torch._dynamo.callback import callback_handler  # no public API reports com
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.comm.process_groups import group_timeout_s
 from fsdp_dynamo.comm.watchdog import GONE, GONE_FIX, gone_ranks
+from fsdp_dynamo.dynamo.untraced import UNDER_LOCK, untraced
 from fsdp_dynamo.errors import DivergenceError, RankFailedError, with_section
 from fsdp_dynamo.health.collective_order import issued_by
 from fsdp_dynamo.health.flight_recorder import Ranges, listed, ranges_by_text
@@ -37,7 +38,6 @@ from fsdp_dynamo.health.notices import (
     stores_with,
 )
 from fsdp_dynamo.health.store import PREFIX, default_store
-from fsdp_dynamo.untraced import UNDER_LOCK, untraced
 
 CAUSE = (
     "Ranks took different branches, or models, shapes or dtypes differ between ranks: make them "

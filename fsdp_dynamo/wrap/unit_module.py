@@ -37,6 +37,7 @@ from fsdp_dynamo.dynamo.private_api import (
     tracer_error,
     with_own_code,
 )
+from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -47,7 +48,6 @@ from fsdp_dynamo.hooks_mode import leaves
 from fsdp_dynamo.module_tree import UnitPaths
 from fsdp_dynamo.pytree import is_plain
 from fsdp_dynamo.state_dict import model
-from fsdp_dynamo.untraced import untraced
 from fsdp_dynamo.wrap import build
 from fsdp_dynamo.wrap.arguments import input_dtype_of
 from fsdp_dynamo.wrap.user_methods import UserMethods

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from fsdp_dynamo import module_tree
-from fsdp_dynamo.comm_hooks import CommHook, HookState
+from fsdp_dynamo.comm.comm_hooks import CommHook, HookState
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.grad_clip import clip_grad_norm
 from fsdp_dynamo.core.summon import SummonOptions, WholeUpdate, unshard_originals, update_whole
 from fsdp_dynamo.core.unit import Unit, refuse_formats
+from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.eager import hooks
 from fsdp_dynamo.eager.schedule import Root
 from fsdp_dynamo.errors import (
@@ -26,7 +27,6 @@ from fsdp_dynamo.errors import (
     UnsupportedError,
     unit_name,
 )
-from fsdp_dynamo.untraced import untraced
 
 
 class UserMethods(nn.Module):
@@ -144,7 +144,7 @@ class UserMethods(nn.Module):
 
         Args:
             state: the hook's first argument; ``None``: a ``comm_hooks.HookState``.
-            hook: see ``fsdp_dynamo.comm_hooks``, which has hooks in low precision.
+            hook: see ``fsdp_dynamo.comm.comm_hooks``, which has hooks in low precision.
 
         Raises:
             FSDPStateError: on a wrapper that is not the outermost one, or the second time.

@@ -20,7 +20,7 @@ from torch import fx
 
 from fsdp_dynamo import DivergenceError, FSDPTypeError, FSDPValueError, record_events, record_plans
 from fsdp_dynamo.graph_mode import calibration, planning
-from fsdp_dynamo.graph_options import GraphOptions
+from fsdp_dynamo.graph_mode.options import GraphOptions
 from graph_passes.gradients.grad_buffer import grad_buffer
 from graph_passes.graph_pass import GraphPass
 from graph_passes.graph_utils import op_name

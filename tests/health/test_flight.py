@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_dynamo import FSDPStateError, flight, record_flight
+from fsdp_dynamo import FSDPStateError, record_flight
 from fsdp_dynamo.comm.collective_log import Entry
 from fsdp_dynamo.health import flight_recorder
 from fsdp_dynamo.health.flight_recorder import explain_records
@@ -68,7 +68,7 @@ def _run(tmp_path: Path, what: str, by_default: bool = False) -> str:
     assert run.returncode != 0
     assert f"flight record in {folder}" in run.stderr.decode()
     assert _processes_of(tmp_path / "run.py") == []
-    explain = [sys.executable, "-m", "fsdp_dynamo.flight", folder]
+    explain = [sys.executable, "-m", "fsdp_dynamo", "flight", folder]
     said = subprocess.run(explain, env=environment, capture_output=True, text=True, check=True)
     assert said.stderr == ""
     return said.stdout
@@ -222,14 +222,14 @@ def test_ranks_that_part() -> None:
 
 
 def test_nothing_to_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert flight.main([str(tmp_path)]) == 2
+    assert flight_recorder.main([str(tmp_path)]) == 2
     assert "call fsdp_dynamo.record_flight(folder) in every rank" in capsys.readouterr().err
     with pytest.raises(FSDPStateError, match="expected a process group"):
         record_flight(tmp_path)
     whole = json.dumps(_record(1, "SIGTERM", ("all_gather", "a")))
     for rank, text in enumerate((whole[:20], whole, '{"loss": 1}')):
         (tmp_path / f"rank-{rank}.json").write_text(text)
-    assert flight.main([str(tmp_path)]) == 0
+    assert flight_recorder.main([str(tmp_path)]) == 0
     said, left_out = capsys.readouterr()
     assert "rank 1: SIGTERM" in said
     assert "rank-0.json', got JSONDecodeError" in left_out

@@ -399,7 +399,8 @@ def _command(folder: Path, *rest: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [
         "-m",
-        "fsdp_dynamo.observe.inspection",
+        "fsdp_dynamo",
+        "inspect",
         "--module",
         "train:main",
         "--out",

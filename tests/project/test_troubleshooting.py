@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
 
 from fsdp_dynamo import FSDP, FSDPError, fully_shard, set_agreement_timeout
-from fsdp_dynamo import troubleshooting as help_page
+from fsdp_dynamo import __main__ as commands
 from fsdp_dynamo.errors import TROUBLESHOOTING, Mistake
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
@@ -310,7 +310,7 @@ def _sections() -> dict[str, str]:
 
 def _check(message: str, mistake: Mistake) -> None:
     """It ends with the link, and its paragraph shows it; "..." there stands for anything."""
-    link = f" See {TROUBLESHOOTING}#{mistake} (python -m fsdp_dynamo.troubleshooting {mistake})."
+    link = f" See {TROUBLESHOOTING}#{mistake} (python -m fsdp_dynamo troubleshoot {mistake})."
     own = message.partition("\n")[0]  # Dynamo adds where in the user's code
     assert own.endswith(link), message
     said = own.removesuffix(link)
@@ -327,14 +327,31 @@ def test_every_mistake_has_its_paragraph_and_a_test() -> None:
 
 
 def test_help_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(help_page.sections()) == list(_sections())
+    assert list(commands.sections()) == list(_sections())
     for mistake in MISTAKES:
-        assert help_page.main([mistake]) == 0
+        assert commands.run(["troubleshoot", mistake]) == 0
         heading, _, text = capsys.readouterr().out.partition("\n")
         assert _link_of(heading.removeprefix("## ")) == mistake
         assert text.strip() == _sections()[mistake].strip()
-    assert help_page.main(["wrapped"]) == 2
+    assert commands.run(["troubleshoot", "wrapped"]) == 2
     assert "expected one of these, got 'wrapped'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--help"], 0), (["nothing"], 2)])
+def test_commands_are_listed(
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run(arguments) == code
+    said = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", said, re.MULTILINE) for name in commands.COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["estimate", "flight", "inspect", "troubleshoot"])
+def test_commands_have_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.run([name, "--help"])
+    assert end.value.code == 0
+    assert f"python -m fsdp_dynamo {name}" in capsys.readouterr().out
 
 
 def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from pool import RankPool
 from torch import nn
 
 from fsdp_dynamo import FSDP, FSDPValueError
-from fsdp_dynamo.trace_order import trace_execution
-from fsdp_dynamo.wrap_policy import CustomPolicy
+from fsdp_dynamo.wrap_policy import CustomPolicy, trace_execution
 
 
 class Backwards(nn.Module):

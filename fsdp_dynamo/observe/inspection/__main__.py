@@ -1,8 +1,8 @@
-"""``python -m fsdp_dynamo.observe.inspection --module pkg:fn``: inspect a script of your own.
+"""``python -m fsdp_dynamo inspect --module pkg:fn``: inspect a script of your own.
 
 Alone, or under torchrun::
 
-    torchrun --nproc-per-node 2 -m fsdp_dynamo.observe.inspection --module train:main -- --steps 2
+    torchrun --nproc-per-node 2 -m fsdp_dynamo inspect --module train:main -- --steps 2
 
 main() is called without arguments; what follows -- is in sys.argv[1:]. The decompiled code needs
 depyf: pip install 'fsdp-dynamo[inspection]'.
@@ -47,7 +47,7 @@ def _rank(text: str) -> int | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m fsdp_dynamo.inspection",
+        "python -m fsdp_dynamo inspect",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

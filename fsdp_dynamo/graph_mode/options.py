@@ -120,7 +120,7 @@ class GraphOptions:
 def _wrong(kind: type[Exception], name: str, expected: str, got: str) -> Exception:
     return kind(
         f"torch.compile(options=...), '{name}': expected {expected}, got {got}. See "
-        "fsdp_dynamo.graph_options.GraphOptions."
+        "fsdp_dynamo.graph_mode.options.GraphOptions."
     )
 
 
