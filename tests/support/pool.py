@@ -35,7 +35,7 @@ RATES = {
 }
 """In place of what is measured: where collectives go must not depend on the machine."""
 
-_PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.checkpoint", "fsdp_dynamo"]
+_PRELOADED = ["pytest", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "fsdp_dynamo"]
 
 _jobs = itertools.count()
 
@@ -75,12 +75,16 @@ def _serve(rank: int, pipe: Connection, paths: list[str]) -> None:
     os.environ.setdefault("FSDP_DYNAMO_FLIGHT", "0")  # what fails in tests is meant to
     import torch
     import torch.distributed as dist
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.utils._pytree import tree_map_only
 
     from fsdp_dynamo.graph_mode import calibration
 
+    # A failed assertion in a rank shows its values, as it does in pytest's own process.
+    install_importhook(get_config()).fnpats[:] = ["test_*.py"]
     torch.set_num_threads(1)
     calibration.measured = functools.wraps(calibration.measured)(lambda group, device: RATES)
     calibration.measured_formats = functools.wraps(calibration.measured_formats)(
@@ -255,8 +259,8 @@ class RankPool:
 def on_ranks(world_size: int, timeout: float = 240.0) -> Callable[[Callable[..., None]], Any]:
     """Make a test of a function that every rank runs and that asserts in place.
 
-    The function takes ``rank`` first, then parameters of ``pytest.mark.parametrize`` that can be
-    pickled, and no other fixture::
+    The function takes ``rank`` first, then parameters and fixtures that can be pickled, such as
+    ``tmp_path``::
 
         @pytest.mark.parametrize("mode", MODES)
         @on_ranks(2)
