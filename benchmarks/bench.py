@@ -2,9 +2,10 @@
 
     python benchmarks/bench.py [--full] [--out runs/bench]
 
-The short set (``make bench``) takes under 10 minutes on 2 cores; ``--full`` is what
-``docs/benchmarks.md`` reports and takes about 40. With root, ``ip`` and ``tc`` the comparisons run
-over a link of 1 Gbit/s between two network namespaces, else over the loopback.
+The short set (``make bench``) takes under 10 minutes on 2 cores; ``--full`` has
+most of what ``docs/performance.md`` reports on CPUs and takes about 40. With root, ``ip`` and
+``tc`` the comparisons run over a link of 1 Gbit/s between two network namespaces, else over the
+loopback.
 """
 
 from __future__ import annotations
