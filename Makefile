@@ -1,12 +1,14 @@
-# make check | make test | make test-all | make matrix | make coverage | make demo | make bench | make docs: all do their own set-up
-# and can be run again cheaply. make gpu takes the torch that is there.
+# make check | make test | make test-all | make matrix | make coverage | make demo | make bench | make docs: each sets up what it
+# needs in .venv, once. make gpu uses the torch that is installed. tools/setup_env.py says which torch is installed.
 PYTHON ?= python3
 # make test TORCH=2.15.0: in an environment of that version, ENVS/torch-2.15.0, which several checkouts may use in turn.
 TORCH ?=
 ENVS ?= .venvs
 VENV ?= $(if $(TORCH),$(ENVS)/torch-$(TORCH),.venv)
 PY = $(VENV)/bin/python
+# Stamp of an environment with everything, and of one with a single extra; a command that needs only that extra takes either.
 READY = $(VENV)/.ready
+with = $(if $(wildcard $(READY)),$(READY),$(READY)-$(1))
 RANKS ?= 2
 
 .PHONY: again setup check test test-all matrix private coverage golden lint demo bench gpu peers docs clean
@@ -18,7 +20,11 @@ again:
 # Each time with TORCH: another checkout may have used the environment since.
 $(READY): pyproject.toml tools/setup_env.py $(if $(TORCH),again)
 	$(PYTHON) tools/setup_env.py $(VENV) $(if $(TORCH),--torch $(TORCH))
-	touch $(READY)
+	touch $@
+
+$(READY)-%: pyproject.toml tools/setup_env.py $(if $(TORCH),again)
+	$(PYTHON) tools/setup_env.py $(VENV) --extras $* $(if $(TORCH),--torch $(TORCH))
+	touch $@
 
 # Types are checked against the default torch: other versions annotate their functions otherwise.
 lint: $(READY)
@@ -61,7 +67,7 @@ coverage: $(READY)
 golden: $(READY)
 	EXPECTTEST_ACCEPT=1 $(PY) -m pytest tests/graph_mode/test_golden.py
 
-demo: $(READY)
+demo: $(call with,demo)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo/train.py $(ARGS)
 
 bench: $(READY)
@@ -75,7 +81,7 @@ peers: $(READY)
 	$(PYTHON) tools/setup_env.py $(VENV) --peers
 
 # docs/ and the API reference as HTML: open build/site/index.html. Dead links fail.
-docs: $(READY)
+docs: $(call with,docs)
 	$(PY) -m mkdocs build
 
 clean:

@@ -74,6 +74,11 @@ def with_section(text: str, see: Mistake) -> str:
     return f"{text} See {TROUBLESHOOTING}#{see} (python -m fsdp_dynamo troubleshoot {see})."
 
 
+def how_to_install(extra: str) -> str:
+    """Command that installs an extra; no public index has the package."""
+    return f"pip install -e '.[{extra}]' in a clone of fsdp_dynamo"
+
+
 def first_line(value: object) -> str:
     """The first line of another library's message."""
     return str(value).partition("\n")[0]

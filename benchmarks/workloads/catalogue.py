@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from benchmarks.command_line import BadInputError
 from benchmarks.workloads.decoder import Block, Decoder, DecoderSizes
 from benchmarks.workloads.toy import MyModule, ToyModel
+from fsdp_dynamo.errors import how_to_install
 
 Batch = dict[str, torch.Tensor]
 
@@ -259,8 +260,7 @@ def hugging_face(
         )
     if importlib.util.find_spec("transformers") is None:
         raise BadInputError(
-            "--torchbench_model needs the package 'transformers': "
-            "pip install 'fsdp-dynamo[benchmarks]'"
+            f"--torchbench_model needs the package 'transformers': {how_to_install('benchmarks')}"
         )
     import transformers  # here and not above: it takes seconds and few workloads need it
 

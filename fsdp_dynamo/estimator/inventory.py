@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_dynamo.errors import FSDPError, FSDPValueError
+from fsdp_dynamo.errors import FSDPError, FSDPValueError, how_to_install
 from fsdp_dynamo.observe.training_step import sum_of
 from fsdp_dynamo.pytree import tensors_of
 from graph_passes.cost_model import operator_flops
@@ -398,7 +398,7 @@ def build_of(name: str, batch: int, length: int) -> Build:
     except ImportError as error:
         raise FSDPError(
             "fsdp_dynamo.estimator: expected transformers to be installed, for a model by name, "
-            f"got {error}. pip install transformers, or give your own model by --module."
+            f"got {error}. Run {how_to_install('estimator')}, or give your own model by --module."
         ) from error
     kind, changes = CONFIGS[name]
 

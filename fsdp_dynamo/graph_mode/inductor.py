@@ -38,15 +38,18 @@ def mode_settings(mode: str | None, *known: str) -> dict[str, Any]:
     """Inductor's settings for ``torch.compile(mode=...)``.
 
     Raises:
-        FSDPValueError: not one of those that the backend knows.
+        FSDPValueError: the backend does not know this mode.
     """
     if mode is None:
         return {}
     if mode not in known:
+        if mode == MAX_AUTOTUNE:
+            reason = 'nothing is compiled by Inductor; take backend="fsdp_dynamo"'
+        else:
+            reason = "graph mode supports no mode with CUDA graphs"
         raise FSDPValueError(
             f"torch.compile(mode=...): expected {' or '.join(map(repr, ('default', *known)))}, got "
-            f"{mode!r}. Leave mode out: CUDA graphs do not go with collectives in the graph, and "
-            f'{MAX_AUTOTUNE!r} needs backend="fsdp_dynamo".'
+            f"{mode!r}. Leave mode out: {reason}."
         )
     return dict(list_mode_options(mode))
 

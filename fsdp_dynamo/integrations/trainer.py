@@ -26,7 +26,12 @@ from transformers import Trainer, TrainingArguments
 from fsdp_dynamo import checkpoint
 from fsdp_dynamo.api import FullStateDictConfig, MixedPrecision, StateDictType
 from fsdp_dynamo.checkpoint.states import random_state, set_random_state
-from fsdp_dynamo.errors import CheckpointError, FSDPStateError, UnsupportedError
+from fsdp_dynamo.errors import (
+    CheckpointError,
+    FSDPStateError,
+    UnsupportedError,
+    how_to_install,
+)
 from fsdp_dynamo.integrations.sharding import Sharding, shard
 from fsdp_dynamo.wrap.composable import FSDPModule
 from fsdp_dynamo.wrap.wrapper import FullyShardedDataParallel
@@ -234,8 +239,8 @@ def _check_trainer() -> None:
 
         raise FSDPStateError(
             f"fsdp_dynamo.integrations.trainer: expected a Trainer with the method {missing[0]}, "
-            f"got transformers {transformers.__version__}, whose Trainer has none. Install "
-            "fsdp-dynamo[trainer]."
+            f"got transformers {transformers.__version__}, whose Trainer has none. Run "
+            f"{how_to_install('trainer')}."
         )
 
 

@@ -362,7 +362,7 @@ def test_without_depyf(ranks: RankPool, tmp_path: Path) -> None:
     assert [name for name, _ in with_it if name != decompiled] == names
     assert {path.name for path in (tmp_path / "without").iterdir()} == {*names, "index.html"}
     (message,) = said
-    assert "pip install 'fsdp-dynamo[inspection]'" in message
+    assert "pip install -e '.[inspection]'" in message
     assert said_by_others == [], "they write nothing"
 
 
@@ -427,7 +427,7 @@ def test_the_command_without_depyf(tmp_path: Path) -> None:
     (tmp_path / "depyf.py").write_text("raise ImportError('not here')")
     done = _command(tmp_path, "--", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("pip install 'fsdp-dynamo[inspection]'") == 1
+    assert done.stderr.count("pip install -e '.[inspection]'") == 1
     assert (tmp_path / "seen" / "index.html").exists()
     assert (tmp_path / "seen" / "_root.backward.partition.py").exists()
     assert not (tmp_path / "seen" / "_root.dynamo.decompiled.py").exists()
@@ -457,4 +457,4 @@ def test_the_command_says_how_the_function_is_called(
     said, refused = capsys.readouterr()
     assert "expected a rank, or 'all', got 'foo'" in refused
     assert HOW_IT_IS_CALLED.replace("was called", "is called") in said
-    assert "pip install 'fsdp-dynamo[inspection]'" in said
+    assert "pip install -e '.[inspection]'" in said

@@ -55,12 +55,13 @@ _WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a mode with CUDA graphs": (
         partial(_compile_with_mode, "fsdp_dynamo", "reduce-overhead"),
         FSDPValueError,
-        "expected 'default' or 'max-autotune-no-cudagraphs', got 'reduce-overhead'",
+        "expected 'default' or 'max-autotune-no-cudagraphs', got 'reduce-overhead'. Leave mode "
+        "out: graph mode supports no mode with CUDA graphs.",
     ),
     "a mode for nothing": (
         partial(_compile_with_mode, "fsdp_dynamo_aot_eager", "max-autotune-no-cudagraphs"),
         FSDPValueError,
-        'needs backend="fsdp_dynamo"',
+        'nothing is compiled by Inductor; take backend="fsdp_dynamo"',
     ),
     "seconds in words": (
         partial(fsdp_dynamo.set_agreement_timeout, "10"),  # type: ignore[arg-type]

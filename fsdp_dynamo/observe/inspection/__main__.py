@@ -5,7 +5,7 @@ Alone, or under torchrun::
     torchrun --nproc-per-node 2 -m fsdp_dynamo inspect --module train:main -- --steps 2
 
 main() is called without arguments; what follows -- is in sys.argv[1:]. The decompiled code needs
-depyf: pip install 'fsdp-dynamo[inspection]'.
+depyf: pip install -e '.[inspection]' in a clone of fsdp_dynamo.
 """
 
 from __future__ import annotations

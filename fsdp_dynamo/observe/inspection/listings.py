@@ -15,6 +15,7 @@ from types import CodeType, ModuleType
 import torch
 
 from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, STAGES, Artifact, Frame, emit
+from fsdp_dynamo.errors import how_to_install
 from graph_passes.text.listing import Line, of_unit, units_in
 
 PHASES = ("dynamo", "joint", "forward", "backward")
@@ -159,7 +160,7 @@ def warn_without_depyf(stacklevel: int) -> None:
     warnings.warn(
         "inspect_graphs(): depyf is not installed, so the decompiled code "
         "(*.dynamo.decompiled.py) is left out; everything else is written. "
-        "To get it: pip install 'fsdp-dynamo[inspection]'",
+        f"To get it: {how_to_install('inspection')}.",
         stacklevel=stacklevel + 1,
     )
 
