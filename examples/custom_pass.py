@@ -8,6 +8,7 @@ them up. The pass replaces such values by zero before each unit's reduce-scatter
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,26 +68,41 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
     return batch
 
 
-def train(passes: Sequence[GraphPass], backend: str = "fsdp_dynamo", steps: int = 4) -> nn.Module:
+def train(
+    passes: Sequence[GraphPass],
+    backend: str = "fsdp_dynamo",
+    steps: int = 4,
+    device: torch.device | None = None,
+) -> nn.Module:
     """A model after some steps, in which the passes ran over its graphs."""
     rank = dist.get_rank()
-    model = FSDP(make_model(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    model = FSDP(make_model().to(device), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(
         model, fullgraph=True, backend=backend, options={"passes": list(passes)}
     )
     for step in range(steps):
-        compiled(batch_of(step, rank)).square().mean().backward()
+        compiled(batch_of(step, rank).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main() -> None:
     """Train with and without the pass."""
-    dist.init_process_group("gloo")
+    device = start()
     for name, passes in (("without", ()), ("with", (keep_nan_out,))):
-        model = train(passes)
+        model = train(passes, device=device)
         spoilt = sum(int((~p.isfinite()).sum()) for p in model.parameters())
         print(f"rank {dist.get_rank()}, {name} the pass: {spoilt} elements are not finite")
     dist.destroy_process_group()

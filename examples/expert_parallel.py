@@ -17,6 +17,7 @@ sharded, so a norm of all gradients counts each of them once.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def make_model(mesh: DeviceMesh | None = None) -> nn.Sequential:
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Of the tokens of a rank in a step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(TOKENS, WIDTH, generator=generator)
+    x = torch.randn(TOKENS, WIDTH, generator=generator).to(next(model.parameters()).device)
     return mse_loss(model(x), x.square().mean(1, keepdim=True))
 
 
@@ -132,12 +133,22 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main() -> None:
     """Train for some steps."""
-    dist.init_process_group()
+    device = start()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "expert"))
-    model = shard(make_model(mesh["expert"]), mesh)
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("data", "expert"))
+    model = shard(make_model(mesh["expert"]).to(device), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         loss = loss_of(model, step, rank)

@@ -35,7 +35,7 @@ def make_model() -> nn.Sequential:
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """On a batch of this rank's own."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(16, WIDTH, generator=generator)
+    x = torch.randn(16, WIDTH, generator=generator).to(next(model.parameters()).device)
     return (model(x) - x.roll(1, -1)).square().mean()
 
 
@@ -45,15 +45,25 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in local)
 
 
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main() -> None:
     """Train; print the loss, how much a rank holds, and what it sent where."""
-    dist.init_process_group()
+    device = start()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shards = int(sys.argv[1] if len(sys.argv) > 1 else os.environ["LOCAL_WORLD_SIZE"])
     shape, names = (world_size // shards, shards), ("replicate", "shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     model = fully_shard(
-        make_model(),
+        make_model().to(device),
         policy=ModuleWrapPolicy({nn.Sequential}),
         mesh=mesh,
         strategy=ShardingStrategy.HYBRID_SHARD,

@@ -9,6 +9,7 @@ in the optimizer.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 
@@ -72,6 +73,7 @@ def make_model() -> nn.Module:
 def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     """The task: give back the input, turned around."""
     x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed))
+    x = x.to(next(model.parameters()).device)
     return (model(x) - x.flip(-1)).square().mean()
 
 
@@ -81,11 +83,21 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in local)
 
 
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main() -> None:
     """Train the adapters; print what is held, and the losses."""
-    dist.init_process_group()
+    device = start()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = make_model()
+    model = make_model().to(device)
     fully_shard(model, policy=ModuleWrapPolicy({Block}))
     adapters = [param for param in model.parameters() if param.requires_grad]
     frozen = [param for param in model.parameters() if not param.requires_grad]

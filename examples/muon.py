@@ -9,6 +9,8 @@ its rows of the result. All matrices together are spread over the ranks by size.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,18 +67,28 @@ class Muon(torch.optim.Optimizer):
         return {name: orthogonalized(whole) for name, whole in momenta.items()}
 
 
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main() -> None:
     """Fit a small network to a rotation; prints the loss."""
-    dist.init_process_group()
+    device = start()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)]
-    model = nn.Sequential(*layers, nn.Linear(32, 32))
+    model = nn.Sequential(*layers, nn.Linear(32, 32)).to(device)
     fully_shard(model, policy=ModuleWrapPolicy({nn.Sequential}))
     optimizer = Muon(model, lr=0.01)
-    rotation = orthogonalized(torch.randn(32, 32))
+    rotation = orthogonalized(torch.randn(32, 32)).to(device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(200):
-        x = torch.randn(64, 32, generator=generator)
+        x = torch.randn(64, 32, generator=generator).to(device)
         loss = (model(x) - x @ rotation).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -16,6 +16,8 @@ makes on units of ``fully_shard`` by itself.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,29 +58,41 @@ def batch_of(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.roll(1, dims=1)
 
 
-def make_stages(mesh: DeviceMesh) -> list[PipelineStage]:
+def make_stages(mesh: DeviceMesh, device: torch.device) -> list[PipelineStage]:
     """This rank's stages, each a unit that is sharded along ``shard``."""
     layers, group = make_layers(), mesh["stage"].get_group()
     stages = []
     for index in STAGES_OF[mesh["stage"].get_local_rank()]:
-        layer = fully_shard(layers[index], mesh=mesh["shard"], reshard_after_forward=False)
-        stages.append(PipelineStage(layer, index, NUM_STAGES, torch.device("cpu"), group=group))
+        layer = fully_shard(
+            layers[index].to(device), mesh=mesh["shard"], reshard_after_forward=False
+        )
+        stages.append(PipelineStage(layer, index, NUM_STAGES, device, group=group))
     return stages
+
+
+def start() -> torch.device:
+    """Start the process group; return a GPU if this machine has one for each of its ranks."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def main() -> None:
     """Train for some steps."""
-    dist.init_process_group()
+    device = start()
     mesh = init_device_mesh(
-        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "shard")
+        device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "shard")
     )
-    stages, shard = make_stages(mesh), mesh["shard"].get_local_rank()
+    stages, shard = make_stages(mesh, device), mesh["shard"].get_local_rank()
     schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=mse_loss)
     params = [param for stage in stages for param in stage.submod.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     is_first, is_last = (index in STAGES_OF[mesh["stage"].get_local_rank()] for index in (0, 3))
     for step in range(STEPS):
-        x, target = batch_of(step, shard)
+        x, target = (tensor.to(device) for tensor in batch_of(step, shard))
         losses: list[torch.Tensor] = []
         with record_events() as log:
             schedule.step(

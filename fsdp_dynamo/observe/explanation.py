@@ -307,7 +307,8 @@ def _totals(report: StepReport) -> str:
         graphs = [graph for graph in report.graphs if graph.phase == phase]
         rows.append([phase, *_sums(graphs, _of_phase(report.measured, phase))])
     rows.append(["step", *_sums(report.graphs, report.measured)])
-    return "times in ms; exposed: nothing is computed; measured: one step\n" + format_table(rows)
+    title = "times in ms; exposed: waiting for a collective, computing nothing; measured: one step"
+    return f"{title}\n{format_table(rows)}"
 
 
 _TOTALS = [

@@ -111,7 +111,7 @@ def test_text() -> None:
 graph mode, fsdp_dynamo, cpu, 2 ranks: 2 units, 1 graph, 1 graph break
 flat parameters: 4.0 kB unsharded, 2.0 kB per rank, 80 B of padding
 
-times in ms; exposed: nothing is computed; measured: one step
+times in ms; exposed: waiting for a collective, computing nothing; measured: one step
 graph     compute   comm  bound   sim.  unsched.  exposed  measured  exposed   sent    peak  budget
 forward      8.00   7.00   9.00  10.00     15.00     2.00      5.00     2.00  300 B  1.2 kB  1.0 GB
 backward     8.00   6.00   9.00  10.00     14.00     2.00      3.50     0.75  300 B  1.2 kB  1.0 GB

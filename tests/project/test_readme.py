@@ -106,6 +106,11 @@ def _run_recipes(
             left = [_left_by(code, names) for code in recipes]
     finally:
         os.chdir(before)
+    decayed, others = left[5]["optimizer"].param_groups
+    plain = dict(_transformer().named_parameters())
+    assert len(decayed["params"]) == sum(param.dim() == 2 for param in plain.values())
+    assert len(decayed["params"]) + len(others["params"]) == len(plain)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     changes = left[1]["changes"]
     assert changes.keys() == names["momenta"].keys()
     assert not any(change.any() for change in changes.values())
@@ -116,8 +121,8 @@ def _run_recipes(
 def test_the_recipes_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the one with tensor parallelism, and those that tests/scripts run; a plain model
     reads what they have saved."""
-    marks = ("HYBRID_SHARD", "update_whole", "async_save", "record_events", "inspect_graphs")
-    recipes = [_recipe(mark) for mark in (*marks, "print_products")]
+    marks = ["HYBRID_SHARD", "update_whole", "async_save", "record_events", "inspect_graphs"]
+    recipes = [_recipe(mark) for mark in (*marks, "weight_decay", "print_products")]
     recipes[-1] = recipes[-1].replace('"fsdp_dynamo"', '"fsdp_dynamo_aot_eager"')
     saved, _ = ranks.run(_run_recipes, 2, str(tmp_path), _ten_lines(), *recipes)
     assert (tmp_path / "out" / "index.html").is_file()

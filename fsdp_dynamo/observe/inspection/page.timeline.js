@@ -31,7 +31,7 @@ function caption(side, ms) {
   const exposed = side.bars.some((bar) => isExposed(bar, ms));
   const parts = [`${ms.toFixed(2)} ms${side.cuts.length ? " without compilation" : ""}`];
   parts.push("one colour per unit, as in the list below");
-  if (exposed) parts.push("red edge: partly exposed, nothing is computed meanwhile");
+  if (exposed) parts.push("red edge: partly exposed, the rank waits and computes nothing");
   return `${parts.join("; ")}. ${side.note}`;
 }
 
