@@ -4,8 +4,8 @@
 
 On every torch: the tests of private names and the check tier; on the oldest and the newest also
 what ``make test`` runs. The check tier runs on the default torch with every other Python that is
-found, too. Each environment is made below ENVIRONMENTS where it is missing (about 5 GB; the default
-one is small) and used again. Cells of the page that were not run stay as they are.
+found, too. Each environment is made below ENVIRONMENTS where it is missing (up to 5 GB) and used
+again. Cells of the page that were not run stay as they are.
 """
 
 from __future__ import annotations

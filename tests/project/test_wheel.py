@@ -73,7 +73,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for package in PACKAGES:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / package, source / package, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "docs/troubleshooting.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/troubleshooting.md"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", str(folder)]
@@ -100,6 +100,8 @@ def test_wheel_has_all_of_the_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         page = archive.read("fsdp_dynamo/troubleshooting.md")  # a link in the checkout
+        (license_file,) = [n for n in archive.namelist() if n.endswith("/licenses/LICENSE")]
+        assert archive.read(license_file) == (REPOSITORY / "LICENSE").read_bytes()
     assert page == (REPOSITORY / "docs" / "troubleshooting.md").read_bytes()
     expected = [
         path.relative_to(REPOSITORY).as_posix()
