@@ -38,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the predictions; returns 2 for bad input."""
+    """Print the predictions and return the exit status: 2 for bad input."""
     options = _parser().parse_args(argv)
     try:
         cluster, precision = cluster_of(options), precision_of(options)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def predictions_of(inventory: Inventory, cluster: Cluster, sizes: ElementSizes) -> list[Prediction]:
-    """Predictions of all strategies, each with and without checkpointing."""
+    """Predict each strategy, first without and then with activation checkpointing."""
     has_nodes = cluster.world_size > cluster.per_node
     strategies = [one for one in STRATEGIES if has_nodes or one not in NODES_ONLY]
     return [
@@ -137,10 +137,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def precision_of(options: argparse.Namespace) -> CollectivePrecision:
-    """The formats that the options name.
+    """Return the wire formats that the options name.
 
     Raises:
-        FSDPValueError: one that cannot be, or ``--only-where-exposed`` without one.
+        FSDPValueError: an unsupported combination, or ``--only-where-exposed`` without a format.
     """
     precision = CollectivePrecision(
         options.all_gather,
@@ -153,10 +153,10 @@ def precision_of(options: argparse.Namespace) -> CollectivePrecision:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """The cluster that the options describe.
+    """Return the cluster that the options describe.
 
     Raises:
-        FSDPValueError: a size or rate that cannot be parsed, or ranks that do not fill nodes.
+        FSDPValueError: a size or rate cannot be parsed, or the ranks do not fill whole nodes.
     """
     device = ACCELERATORS[options.device]
     per_node = min(options.per_node, options.world_size)

@@ -1,7 +1,7 @@
-"""Inventory of a training step: parameters, operations, memory traffic and saved activations.
+"""Inventory of a training step: parameters, FLOPs, memory traffic and saved activations.
 
-The step runs once on fake tensors, so nothing is allocated and a model of any size takes seconds.
-Each operator counts for the unit whose module runs.
+The step runs once on fake tensors, so nothing is allocated and any model takes seconds. Each
+operator counts for the unit whose module is running.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass
 class Work:
-    """Floating-point operations and memory traffic of some operators.
+    """FLOPs and memory traffic (bytes read and written) of some operators.
 
     Attributes:
-        flops: floating-point operations in total.
-        traffic_bytes: bytes read and written in total.
-        costs: both numbers for each operator.
+        flops: sum over the operators.
+        traffic_bytes: sum over the operators.
+        costs: FLOPs and bytes of each operator.
     """
 
     flops: int = 0
@@ -40,23 +40,13 @@ class Work:
     costs: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, flops: int, traffic_bytes: int) -> None:
-        """Add an operator.
-
-        Args:
-            flops: its floating-point operations.
-            traffic_bytes: bytes that it reads and writes.
-        """
+        """Add one operator."""
         self.flops += flops
         self.traffic_bytes += traffic_bytes
         self.costs.append((flops, traffic_bytes))
 
     def ms(self, flops_per_ms: float, bytes_per_ms: float) -> float:
-        """Milliseconds, where each operator takes the longer of arithmetic and memory traffic.
-
-        Args:
-            flops_per_ms: rate of arithmetic.
-            bytes_per_ms: rate of memory traffic.
-        """
+        """Return the duration if each operator is bound by either arithmetic or memory traffic."""
         return sum(max(f / flops_per_ms, b / bytes_per_ms) for f, b in self.costs)
 
 
@@ -65,11 +55,11 @@ class UnitInventory:
     """Parameters and activations of one unit.
 
     Attributes:
-        fqn: its FQN, ``""`` for the root.
+        fqn: FQN, ``""`` for the root.
         numel: number of elements of its parameters.
         saved_bytes: activations that its forward saves for the backward.
-        input_bytes: its inputs, which checkpointing saves instead.
-        trained_numel: number of trained elements; ``None``: all.
+        input_bytes: inputs with gradients, which activation checkpointing saves instead.
+        trained_numel: number of elements that require gradients; ``None``: all.
     """
 
     fqn: str
@@ -80,7 +70,7 @@ class UnitInventory:
 
     @property
     def trained(self) -> int:
-        """Number of elements with gradients; all, unless ``trained_numel`` is given."""
+        """Number of elements that require gradients."""
         return self.numel if self.trained_numel is None else self.trained_numel
 
 
@@ -89,8 +79,9 @@ class Inventory:
     """Units and work of one training step.
 
     Attributes:
-        units: inventories by FQN, the root first.
-        segments: FQNs and work of the units that run, in order of the forward.
+        units: units by FQN, the root first.
+        segments: forward work in order of execution, as (FQN of the unit, work). The root has
+            several segments if it runs operators between other units.
         backward: work of the whole backward.
     """
 
@@ -100,34 +91,31 @@ class Inventory:
 
     @property
     def numel(self) -> int:
-        """Number of elements of all parameters."""
+        """Number of elements of all units."""
         return sum(unit.numel for unit in self.units.values())
 
     @property
     def trained(self) -> int:
-        """Number of trained elements."""
+        """Number of elements that require gradients, of all units."""
         return sum(unit.trained for unit in self.units.values())
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of all segments."""
+        """FLOPs of the whole forward."""
         return sum(work.flops for _, work in self.segments)
 
 
 def take_inventory(
     build: Build, classes: Sequence[str], dtype: torch.dtype, fused: bool = True
 ) -> Inventory:
-    """Run forward and backward once on fake tensors.
+    """Run forward and backward once on fake tensors, and return the inventory.
 
     Args:
-        build: called under a fake mode.
-        classes: names of the module classes that become units; if empty, the class in a
-            ``ModuleList`` that holds the most parameters.
-        dtype: data type of parameters and compute.
-        fused: pointwise operators are fused into their neighbours, as a compiler does.
-
-    Returns:
-        The inventory of one rank's batch.
+        build: called under a fake tensor mode; its inputs are one rank's batch.
+        classes: names of module classes that become units; if empty, the class in a ``ModuleList``
+            with the most parameters.
+        dtype: dtype of parameters and compute.
+        fused: count pointwise operators as fused into their neighbours, without traffic.
 
     Raises:
         FSDPValueError: no module has such a class, no output can be differentiated, or the model
@@ -147,7 +135,7 @@ def take_inventory(
                 _loss_of(output).backward()  # type: ignore[no-untyped-call]
     except FSDPError:
         raise
-    except Exception as error:  # the user's own code, on tensors without data
+    except Exception as error:  # the user's code may fail in any way on tensors without data
         raise FSDPValueError(
             "fsdp_dynamo.estimator: expected a model whose forward and backward run on tensors "
             f"without data, got {type(error).__name__}: {error}. Return (model, {{name: tensor}}) "
@@ -157,13 +145,13 @@ def take_inventory(
 
 
 def _cast_input(value: Any, dtype: torch.dtype) -> Any:
-    """A floating-point input in another data type, as mixed precision casts it."""
+    """Cast a floating-point input, as mixed precision does."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters; tied ones stay tied. ``Module.to`` cannot swap fake parameters."""
+    """Cast all parameters; ``Module.to`` cannot replace fake ones. Tied parameters stay tied."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -175,11 +163,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
-    """Modules that become units, with their FQNs.
-
-    Raises:
-        FSDPValueError: there is no such module.
-    """
+    """Return the modules that become units, with their FQNs; see ``take_inventory``."""
     names = set(classes) or _most_repeated_class(model)
     found = {m: name for name, m in model.named_modules() if type(m).__name__ in names and name}
     if not found:
@@ -192,7 +176,7 @@ def units_of(model: nn.Module, classes: Sequence[str]) -> dict[nn.Module, str]:
 
 
 def _most_repeated_class(model: nn.Module) -> set[str]:
-    """The class with the most parameters among classes that occur repeatedly in a ModuleList."""
+    """Name of the class with the most parameters among those repeated in a ``ModuleList``."""
     numel: dict[str, int] = {}
     for module in model.modules():
         children = list(module.children()) if isinstance(module, nn.ModuleList) else []
@@ -203,7 +187,7 @@ def _most_repeated_class(model: nn.Module) -> set[str]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The output's own loss, or the sum of its differentiable tensors."""
+    """Return the output's ``loss``, or the sum of its differentiable tensors."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -211,7 +195,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators for the unit whose module runs."""
+    """Dispatch mode that counts each operator for the unit whose module is running."""
 
     def __init__(self, model: nn.Module, wrapped: Mapping[nn.Module, str], fused: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,7 +211,7 @@ class _Counter(TorchDispatchMode):
         self._assign_parameters(model, "")
 
     def _assign_parameters(self, module: nn.Module, unit: str) -> None:
-        """Assign each parameter to the innermost unit around its first occurrence."""
+        """Assign each parameter to the innermost unit that contains its first occurrence."""
         unit = self._wrapped.get(module, unit)
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in self._parameters:
@@ -282,12 +266,14 @@ class _Counter(TorchDispatchMode):
                 self._kept.append(tensor)
                 num_bytes = _storage_bytes(tensor)
                 self.units[self._stack[-1]].saved_bytes += num_bytes
-                if self._is_fused:  # fused kernels write what is saved, and read it again
+                # A fused kernel keeps pointwise results in registers, except those that it saves:
+                # the forward writes them and the backward reads them.
+                if self._is_fused:
                     self._work().add(0, num_bytes)
                     self.backward_work.add(0, num_bytes)
             return tensor
 
-        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no address is reused
+        self._kept: list[torch.Tensor] = []  # keep storages alive, so that no key is reused
         return pack
 
     def _work(self) -> Work:
@@ -318,14 +304,14 @@ def _name(func: Any) -> str:
 
 
 def _is_free(func: Any) -> bool:
-    """Whether an operator moves no data: a view or a query."""
+    """Return whether an operator moves no data, because it is a view or a query."""
     if func.namespace != "aten" or _name(func) in _VIEWS:
         return True
     return any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 def _is_pointwise(func: Any) -> bool:
-    """Whether a compiler fuses an operator into its neighbours."""
+    """Return whether a compiler would fuse an operator into its neighbours."""
     return torch.Tag.pointwise in func.tags or _name(func) in _COPIES
 
 
@@ -338,7 +324,7 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 # -- models ----------------------------------------------------------------------------------------
-# Models by name, from configurations of ``transformers``; nothing is downloaded.
+# Models by name, built from configurations of ``transformers``; nothing is downloaded.
 
 
 _LLAMA3 = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
@@ -382,10 +368,10 @@ CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def build_of(name: str, batch: int, length: int) -> Build:
-    """Function that builds a model of ``CONFIGS`` and a batch of tokens.
+    """Return a function that builds a model of ``CONFIGS`` and a batch of tokens.
 
     Raises:
-        FSDPValueError: there is no such name.
+        FSDPValueError: unknown name.
         FSDPError: transformers is not installed.
     """
     if name not in CONFIGS:

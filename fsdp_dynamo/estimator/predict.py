@@ -33,20 +33,19 @@ class Prediction:
     """Predicted costs of a step with one sharding strategy.
 
     Attributes:
-        strategy: the strategy.
-        checkpointing: whether every unit but the root recomputes its forward.
-        memory: peak bytes of a rank by category: shards, optimizer, unsharded, gradients,
-            activations.
+        strategy: the sharding strategy.
+        checkpointing: whether every unit except the root recomputes its forward.
+        memory: peak bytes of a rank, by ``CATEGORIES``.
         wire_bytes: bytes that a rank sends per step.
-        between_bytes: those of them that go over its link between nodes, where what has come over
-            it is passed on inside a node, as times assume.
-        compute_ms: compute of forward and backward, with what it encodes and decodes.
+        between_bytes: the part of ``wire_bytes`` that a rank sends to other nodes, if data that
+            has arrived on a node is forwarded inside it (a ring).
+        compute_ms: compute of forward and backward, including encoding and decoding.
         bound_ms: lower bound of the step time over all orders of the collectives.
-        step_ms: forward and backward as scheduled, and the update.
-        exposed_ms: time of forward and backward in which nothing is computed.
-        update_ms: time of the optimizer's update.
-        num_formatted: collectives that travel in a format.
-        num_collectives: gathers and reductions of a step.
+        step_ms: forward and backward as scheduled, and the optimizer's update.
+        exposed_ms: exposed communication of forward and backward.
+        update_ms: the optimizer's update.
+        num_formatted: number of collectives with a wire format.
+        num_collectives: number of all-gathers and reductions per step.
     """
 
     strategy: ShardingStrategy
@@ -75,18 +74,10 @@ def predict(
     sizes: ElementSizes = ElementSizes(),  # noqa: B008  # frozen
     checkpointing: bool = False,
 ) -> Prediction:
-    """Predict the costs of one step: gathers, forward, backward, reductions, update.
+    """Predict the costs of one step for one rank: forward, backward, collectives and update.
 
-    Args:
-        inventory: inventory of the model, for the batch of one rank.
-        cluster: the cluster that it runs on.
-        strategy: the sharding strategy.
-        sizes: bytes per element.
-        checkpointing: whether every unit but the root recomputes its forward.
-
-    Returns:
-        Memory, bytes sent and times of one rank. Secondary shards of HIERARCHICAL_SHARD count as
-        unsharded, and are gathered before the forward, as in graph mode.
+    Secondary shards of HIERARCHICAL_SHARD count as unsharded, and are gathered before the forward,
+    as in graph mode.
     """
     sharding = sharding_of(strategy, cluster)
     sizes = accepted(sizes, sharding, cluster)
@@ -101,7 +92,8 @@ def predict(
     between_bytes, between_ms = secondary_gathers(inventory, cluster, sharding, sizes)
     times = [between_ms, *(_scheduled(problem) for problem in problems)]
     sent = between_bytes + sum(transfer.wire_bytes for transfer in transfers)
-    an_element = 4 * sizes.master_bytes + 2 * sizes.optimizer_bytes  # read, and written
+    # The update reads and writes each parameter, its gradient and its optimizer state once.
+    an_element = 4 * sizes.master_bytes + 2 * sizes.optimizer_bytes
     touched = inventory.trained / sharding.ranks * an_element
     update_ms = touched / cluster.memory_bytes_per_ms
     return Prediction(
@@ -121,7 +113,7 @@ def predict(
 
 
 def _scheduled(problem: Problem) -> float:
-    """Time of the planner's schedule, without a limit on memory."""
+    """Milliseconds of the planner's schedule, without a memory limit."""
     schedule, _ = decide(problem, _options(problem))
     return simulate(problem, schedule).total_ms
 
@@ -132,7 +124,7 @@ def _options(problem: Problem) -> Options:
 
 
 def _with_chosen(without: Problem, formatted: Problem) -> Problem:
-    """The problem with formats where they make its time shorter."""
+    """Return the problem with wire formats where they shorten its schedule."""
     chosen = choose_formats(without, formatted, _options(without)).chosen
     return with_formats(without, formatted, chosen)
 
@@ -144,7 +136,7 @@ def _posed(
     checkpointing: bool,
     sizes: ElementSizes,
 ) -> list[Problem]:
-    """Forward and backward."""
+    """Return the scheduling problems of forward and backward."""
     return [
         _forward(inventory, cluster, sharding, sizes),
         _backward(inventory, cluster, sharding, sizes, checkpointing),
@@ -157,7 +149,7 @@ def _segments_ms(inventory: Inventory, cluster: Cluster) -> list[float]:
 
 
 def _problem(ms: Sequence[float], units: Sequence[str], transfers: list[Transfer]) -> Problem:
-    """The scheduling problem without memory, which ``_memory`` adds up."""
+    """Return a scheduling problem that leaves memory out; ``_memory`` computes it separately."""
     return Problem(tuple(ms), tuple(units), (0,) * len(ms), tuple(transfers))
 
 
@@ -205,7 +197,10 @@ def _backward(
 def _memory(
     inventory: Inventory, sharding: Sharding, sizes: ElementSizes, checkpointing: bool
 ) -> dict[str, int]:
-    """Peak memory of the backward, where activations are freed as gradients accumulate."""
+    """Return the peak bytes of the backward, by category.
+
+    Activations shrink unit by unit while gradient shards grow, so the peak may lie anywhere in it.
+    """
     units = list(inventory.units.values())
     root, blocks = units[0], units[1:]
     largest = sorted((unit.numel for unit in blocks), reverse=True)[:2]
@@ -222,8 +217,10 @@ def _memory(
     moments = [(0, sum(kept.values()))]
     done = 0
     for index, unit in enumerate(reversed(blocks)):
-        before = blocks[-index].trained if index else 0  # its reduction is under way
-        flying = unit.trained + before + root.trained  # the root's is whole until the end
+        # Unsharded gradients: this unit's, those of the unit before whose reduction is in flight,
+        # and the root's, which is reduced last.
+        before = blocks[-index].trained if index else 0
+        flying = unit.trained + before + root.trained
         reduced = done * sizes.master_bytes // sharding.ranks
         moments.append((reduced + flying * sizes.param_bytes, sum(kept.values()) + again))
         done += unit.trained
@@ -235,20 +232,13 @@ def _memory(
 
 
 # -- report ----------------------------------------------------------------------------------------
-# Text of predictions: a table, and the recommended strategy with the reason.
+# Predictions as text: a table, and the recommended strategy with the reason.
 
 
 def recommend(predictions: Sequence[Prediction], memory_bytes: int) -> Prediction | None:
-    """The fastest prediction that fits into memory.
+    """Return the fastest prediction that fits into a rank's memory, or ``None`` if none fits.
 
-    Among equally fast ones it prefers no checkpointing, then the least memory.
-
-    Args:
-        predictions: the candidates.
-        memory_bytes: memory of a rank.
-
-    Returns:
-        One of them; ``None`` if none fits.
+    Among predictions of equal time (within 0.1 %) it prefers no checkpointing, then less memory.
     """
     fits = [p for p in predictions if p.total_bytes <= memory_bytes]
     limit = min((p.step_ms for p in fits), default=0.0) * 1.001
@@ -261,11 +251,7 @@ def format_report(
 ) -> str:
     """Format the output of ``python -m fsdp_dynamo estimate``.
 
-    Args:
-        inventory: inventory of the model.
-        cluster: the cluster.
-        predictions: all candidates.
-        tokens: number of tokens per rank and step; 0 if unknown.
+    ``tokens`` is their number per rank and step, 0 if unknown.
     """
     parts = [_header(inventory, cluster), _table(predictions, cluster, tokens)]
     parts.append(_recommended(predictions, cluster))
@@ -322,7 +308,7 @@ def _table(predictions: Sequence[Prediction], cluster: Cluster, tokens: int) -> 
 
 
 def _title(prediction: Prediction) -> str:
-    """Name of a prediction in texts."""
+    """Name of a prediction in the report."""
     return prediction.strategy.name + (" + checkpoint" if prediction.checkpointing else "")
 
 

@@ -1,4 +1,4 @@
-"""Collectives of a step of a sharding strategy: bytes, and milliseconds on a cluster."""
+"""Collectives of a sharding strategy's step: bytes, and milliseconds on a cluster."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ElementSizes:
     """Bytes per element of the tensors of a step.
 
     Attributes:
-        param_bytes: of unsharded parameters, in all-gathers and compute.
-        reduce_bytes: of gradients in reductions.
-        master_bytes: of shards and their gradients.
-        optimizer_bytes: of the optimizer's state, such as 8 for AdamW in float32.
-        precision: formats in which shards travel.
+        param_bytes: unsharded parameters, in all-gathers and compute.
+        reduce_bytes: gradients in reductions.
+        master_bytes: shards and their gradients.
+        optimizer_bytes: the optimizer's state, such as 8 for AdamW in float32.
+        precision: wire formats of the collectives.
     """
 
     param_bytes: int = 2
@@ -45,20 +45,26 @@ class ElementSizes:
     def wire(
         self, kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
     ) -> WireFormat | None:
-        """The format of a collective, if it is not that of its tensors."""
+        """Return the wire format of a collective; ``None``: uncompressed."""
         size = self.param_bytes if kind == "all_gather" else self.reduce_bytes
         return self.precision.wire_of(kind, torch.float32 if size == 4 else torch.bfloat16)
 
     def without_formats(self) -> ElementSizes:
-        """Sizes with shards that travel as they are."""
+        """Return the same sizes, all collectives uncompressed."""
         return replace(self, precision=CollectivePrecision())
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Number of ranks that share a flat parameter, and of replicas.
+    """Degrees of sharding and replication of a strategy.
 
-    ``nodes``: of these ranks, where they gather on two levels; else 1.
+    Attributes:
+        ranks: number of ranks that share a flat parameter.
+        replicas: number of replicas of each shard.
+        reshards: whether parameters are resharded after forward.
+        gathers: whether parameters are gathered at all.
+        nodes: number of nodes over which ``ranks`` are spread if the strategy gathers on two
+            levels (first between nodes, then inside a node); else 1.
     """
 
     ranks: int
@@ -69,12 +75,12 @@ class Sharding:
 
     @property
     def gathering(self) -> int:
-        """Number of ranks that gather a flat parameter in forward and backward."""
+        """Number of ranks of the all-gathers in forward and backward."""
         return self.ranks // self.nodes
 
 
 def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> Sharding:
-    """Sharding of a strategy on a cluster."""
+    """Return the degrees of a strategy on a cluster."""
     world, node = cluster.world_size, cluster.node_ranks
     if strategy.is_hierarchical:
         return Sharding(world, 1, True, True, cluster.num_nodes)
@@ -87,7 +93,7 @@ def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> Sharding:
 
 
 def accepted(sizes: ElementSizes, sharding: Sharding, cluster: Cluster) -> ElementSizes:
-    """The sizes without formats that are refused on these ranks."""
+    """Return the sizes without the wire formats that the library refuses for this sharding."""
     if sizes.precision.only_where_exposed and sharding.nodes > 1:
         return sizes.without_formats()
     is_flat = cluster.world_size in (sharding.gathering, sharding.replicas)
@@ -106,7 +112,7 @@ def gather_of(
     direction: str,
     need: int,
 ) -> Transfer:
-    """A unit's all-gather, among the ranks that gather it for forward and backward."""
+    """Return a unit's all-gather in forward or backward; ``need`` is the segment that uses it."""
     numel, ranks = inventory.units[unit].numel, sharding.gathering
     wire = sizes.wire("all_gather") if sharding.nodes == 1 else None  # formats are between nodes
     num_bytes = numel * sizes.param_bytes
@@ -120,9 +126,9 @@ def gather_of(
     if wire is None:
         return transfer
     encode_ms, decode_ms = _coding_ms(coding_of_gather(num_bytes, travels / ranks, ranks), cluster)
-    if wire.is_optional:  # in a compiled graph, what computes does it
+    if wire.is_optional:  # nodes of the compiled graph encode and decode: compute time
         return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
-    return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the stream of gathers
+    return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the all-gathers' stream
 
 
 def reduction_of(
@@ -134,7 +140,15 @@ def reduction_of(
     ready: int,
     end: int,
 ) -> Transfer:
-    """A reduce-scatter among ranks of a shard, then another between nodes, or an all-reduce."""
+    """Return a unit's reduction as one transfer.
+
+    It is a reduce-scatter over ``sharding.gathering`` ranks, followed by a reduce-scatter between
+    nodes or an all-reduce over replicas, where the strategy has them.
+
+    Args:
+        ready: segment of the backward after which the gradient is complete.
+        end: segment at which the result is needed.
+    """
     numel, ranks, nodes = inventory.units[unit].trained, sharding.gathering, sharding.nodes
     num_bytes = numel * sizes.reduce_bytes
     wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
@@ -144,7 +158,7 @@ def reduction_of(
     travels = _travels(inner, numel, ranks, sizes.reduce_bytes)
     ms = cluster.collective_ms(_pattern_of(inner), travels, ranks, _nodes_of(ranks, cluster))
     on_nodes = min(sharding.replicas, cluster.num_nodes)
-    for pattern in (_pattern_of(of_replicas), "ring"):  # an all-reduce
+    for pattern in (_pattern_of(of_replicas), "ring"):  # all-reduce: reduce-scatter, all-gather
         ms += cluster.collective_ms(pattern, message_of_replicas, sharding.replicas, on_nodes)
     between = _travels(wire, -(-numel // ranks), nodes, sizes.reduce_bytes)
     ms += cluster.collective_ms(_pattern_of(wire), between, nodes, nodes)
@@ -154,7 +168,7 @@ def reduction_of(
     transfer = Transfer(
         mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes, wire=text
     )
-    codings = []  # the stream that computes encodes, and sums what it decodes
+    codings = []  # on the compute stream, which also sums the decoded parts
     if wire is not None:
         encoded, parts = _encoded(numel, sharding)
         message = _travels(wire, encoded, parts, sizes.reduce_bytes) / parts
@@ -174,7 +188,7 @@ def reduction_of(
 def secondary_gathers(
     inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes
 ) -> tuple[int, float]:
-    """Bytes that a rank sends for the secondary shards of all units, and milliseconds."""
+    """Return bytes sent per rank and milliseconds to gather all units' secondary shards."""
     nodes, wire = sharding.nodes, sizes.wire("all_gather")
     if nodes == 1:
         return 0, 0.0
@@ -193,7 +207,7 @@ def secondary_gathers(
 def between_nodes(
     inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes, sent: int
 ) -> int:
-    """Bytes that a rank sends over the link between nodes."""
+    """Return how many of the ``sent`` bytes a rank sends over the link between nodes."""
     world, nodes = cluster.world_size, cluster.num_nodes
     if nodes == 1:
         return 0
@@ -204,7 +218,7 @@ def between_nodes(
 
 
 def _reduced_between(numel: int, sharding: Sharding, sizes: ElementSizes) -> float:
-    """Bytes that a rank sends for a unit's second reduction: over replicas, or between nodes."""
+    """Bytes that a rank sends in a unit's second reduction: over replicas, or between nodes."""
     nodes, wire = sharding.nodes, sizes.wire("reduce_scatter")
     message = _message_of_replicas(numel, sharding, sizes)
     over_replicas = 2 * message * (sharding.replicas - 1) / sharding.replicas
@@ -213,7 +227,7 @@ def _reduced_between(numel: int, sharding: Sharding, sizes: ElementSizes) -> flo
 
 
 def _message_of_replicas(numel: int, sharding: Sharding, sizes: ElementSizes) -> float:
-    """Bytes of a unit's gradient as replicas reduce it: a shard's, or a message with as many."""
+    """Bytes of one gradient shard as the all-reduce over replicas sends it."""
     wire = sizes.wire("all_reduce") if sharding.replicas > 1 else None
     if wire is None:
         return numel * sizes.reduce_bytes / sharding.ranks
@@ -221,24 +235,24 @@ def _message_of_replicas(numel: int, sharding: Sharding, sizes: ElementSizes) ->
 
 
 def _encoded(numel: int, sharding: Sharding) -> tuple[int, int]:
-    """Elements of a gradient that is encoded, and the ranks that it is for."""
+    """Number of elements that are encoded, and number of ranks among which they are reduced."""
     if sharding.nodes == 1:
         return numel, sharding.ranks
     return -(-numel // sharding.gathering), sharding.nodes
 
 
 def _nodes_of(ranks: int, cluster: Cluster) -> int:
-    """Nodes of neighbouring ranks."""
+    """Number of nodes over which consecutive ranks are spread."""
     return max(1, ranks // cluster.node_ranks)
 
 
 def _pattern_of(wire: WireFormat | None) -> Pattern:
-    """Pattern of a reduction: in a format, each part goes straight to the rank that sums it."""
+    """Return the pattern of a reduction; with a wire format, ranks exchange parts directly."""
     return "ring" if wire is None else "all_to_all"
 
 
 def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
-    """Bytes of the messages of all ranks' parts."""
+    """Bytes of the parts of all ranks as they are sent."""
     if wire is None or ranks == 1:
         return numel * element_bytes
     return ranks * wire.num_bytes(-(-numel // ranks))
@@ -261,15 +275,7 @@ _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?(b)", re.IGNORECASE)
 
 
 def parse_bytes(text: str, where: str = "estimator") -> int:
-    """Bytes of a size such as ``"80GB"`` or ``"24GiB"``.
-
-    Args:
-        text: the size.
-        where: its option, for errors.
-
-    Raises:
-        FSDPValueError: not a size.
-    """
+    """Parse a size such as ``"80GB"`` or ``"24GiB"``; errors name the option ``where``."""
     bits = _bits(text)
     if bits is None or not text.strip().endswith("B"):
         raise _unreadable("a size such as 80GB or 24GiB", text, where)
@@ -277,15 +283,7 @@ def parse_bytes(text: str, where: str = "estimator") -> int:
 
 
 def parse_rate(text: str, where: str = "estimator") -> float:
-    """Bytes per second of a rate such as ``"400Gb/s"`` (bits) or ``"50GB/s"`` (bytes).
-
-    Args:
-        text: the rate.
-        where: its option, for errors.
-
-    Raises:
-        FSDPValueError: not a rate.
-    """
+    """Parse a rate such as ``"400Gb/s"`` (bits) or ``"50GB/s"`` into bytes per second."""
     amount, _, second = text.strip().rpartition("/")
     bits = _bits(amount)
     if bits is None or second.lower() != "s":
@@ -294,7 +292,7 @@ def parse_rate(text: str, where: str = "estimator") -> float:
 
 
 def _bits(text: str) -> float | None:
-    """The number of bits; ``None`` if it is not a number above 0 with its unit."""
+    """Parse a number above 0 with its unit into bits; ``None`` if it is something else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         return None
@@ -312,11 +310,11 @@ class Accelerator:
     """Data-sheet rates of one rank's device.
 
     Attributes:
-        name: name of the device.
-        flops_per_s: floating-point operations per second of dense 16-bit matrix products.
-        bytes_per_s: memory bandwidth, in bytes per second.
-        memory_bytes: size of its memory.
-        node_bytes_per_s: bandwidth to the other devices of its node, in one direction.
+        name: key in ``ACCELERATORS``.
+        flops_per_s: dense 16-bit matrix products.
+        bytes_per_s: memory bandwidth.
+        memory_bytes: memory size.
+        node_bytes_per_s: bandwidth to the other devices of the node, in one direction.
     """
 
     name: str
@@ -342,7 +340,7 @@ Pattern = Literal["ring", "all_to_all"]
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends inside its node, and to other nodes."""
+    """Bytes that a rank sends inside its node and to other nodes."""
 
     inside_bytes: float
     between_bytes: float
@@ -374,39 +372,32 @@ class Cluster:
 
     @property
     def node_ranks(self) -> int:
-        """Ranks on a node that are in use."""
+        """Number of ranks per node that are in use."""
         return min(self.per_node, self.world_size)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are in use."""
+        """Number of nodes that are in use."""
         return self.world_size // self.node_ranks
 
     def traffic(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> Traffic:
-        """Bytes that each rank sends for a collective.
+        """Return the bytes that each rank sends for a collective.
 
-        A ring receives the other nodes' shards over the link and passes them on inside its node.
-        An all-to-all sends each message straight to its rank.
+        In a ring a shard crosses to each other node once and is forwarded inside the node. In an
+        all-to-all each message goes directly to its rank.
 
         Args:
             pattern: ``"ring"`` for an all-gather or a reduce-scatter, or ``"all_to_all"``.
             num_bytes: size of the unsharded tensor, or of all messages.
-            ranks: number of ranks that hold a shard.
-            nodes: number of nodes that these ranks are spread over.
+            ranks: number of ranks that take part.
+            nodes: number of nodes over which they are spread.
         """
         shard = num_bytes / ranks
         outside = nodes - 1 if pattern == "ring" else ranks - ranks // nodes
         return Traffic((ranks - 1 - outside) * shard, outside * shard)
 
     def collective_ms(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> float:
-        """Milliseconds of a collective: the slower link counts.
-
-        Args:
-            pattern: as that of ``traffic``.
-            num_bytes: as that of ``traffic``.
-            ranks: number of ranks that hold a shard.
-            nodes: number of nodes that these ranks are spread over.
-        """
+        """Return the milliseconds of a collective, bound by the slower link; see ``traffic``."""
         if ranks == 1:
             return 0.0
         traffic = self.traffic(pattern, num_bytes, ranks, nodes)

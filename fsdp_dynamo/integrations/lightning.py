@@ -4,8 +4,8 @@
     trainer = Trainer(strategy=strategy, gradient_clip_val=1.0, callbacks=[ModelCheckpoint("run")])
     trainer.fit(module, loader, ckpt_path="last")
 
-Lightning starts the ranks and owns the loops. The strategy shards the module before optimizers are
-made, and overrides the methods that need whole parameters: the norm of gradients, and checkpoints.
+Lightning starts the ranks and runs the loops. The strategy shards the module before the optimizers
+are created, and overrides what needs whole parameters: gradient clipping and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
-    """Shards the ``LightningModule``, in place, when it is first trained or evaluated.
+    """Strategy that shards the ``LightningModule`` in place before it first trains or evaluates.
 
-    In eager a step runs with the root unit's parameters unsharded, so it may call submodules.
-    With ``Sharding(compile=...)`` the module's ``forward`` is what is compiled: steps must call
-    ``self(...)`` for whatever has parameters.
+    In eager mode a step runs with the root unit's parameters unsharded, so it may call submodules.
+    ``Sharding(compile=...)`` compiles the module's ``forward``: steps must then call ``self(...)``
+    for everything that has parameters.
 
     Args:
         sharding: how to shard, and whether to compile.
-        process_group_backend: as for ``DDPStrategy``; a process group that exists is used.
-        timeout: of collectives, as for ``DDPStrategy``.
+        process_group_backend: as for ``DDPStrategy``; an existing process group is reused.
+        timeout: for collectives, as for ``DDPStrategy``.
 
     Raises:
-        UnsupportedError: when the Trainer is run: one of its arguments, or a property of the
-            module, does not go with sharding. Nothing was changed.
+        UnsupportedError: when the Trainer runs, if one of its arguments or a property of the module
+            does not work with sharding. Nothing was changed.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        Strategy.setup(self, trainer)  # DDPStrategy's would wrap, or send rank 0's shards
+        # DDPStrategy.setup would wrap the model in DDP, or broadcast rank 0's shards.
+        Strategy.setup(self, trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_norm
 
     def model_to_device(self) -> None:
@@ -73,10 +74,10 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         shard(model, self.sharding, self.root_device)
-        return model.to(self.root_device)  # modules without parameters, such as metrics
+        return model.to(self.root_device)  # moves modules that are in no unit, such as metrics
 
     def teardown(self) -> None:
-        """Leave the module on its device: shards on the CPU could not be gathered."""
+        """Clean up, but leave the module on its device: NCCL cannot gather shards on the CPU."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -98,14 +99,14 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
     def _run(
         self, step: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Run a step: as the root unit's forward in eager; compiled, ``self(...)`` is that."""
+        """Run a step. In eager mode it runs as the root's forward, with the root unsharded."""
         if self.sharding.compile is not None:
             return step(*arguments, **named)
         return self.lightning_module._fsdp_run_method(step, *arguments, **named)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """While open, gradients accumulate unsharded, without communication."""
+        """Accumulate unsharded gradients inside, without communication."""
         with self.lightning_module.no_sync():
             yield
 
@@ -118,15 +119,15 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
     lightning_restore_optimizer = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: each rank writes its part in ``save_checkpoint``."""
+        """Return nothing: ``save_checkpoint`` writes each rank's shards."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: each rank writes its part in ``save_checkpoint``."""
+        """Return nothing: ``save_checkpoint`` writes each rank's shards."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: ``load_checkpoint`` has restored it."""
+        """Do nothing: ``load_checkpoint`` has restored the model."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -135,7 +136,7 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
 
         Raises:
             CheckpointError: see ``checkpoint.save``.
-            UnsupportedError: ``storage_options``, or hyperparameters that are no plain data.
+            UnsupportedError: ``storage_options`` were given, or hyperparameters are not plain data.
         """
         is_default = storage_options is None
         _require(is_default, "no storage_options", storage_options, "Leave them out.")
@@ -146,10 +147,10 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         checkpoints.save(path, module, optimizers, step=step, shared=shared, keep_last=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Put back the model and, in ``fit``, the optimizers; Lightning puts back what is returned.
+        """Restore the model and, in ``fit``, the optimizers; return Lightning's own state.
 
         Raises:
-            CheckpointError: see ``checkpoint.load``, or another strategy has written it.
+            CheckpointError: see ``checkpoint.load``; also if another strategy wrote the checkpoint.
         """
         path, held, module = (
             self.broadcast(checkpoint_path),
@@ -189,7 +190,7 @@ def _require(is_met: bool, expected: str, got: object, fix: str) -> None:
 
 
 class _LightningState:
-    """State that Lightning saves besides the tensors of model and optimizers."""
+    """Lightning's own state (loops, callbacks, hyperparameters) as an object to save."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

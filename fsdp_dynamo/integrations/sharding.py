@@ -1,4 +1,4 @@
-"""Sharding settings, as data, for libraries that own the training loop."""
+"""Sharding settings as data, for libraries that run the training loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Sharding:
     """Settings that shard and compile a model.
 
     Attributes:
-        layers: classes, or their names, whose modules become units; ``None``: those in the
-            model's ``_no_split_modules``, as transformers' models have.
-        policy: a wrap policy, in place of ``layers``.
-        strategy: see ``ShardingStrategy``.
-        mixed_precision: see ``MixedPrecision``; ``None``: as in the library's own settings.
-        compile: arguments of ``torch.compile``; ``None``: eager.
+        layers: module classes, or their names, that become units; ``None``: the model's
+            ``_no_split_modules``, which transformers' models define.
+        policy: a wrap policy that replaces ``layers``.
+        strategy: as for ``fully_shard``.
+        mixed_precision: as for ``fully_shard``; ``None``: derived from the library's own settings.
+        compile: arguments of ``torch.compile``; ``None``: eager mode.
         others: further arguments of ``fully_shard``, such as ``mesh``.
     """
 
@@ -42,17 +42,9 @@ class Sharding:
 
 
 def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPModule:
-    """Shard and compile a model in place, unless it is sharded already.
+    """Shard and compile a model in place, unless it is sharded already, and return it.
 
-    Rank 0's values are sent to all, as ``DistributedDataParallel`` does.
-
-    Args:
-        model: the whole model.
-        sharding: the settings.
-        device: the device that computes.
-
-    Returns:
-        The same object.
+    All ranks get rank 0's values, as with ``DistributedDataParallel``.
 
     Raises:
         FSDPStateError: there is no process group.
@@ -75,7 +67,7 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
     }
     fully_shard(model, **{**settings, **sharding.others})
     assert isinstance(model, FSDPModule)
-    # Libraries look a model up by the name of its class, which is that of a subclass now.
+    # Libraries look models up by class name, and fully_shard has changed the class to a subclass.
     model._get_name = partial(str, name)  # type: ignore[method-assign]
     if sharding.compile is not None:
         model.compile(**sharding.compile)
@@ -85,19 +77,15 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
 def layers_of(
     model: nn.Module, layers: Collection[type[nn.Module] | str] | None
 ) -> set[type[nn.Module]]:
-    """The classes of the layers.
-
-    Args:
-        model: the model.
-        layers: as in ``Sharding``.
+    """Return the module classes that become units; for ``layers`` see ``Sharding``.
 
     Raises:
-        FSDPValueError: a name that no module's class has, or nothing is named at all.
+        FSDPValueError: no module has a class of this name, or there are no names at all.
     """
     wanted = getattr(model, "_no_split_modules", None) if layers is None else layers
     present = {type(module).__name__: type(module) for module in model.modules()}
     missing = [one for one in wanted or () if isinstance(one, str) and one not in present]
-    if layers is None and wanted:  # a family names the layers of all its models
+    if layers is None and wanted:  # _no_split_modules lists the layers of a whole model family
         wanted, missing = [one for one in wanted if one in present], []
     if missing or not wanted:
         raise FSDPValueError(

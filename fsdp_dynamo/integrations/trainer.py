@@ -6,9 +6,9 @@
     trainer.save_model("model")  # for from_pretrained()
 
 Accelerate wraps models in ``DistributedDataParallel`` or torch's FSDP and has no hook for other
-wrappers. It skips a model that is marked as prepared, so the Trainer shards the model itself before
-the optimizer is created, and overrides the methods that need whole parameters: the norm of
-gradients, checkpoints, and the move to the device.
+wrappers, but it skips models that are marked as prepared. So this Trainer shards the model itself
+before the optimizer is created, and overrides what needs whole parameters: gradient clipping,
+checkpoints, and the move to the device.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ _REFUSED = {
     "fsdp": "Leave it out; FSDPTrainer shards by itself.",
     "deepspeed": "Leave it out; FSDPTrainer shards by itself.",
 }
-"""Training arguments that conflict with sharding, with the alternative."""
+"""Training arguments that conflict with sharding, and what to use instead."""
 
 
 class FSDPTrainer(Trainer):  # type: ignore[misc]
-    """A ``Trainer`` whose model is sharded, in place, when it is first trained or evaluated.
+    """``Trainer`` that shards the model in place before it first trains or evaluates.
 
-    With another kind of Trainer: ``class Mine(FSDPTrainer, Seq2SeqTrainer)``.
+    To combine it with another Trainer: ``class Mine(FSDPTrainer, Seq2SeqTrainer)``.
 
     Args:
-        arguments: those of ``Trainer``. ``bf16=True`` computes in bfloat16 and reduces in float32.
+        arguments: positional arguments of ``Trainer``. ``bf16=True`` computes in bfloat16 and
+            reduces in float32.
         sharding: how to shard, and whether to compile.
-        named: those of ``Trainer``, by name.
+        named: keyword arguments of ``Trainer``.
 
     Raises:
-        UnsupportedError: a training argument that does not go with sharding, or settings of
-            accelerate that shard, too.
+        UnsupportedError: a training argument does not work with sharding, or accelerate is
+            configured to shard as well.
     """
 
     def __init__(self, *arguments: Any, sharding: Sharding | None = None, **named: Any) -> None:
@@ -71,11 +72,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in ``Trainer``, but refuse settings that would shard a second time.
-
-        Raises:
-            UnsupportedError: see the class.
-        """
+        """Refuse settings that would shard a second time; otherwise as in ``Trainer``."""
         _check(self.args)
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -96,18 +93,18 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             sharding = replace(sharding, mixed_precision=low)
         self._numel = _numel_of(shard(self.model, sharding, self.args.device))
-        self.model._is_accelerate_prepared = True  # or it would be wrapped a second time
+        self.model._is_accelerate_prepared = True
         if hasattr(self.model, "generate"):
             self.model.register_forward_method("generate")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in ``Trainer``, for the sharded model."""
+        """Shard the model first; otherwise as in ``Trainer``."""
         self.shard()
         made: torch.optim.Optimizer = super().create_optimizer(model)
         return made
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """As in ``Trainer``, for the sharded model."""
+        """Shard the model first; otherwise as in ``Trainer``."""
         self.shard()
         return super().evaluation_loop(*arguments, **named)
 
@@ -115,9 +112,9 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         """Do nothing: sharding moves the model unit by unit."""
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Operations of a step on one rank's inputs.
+        """Return the FLOPs of a step on one rank's inputs: 6 per token and non-embedding element.
 
-        They are 6 per token and element of the whole model, embeddings excluded.
+        ``Trainer`` would count the elements of this rank's shards only.
         """
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if tokens is None else 6 * int(tokens.numel()) * self._numel
@@ -135,11 +132,12 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model for ``from_pretrained()``; every rank must call it.
 
-        Checkpoints do not hold it, but with ``save_only_model``.
+        Checkpoints contain these files only with ``save_only_model``.
         """
         folder = output_dir or self.args.output_dir
         if _internal_call and not self.args.save_only_model:
-            # Trainer asks whether it is there, before it saves the rest, to note the best one.
+            # Trainer requires this folder when it records the best checkpoint, before it saves
+            # the rest.
             Path(folder).mkdir(parents=True, exist_ok=True)
             return
         self.shard()
@@ -157,26 +155,20 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         save(output_dir, self.model, self._optimizer(), scheduler, step)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: our checkpoint holds the random state."""
+        """Do nothing: our checkpoint contains the random state."""
 
     # -- loading -----------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any
     ) -> Any:
-        """Train, as in ``Trainer``.
-
-        Args:
-            resume_from_checkpoint: the folder of a checkpoint; ``True``: the newest complete one.
-            arguments: those of ``Trainer.train``.
-            named: those of ``Trainer.train``, by name.
-        """
+        """Train as ``Trainer`` does; ``resume_from_checkpoint=True`` skips incomplete folders."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *arguments, **named)
 
     def _load_from_checkpoint(self, path: str, model: nn.Module | None = None) -> None:
-        if not is_ours(path):  # else: when there is an optimizer, too
+        if not is_ours(path):  # ours is loaded together with the optimizer's state, later
             super()._load_from_checkpoint(path, model)
 
     def _load_optimizer_and_scheduler(self, path: str | None) -> None:
@@ -199,14 +191,14 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside accelerate's."""
+        """Return the optimizer that accelerate has wrapped."""
         optimizer: Any = self.optimizer
         found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         return found
 
 
 def _numel_of(model: FSDPModule) -> int:
-    """Elements of the whole model's parameters, embeddings left out."""
+    """Number of elements of all parameters on all ranks, embeddings excluded."""
     modules = model.named_modules()
     embeddings = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
     return sum(
@@ -231,7 +223,7 @@ _OWN = {"shard", "_optimizer"}
 
 
 def _check_trainer() -> None:
-    """Raise an error if ``Trainer`` lacks a method that is overridden here."""
+    """Raise if the installed ``Trainer`` has no method of a name that is overridden here."""
     overridden = {name for name in vars(FSDPTrainer) if not name.startswith("__")} - _OWN
     missing = sorted(name for name in overridden if not hasattr(Trainer, name))
     if missing:
@@ -248,7 +240,7 @@ _check_trainer()
 
 
 # -- trainer files ---------------------------------------------------------------------------------
-# The folder of one checkpoint of a ``transformers.Trainer``, with ours inside.
+# Layout of a checkpoint of ``transformers.Trainer``, which contains one of ours.
 #
 # ::
 #
@@ -263,19 +255,12 @@ STATE = "trainer_state.json"
 
 
 def is_ours(path: str | Path) -> bool:
-    """Whether a Trainer's checkpoint contains a complete one of ours."""
+    """Return whether a Trainer's checkpoint contains a complete checkpoint of ours."""
     return bool(checkpoint.complete(Path(path) / FOLDER))
 
 
 def newest(output_dir: str | Path) -> str | None:
-    """The newest complete checkpoint, for ``resume_from_checkpoint``.
-
-    Args:
-        output_dir: the Trainer's output folder.
-
-    Returns:
-        The folder of the checkpoint of the highest step; ``None``: there is none.
-    """
+    """Return the complete checkpoint of the highest step in a Trainer's output folder, if any."""
     folders = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")
@@ -298,7 +283,7 @@ def _is_readable(path: Path) -> bool:
 def save(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int
 ) -> None:
-    """Write our part of a Trainer's checkpoint; every rank must call it."""
+    """Write our checkpoint into a Trainer's checkpoint; every rank must call it."""
     shared = {"scheduler": scheduler}
     checkpoint.save(Path(path) / FOLDER, model, optimizer, step=step, shared=shared, keep_last=1)
 
@@ -306,13 +291,10 @@ def save(
 def load(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> dict[str, Any] | None:
-    """Restore a checkpoint, except the random state, which is restored when training resumes.
+    """Restore a checkpoint, but leave the random state to be restored when training resumes.
 
     Returns:
-        This rank's random state; ``None`` if other ranks saved the checkpoint.
-
-    Raises:
-        CheckpointError: see ``checkpoint.load``.
+        This rank's saved random state; ``None`` if another number of ranks saved the checkpoint.
     """
     before = random_state()
     shared = {"scheduler": scheduler}
@@ -323,18 +305,14 @@ def load(
 
 
 def load_model(path: str | Path, model: nn.Module) -> None:
-    """Restore only the model."""
+    """Restore only the model, and leave the random state as it is."""
     before = random_state()
     checkpoint.load(Path(path) / FOLDER, model)
     set_random_state(before)
 
 
 def require_no_other(path: str | Path) -> None:
-    """Refuse an optimizer's state that a Trainer without sharding has saved.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Raise ``CheckpointError`` if a Trainer without sharding saved an optimizer state here."""
     for name in ("optimizer.pt", "optimizer.bin"):
         if (Path(path) / name).exists():
             raise CheckpointError(
