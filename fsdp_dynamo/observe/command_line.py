@@ -1,4 +1,4 @@
-"""Helpers of the commands: tables as text, and functions by their names."""
+"""Helpers of the command lines: tables as text, and functions by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from fsdp_dynamo.errors import FSDPValueError
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows as aligned columns.
-
-    Args:
-        rows: cells, the header first.
-        left: indices of the columns that are left-aligned; the others are right-aligned.
-    """
+    """Align rows of cells, the header first; columns not in ``left`` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -30,22 +25,18 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> s
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size with its unit: ``"3.2 MB"``."""
+    """Format a size with its unit, such as ``"3.2 MB"``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
-# -- load function ---------------------------------------------------------------------------------
-# Function that a command line names.
-
-
 def load_function(name: str, expected: str, command: str) -> Any:
-    """Import the function that ``"package.module:function"`` names.
+    """Import ``"package.module:function"``; the current folder is searched first.
 
     Args:
-        name: the name; modules of the current folder are found, too.
+        name: the value of ``--module``.
         expected: kind of function, for the error.
         command: module of the command line, for the error.
 

@@ -43,13 +43,13 @@ from graph_passes.scheduling.planner import Planned
 
 
 class Explanation(StepReport):
-    """Result of ``explain``: a ``StepReport`` with views of it. ``str()`` is ``text()``."""
+    """Result of ``explain``: a ``StepReport`` as text, picture and trace."""
 
     def text(self, details: bool = False) -> str:
-        """Format totals, collectives with their reasons, and the first things to change.
+        """Format totals, collectives with their reasons, and what to change first.
 
         Args:
-            details: add a row for every unit, and for every collective of a deep model.
+            details: list every unit and every collective, however many there are.
         """
         return format_report(self, details)
 
@@ -57,10 +57,7 @@ class Explanation(StepReport):
         return self.text()
 
     def save_picture(self, path: str | Path) -> None:
-        """Draw the step as lanes, simulated above measured.
-
-        Args:
-            path: the file; its suffix selects the format.
+        """Draw the simulated and the measured step; the suffix of ``path`` selects the format.
 
         Raises:
             FSDPError: matplotlib is not installed.
@@ -68,11 +65,7 @@ class Explanation(StepReport):
         timeline.save_picture(self, path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace (Chrome's JSON) for ``ui.perfetto.dev``.
-
-        Args:
-            path: the file; the simulated and the measured step are two processes in it.
-        """
+        """Write a Chrome trace for ``ui.perfetto.dev``: one process simulated, one measured."""
         trace = {"traceEvents": timeline.trace_events(self), "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(trace))
 
@@ -84,31 +77,28 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Compile a model again, run steps without an update, and report where the time of one goes.
+    """Report where the time of a training step goes; every rank must call it.
 
-    All ranks must call it, with the same model and options; each gets its own explanation. A
-    compiled model is compiled again with its own backend and options; existing compiled code is
-    kept, but for functions in which a graph breaks: the next step compiles them again. Gradients,
-    buffers and random-number generators are restored; Python objects that a forward changes are
-    not. What is reported is the fifth step, without the time in which something is still compiled
-    in it; recordings that are open leave out all five.
+    The model is compiled again with its own backend and options, and runs five steps without an
+    optimizer update; the last one is reported, without any compilation in it. Each rank gets its
+    own report. Gradients, buffers and random number generators are restored, Python objects that
+    the forward changes are not. Compiled code is kept, except functions with graph breaks, which
+    the next step compiles again. Open recordings do not see the five steps.
 
     Args:
-        model_or_compiled: a wrapped model, which is compiled with ``"fsdp_dynamo_aot_eager"``, or
-            ``torch.compile`` of one. In hooks mode there is no plan, only measurements.
+        model_or_compiled: ``torch.compile`` of a wrapped model, or a wrapped model, which is
+            compiled with ``"fsdp_dynamo_aot_eager"``. In hooks mode there is no plan, only
+            measurements.
         inputs: positional arguments of the model.
         loss_fn: maps the model's output to a scalar; default: the sum of all floating-point
             outputs.
         options: options of graph mode that replace the compiled model's own.
         kwargs: keyword arguments of the model.
 
-    Returns:
-        The plan and the measurements; times in milliseconds, sizes in bytes.
-
     Raises:
         FSDPTypeError: not a module, or options in hooks mode.
         FSDPValueError: no unit in the model, or no loss.
-        FSDPStateError: no process group, or within ``torch.inference_mode()``.
+        FSDPStateError: no process group, or inside ``torch.inference_mode()``.
     """
     target = target_of(model_or_compiled, options)
     backend = target.backend
@@ -120,11 +110,13 @@ def explain(
         record_artifacts() as artifacts,
         record_plans() as plans,
     ):
-        for remaining in reversed(range(_STEPS)):  # as many on all ranks
+        for remaining in reversed(range(_STEPS)):
             for parameter in target.module.parameters():
                 parameter.grad = None
             backend.ran.clear()
-            if remaining == 1:  # ranks that collect for longer are waited for before the last step
+            # Collect garbage one step early: ranks that take longer for it would otherwise let the
+            # other ranks wait in the step that is reported.
+            if remaining == 1:
                 gc.collect()
             with record_compilations() as compilations, record_events() as log:
                 run_step(target, inputs, kwargs, loss_fn)
@@ -148,7 +140,7 @@ def explain(
 
 
 _STEPS = 5
-"""Numbers that change from step to step are symbols after two or three of them."""
+"""Enough for Dynamo to make numbers that change from step to step symbolic (two or three)."""
 
 
 def _unit_summary(unit: Unit) -> UnitSummary:
@@ -163,23 +155,23 @@ def _unit_summary(unit: Unit) -> UnitSummary:
 
 
 # -- recorded steps --------------------------------------------------------------------------------
-# The steps of a recording: what ran in each, on a clock that stands still while code is compiled.
+# Steps of a recording, on a clock that stops during compilation.
 #
-# A step is an outermost forward with its backward (``steps.Step``). Page, explanation, trace and
-# picture all show what ``steps_in`` finds.
+# A step is an outermost forward with its backward (``events.Step``). The explanation and the page
+# of ``inspect_graphs`` both show a ``RecordedStep``.
 
 
 _MIN_DISTANCE = 0.02
-"""Cuts that are closer, as a fraction of the step, are shown as one."""
+"""Cuts closer than this fraction of the step are merged."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Events and compilations of a step.
+    """Events and compilations of one step.
 
     Attributes:
-        events: its collectives and compute, in order of issue.
-        compilations: what was compiled between its first and its last moment, without overlap.
+        events: collectives and compute, in order of issue.
+        compilations: those during the step, without overlap.
     """
 
     events: Sequence[Event]
@@ -187,12 +179,12 @@ class RecordedStep:
 
     @property
     def is_graph_mode(self) -> bool:
-        """Whether a compiled graph issued one of its collectives."""
+        """Whether a compiled graph issued any of the events."""
         return any(event.source == "graph" for event in self.events)
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward has begun."""
+        """Whether any event belongs to a backward."""
         return any(event.phase == "backward" for event in self.events)
 
     @property
@@ -202,15 +194,15 @@ class RecordedStep:
 
     @property
     def graphs(self) -> Counter[str]:
-        """By digest of the planned graphs that ran, in order, the number of their collectives."""
+        """Number of collectives of each planned graph that ran, by the digest of its plan."""
         return Counter(e.graph for e in self.events if e.graph and e.kind in COLLECTIVE_KINDS)
 
     def measured(self) -> tuple[MeasuredEvent, ...]:
-        """Its events, timed without compilation."""
+        """Return the events with times that exclude compilation."""
         return tuple(self._measured(event) for event in self.events)
 
     def cuts(self) -> tuple[Cut, ...]:
-        """Where compilation was taken out."""
+        """Return the compilations that the times exclude; those close together are merged."""
         total_ms = self._ms(_end_of(self.events))
         found: list[Cut] = []
         for one in self.compilations:
@@ -222,7 +214,7 @@ class RecordedStep:
         return tuple(found)
 
     def _ms(self, moment_ns: int) -> float:
-        """Milliseconds from the start of the step, without compilation before."""
+        """Milliseconds from the start of the step to a moment, excluding compilation."""
         compiled = sum(
             min(one.end_ns, moment_ns) - one.begin_ns
             for one in self.compilations
@@ -245,12 +237,7 @@ class RecordedStep:
 
 
 def recorded_step(log: Iterable[Event], compilations: Iterable[Compilation]) -> RecordedStep:
-    """All events of a recording as one step.
-
-    Args:
-        log: the recorded events.
-        compilations: those of the same time.
-    """
+    """Return a recording of one step as a ``RecordedStep``; compilations are clipped to it."""
     events = [e for e in log if e.kind in COLLECTIVE_KINDS or e.kind in COMPUTE_KINDS]
     begin, end = _begin_of(events), _end_of(events)
     clipped = (Compilation(max(c.begin_ns, begin), min(c.end_ns, end)) for c in compilations)
@@ -260,12 +247,7 @@ def recorded_step(log: Iterable[Event], compilations: Iterable[Compilation]) -> 
 def steps_in(
     log: Iterable[Event], compilations: Sequence[Compilation]
 ) -> dict[Model, list[RecordedStep]]:
-    """The steps of each model in a recording, in the order in which they began.
-
-    Args:
-        log: the recorded events; those outside of steps are left out.
-        compilations: those of the same time.
-    """
+    """Return each model's steps in a recording, in order; events outside of steps are dropped."""
     by_step: dict[Step, list[Event]] = {}
     for event in log:
         if event.step is not None:
@@ -279,7 +261,10 @@ def steps_in(
 
 
 def reports_of(plans: Iterable[Planned], step: RecordedStep) -> tuple[GraphReport, ...]:
-    """Reports of the plans of the graphs that ran in a step, once a run, in order of first runs."""
+    """Return the plans' reports of the graphs that ran in a step, in order of their first runs.
+
+    A graph that ran several times, for equal units, has as many reports.
+    """
     by_digest = {planned.plan.short_digest: planned for planned in plans}
     found: list[GraphReport] = []
     for digest, num_events in step.graphs.items():
@@ -294,7 +279,7 @@ def _begin_of(events: Sequence[Event]) -> int:
 
 
 def _end_of(events: Sequence[Event]) -> int:
-    """When the last of them ended; those in flight, when they began."""
+    """Return when the last event ended; a collective in flight counts with its begin."""
     return max((max(event.waited_ns, event.issued_ns) for event in events), default=0)
 
 

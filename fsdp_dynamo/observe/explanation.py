@@ -1,4 +1,4 @@
-"""Report of one training step, as data that can be saved and read back."""
+"""Report of one training step: data that can be saved, and its text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class UnitSummary:
     """Sizes of one unit.
 
     Attributes:
-        unit: its FQN, ``""`` for the root.
-        strategy: name of its sharding strategy.
-        num_parameters: number of its original parameters.
-        unsharded_bytes: size of its unsharded flat parameters.
-        sharded_bytes: size of this rank's shards of them.
-        padding_bytes: what of ``unsharded_bytes`` belongs to no parameter.
+        unit: FQN, ``""`` for the root.
+        strategy: name of the sharding strategy.
+        num_parameters: number of original parameters.
+        unsharded_bytes: size of the unsharded buffers.
+        sharded_bytes: size of this rank's shards.
+        padding_bytes: padding, as part of ``unsharded_bytes``.
     """
 
     unit: str
@@ -40,11 +40,11 @@ class UnitSummary:
 
 @dataclass(frozen=True)
 class Cut:
-    """A time that the compiler took out of a step.
+    """Compilation during a step, which the times of events exclude.
 
     Attributes:
-        at_ms: when, on the clock of ``MeasuredEvent``, which stands still meanwhile.
-        ms: for how long.
+        at_ms: time of ``MeasuredEvent`` at which it happened; that clock stops meanwhile.
+        ms: duration.
     """
 
     at_ms: float
@@ -53,18 +53,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class MeasuredEvent:
-    """One recorded event; times are milliseconds from the first one, without compilation.
+    """Recorded event; times are milliseconds since the first event, excluding compilation.
 
     Attributes:
         unit: FQN, ``""`` for the root.
         kind: ``"compute"``, or the kind of the collective.
         phase: ``"forward"`` or ``"backward"``.
         num_bytes: size of the unsharded tensor; 0 for compute.
-        issued_ms: time of its issue, or of its start.
-        done_ms: time when it was known to be complete.
-        exposed_ms: time that the rank was blocked on it.
-        message_bytes: what travelled for it; ``num_bytes``, or less where shards have a format.
-        is_planned: whether it is a graph's: what comes before one (gathers of secondary shards) is
+        issued_ms: when it was issued, or compute started.
+        done_ms: when it was known to be complete.
+        exposed_ms: how long the rank was blocked on it.
+        message_bytes: size of all ranks' messages; less than ``num_bytes`` with a wire format.
+        is_planned: whether a graph issued it. Gathers of secondary shards precede the graph and are
             in no plan.
     """
 
@@ -91,17 +91,17 @@ class StepReport:
     Attributes:
         mode: ``"graph"`` or ``"hooks"``; in hooks mode ``graphs`` is empty.
         backend: name of torch.compile's backend.
-        device: device that computed.
+        device: device of the first unit.
         world_size: number of ranks of the first unit's group.
         units: sizes of the units, outermost first.
         num_graphs: number of Dynamo's graphs that ran in the step.
         graph_breaks: places in the user's code where graphs ended.
-        graphs: reports of the plans of the graphs that ran in the step, in order.
+        graphs: plans of the graphs that ran in the step, in order.
         measured: events of the step, in order of issue.
         recompiles: graphs that were compiled again, with the guard that failed.
-        compiled_alone: by FQN of a unit, why it was not compiled as one of several equal ones.
+        compiled_alone: by FQN of a unit, why it does not share the compiled code of equal units.
         model: class of the model.
-        cuts: where compilation was taken out of the step.
+        cuts: compilation that the times of ``measured`` exclude.
     """
 
     mode: Literal["graph", "hooks"]
@@ -119,11 +119,11 @@ class StepReport:
     cuts: tuple[Cut, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as data that JSON can hold."""
+        """Return the report as data for JSON."""
         return {"version": VERSION, **asdict(self)}
 
     def to_json(self) -> str:
-        """The report as text; equal reports give equal text."""
+        """Return the report as JSON; equal reports give equal text."""
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     @classmethod
@@ -145,7 +145,7 @@ class StepReport:
         return cls(**data)
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json`` to a file."""
+        """Write the report as JSON."""
         Path(path).write_text(self.to_json() + "\n")
 
     @property
@@ -155,20 +155,16 @@ class StepReport:
 
     @property
     def measured_exposed_ms(self) -> float:
-        """Milliseconds in which the rank computed nothing because of a collective."""
+        """Milliseconds in which a collective kept the rank from computing."""
         return sum(event.exposed_ms for event in self.measured if event.is_collective)
 
     @property
     def simulated_ms(self) -> float:
-        """Simulated milliseconds of all graphs, run one after the other."""
+        """Simulated milliseconds of all graphs, one after the other."""
         return sum(graph.simulated_ms for graph in self.graphs)
 
     def pairs(self) -> Iterator[tuple[GraphReport, TransferReport, MeasuredEvent | None]]:
-        """Match each planned collective with its recorded event.
-
-        Yields:
-            The graph, the collective, and the event or ``None`` if it was not recorded.
-        """
+        """Yield each planned collective with its graph, and its event if one was recorded."""
         remaining: dict[tuple[str, str, str], list[MeasuredEvent]] = {}
         for event in self.measured:
             if event.is_planned:
@@ -180,27 +176,23 @@ class StepReport:
 
 
 def most_exposed(report: StepReport, num: int = 3) -> Sequence[tuple[GraphReport, TransferReport]]:
-    """The planned collectives with the most exposed time, in descending order."""
+    """Return the planned collectives with the most exposed time, in descending order."""
     exposed = [(g, t) for g, t, _ in report.pairs() if t.exposed_ms > 0]
     return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
 
 
 # -- explanation text ------------------------------------------------------------------------------
-# Text of an explanation for the terminal: totals, units, and what to change first.
 
 
 _MAX_ROWS = 24
+"""Number of collectives that are listed without ``details``: the most exposed ones."""
+
 _HIDDEN_MS = 5e-4
-"""Less is shown as 0."""
+"""Shorter exposed times are printed as 0, and count as hidden."""
 
 
 def format_report(report: StepReport, details: bool = False) -> str:
-    """Format a report, about a hundred columns wide.
-
-    Args:
-        report: the report.
-        details: add a row for every unit, and for collectives that expose little.
-    """
+    """Format a report, about a hundred columns wide; see ``Explanation.text``."""
     parts = [_header(report)]
     if report.graphs:
         parts += [_totals(report), _collectives(report, details)]
@@ -216,7 +208,7 @@ def format_report(report: StepReport, details: bool = False) -> str:
 
 
 def reason_of(graph: GraphReport, transfer: TransferReport) -> str:
-    """The reason why a collective did not move further, as a sentence."""
+    """Return why the planner did not move a collective further, as a sentence."""
     gather = transfer.kind == "all_gather"
     if transfer.reason == "hidden":
         return "hidden: nothing of it is exposed"
@@ -238,7 +230,7 @@ def reason_of(graph: GraphReport, transfer: TransferReport) -> str:
 
 
 def _at_the_edge(graph: GraphReport, transfer: TransferReport) -> str:
-    """A remark where no compute is left on that side."""
+    """Return a remark if the graph has no compute left in the direction of the move."""
     if transfer.kind == "all_gather":
         return " (start of the graph)" if transfer.issued_ms == 0 else ""
     end = max((span.end_ms for span in graph.spans), default=0.0)
@@ -246,7 +238,7 @@ def _at_the_edge(graph: GraphReport, transfer: TransferReport) -> str:
 
 
 def format_of(transfer: TransferReport) -> str:
-    """The format of a collective, and why it has it or not where the planner chose."""
+    """Return the wire format of a collective, with the reason if the planner chose it."""
     name = transfer.wire.partition("/")[0]
     without = transfer.exposed_without_ms
     if without is None:
@@ -257,7 +249,7 @@ def format_of(transfer: TransferReport) -> str:
 
 
 def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
-    """A change that would reduce the exposed time of a collective."""
+    """Return a change that would reduce the exposed time of a collective."""
     if transfer.reason == "memory":
         assert graph.budget_bytes is not None
         budget = graph.budget_bytes + transfer.bytes_short
@@ -277,7 +269,7 @@ def suggestion_for(graph: GraphReport, transfer: TransferReport) -> str:
 
 
 def display_name(unit: str) -> str:
-    """Name of a unit in texts."""
+    """Name of a unit in the report."""
     return unit or "(root)"
 
 
@@ -404,7 +396,7 @@ def _collectives(report: StepReport, details: bool) -> str:
 
 
 def _moved(transfer: TransferReport) -> str:
-    """The number of steps moved over, and their units."""
+    """Format how many steps a collective was moved, and across which units."""
     names = [display_name(unit) for unit in transfer.moved_across]
     if not names:
         return "-"
@@ -461,7 +453,7 @@ def _units_measured(report: StepReport) -> str:
 
 
 def _compiled_alone(report: StepReport) -> str:
-    """Units by the reason why they take time of their own in the first step."""
+    """List the units that do not share compiled code, by reason."""
     by_reason: dict[str, list[str]] = {}
     for unit, reason in report.compiled_alone.items():
         by_reason.setdefault(reason, []).append(display_name(unit))
@@ -471,7 +463,7 @@ def _compiled_alone(report: StepReport) -> str:
 
 
 def _graph_breaks(report: StepReport) -> str:
-    """Graph breaks with the user's line."""
+    """List graph breaks with the line of the user's code."""
     lines = ["graph breaks:"]
     for one in report.graph_breaks:
         place = f"{one.file}:{one.line}" if one.file else "unknown line"

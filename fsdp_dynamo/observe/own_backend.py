@@ -1,4 +1,4 @@
-"""The backend of an explanation: the model's own, with compiled code apart from the model's."""
+"""Backend for explanations: the model's own backend, with separate compiled code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from fsdp_dynamo.module_tree import unit_modules
 
 
 class OwnBackend:
-    """Compiles as another backend does; Dynamo takes it for a different one.
+    """Compiles like another backend, but Dynamo caches its code separately.
 
-    So an explanation finds out about all graphs of the model, whatever was compiled before.
+    Therefore an explanation sees every graph of the model being compiled, whatever was compiled
+    before.
 
     Attributes:
-        ran: numbers of the graphs that have run; to be cleared.
+        ran: compile ids of the graphs that have run since the caller last cleared it.
     """
 
-    # No __getattr__: Dynamo asks for attributes at every frame, and that would be another one.
+    # Every attribute that Dynamo reads is set here. A __getattr__ would be a Python frame of its
+    # own, which Dynamo would compile.
 
     def __init__(self, backend: Callable[..., Any]) -> None:
         self._backend = backend
@@ -50,10 +52,11 @@ class OwnBackend:
 
     @contextmanager
     def apart_from(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let a model be compiled into code that goes when the context is left.
+        """Compile a model inside into code that is dropped on exit.
 
-        A function below in which a graph ends is compiled for itself, where the code of all
-        backends is: Dynamo drops it, the model's own, too, and counts no recompile of the model.
+        After a graph break Dynamo compiles the functions that the model calls one by one, into a
+        cache that all backends share. On exit that code is dropped, including the code that the
+        model's own backend has there, so that the explanation causes no recompile.
         """
         units = [unit for _, unit in unit_modules(module)]
         roots = [unit for unit in units if unit._fsdp_is_outermost()]

@@ -1,4 +1,4 @@
-"""Timelines of a step, simulated and measured: bars on lanes, as a picture or a trace."""
+"""Timelines of a step, simulated and measured, as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Bar:
-    """One interval on a lane; times are milliseconds from the start of the step.
+    """Interval on a lane; times are milliseconds since the start of the step.
 
-    ``num_bytes`` of a collective are what this rank sends if it is simulated, and the messages of
-    all ranks if it is measured, as ``bytes_are`` says.
+    ``num_bytes`` counts what this rank sends in a simulated collective, but the messages of all
+    ranks in a measured one; ``bytes_are`` says which.
     """
 
     lane: str
@@ -32,7 +32,7 @@ class Bar:
 
 
 def simulated_bars(report: StepReport) -> list[Bar]:
-    """Bars of all graphs, one after the other: a lane for compute and one per link."""
+    """Return the bars of all graphs, one after the other: a lane for compute, one per link."""
     bars = []
     start = 0.0
     for graph in report.graphs:
@@ -50,7 +50,7 @@ def simulated_bars(report: StepReport) -> list[Bar]:
 
 
 def measured_bars(report: StepReport) -> list[Bar]:
-    """Bars of the recorded step; collectives that overlap are on separate lanes."""
+    """Return the bars of the recorded step; bars that overlap are on separate lanes."""
     bars = []
     free: dict[str, list[float]] = {COMPUTE: [], "collectives": []}
     for event in sorted(report.measured, key=lambda e: e.issued_ms):
@@ -75,16 +75,13 @@ def measured_bars(report: StepReport) -> list[Bar]:
 
 
 def lanes_of(bars: list[Bar]) -> list[str]:
-    """Names of the lanes: compute first, the others in alphabetical order."""
+    """Return the lanes' names: compute first, the rest in alphabetical order."""
     names = {bar.lane for bar in bars}
     return sorted(names, key=lambda name: (not name.startswith(COMPUTE), name))
 
 
 def trace_events(report: StepReport) -> list[dict[str, Any]]:
-    """Events in the trace-event format; times in microseconds.
-
-    Source: the Trace Event Format of Chrome, which Perfetto reads.
-    """
+    """Return events in Chrome's Trace Event Format, with times in microseconds."""
     sides = ((1, "simulated", simulated_bars(report)), (2, "measured", measured_bars(report)))
     events: list[dict[str, Any]] = []
     for pid, title, bars in sides:
@@ -141,7 +138,7 @@ def save_picture(report: StepReport, path: str | Path) -> None:
 
 
 def _draw(axis: Any, title: str, bars: list[Bar], colours: dict[str, Any]) -> None:
-    """Draw one timeline: one row per lane, one colour per unit, a dark edge if exposed."""
+    """Draw a timeline: a row per lane, a colour per unit, dark edges for exposed collectives."""
     lanes = lanes_of(bars)
     longest = max(bar.end_ms for bar in bars)
     for bar in bars:

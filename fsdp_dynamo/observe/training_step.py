@@ -1,4 +1,4 @@
-"""One training step for ``explain``, of a model that is compiled separately."""
+"""Training step of a separately compiled model for ``explain``, with its graph breaks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Target:
 
     Attributes:
         module: the uncompiled model.
-        run: the model; its first call, in ``backend.apart_from``, compiles it again.
-        backend: which compiles it for the explanation.
+        run: calls the model compiled with ``backend``; to be used in ``backend.apart_from``.
+        backend: compiles the model for the explanation.
         is_graph_mode: whether its graph contains the collectives.
         units: its units, outermost first.
     """
@@ -52,13 +52,7 @@ class Target:
 
 
 def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
-    """Prepare a compilation of the user's model that shares no code with others.
-
-    Raises:
-        FSDPTypeError: not a module, or options in hooks mode.
-        FSDPStateError: no process group, or within ``torch.inference_mode()``.
-        FSDPValueError: no unit, or a module that was compiled before it was wrapped.
-    """
+    """Prepare to compile the user's model into separate code; for errors see ``explain``."""
     if not isinstance(model, nn.Module):
         raise FSDPTypeError(
             f"explain(): expected a model, or torch.compile(model), got {type(model)!r}. Pass the "
@@ -104,11 +98,7 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
 def run_step(
     target: Target, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Loss
 ) -> None:
-    """Run a forward and a backward.
-
-    Raises:
-        FSDPValueError: there is no loss to differentiate.
-    """
+    """Run a forward and a backward; raise ``FSDPValueError`` if there is no scalar loss."""
     with torch.enable_grad():
         output = target.run(*inputs, **kwargs)
         loss = sum_of(output) if loss_fn is None else loss_fn(output)
@@ -123,15 +113,10 @@ def run_step(
 def sum_of(
     output: Any, where: str = "explain()", fix: str = "Give a loss_fn(output)."
 ) -> torch.Tensor:
-    """Sum of all floating-point outputs that depend on a parameter.
-
-    Args:
-        output: the model's.
-        where: caller to name in the error.
-        fix: remedy to name in the error.
+    """Sum all floating-point outputs that require gradients.
 
     Raises:
-        FSDPValueError: there is no such output.
+        FSDPValueError: there is no such output; names the caller ``where`` and the remedy ``fix``.
     """
     tensors = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
     if not tensors:
@@ -143,14 +128,14 @@ def sum_of(
 
 
 # -- graph breaks ----------------------------------------------------------------------------------
-# Graph breaks and recompiles in a user's code, read from Dynamo's artifacts.
+# Graph breaks and recompiles in the user's code, parsed from the texts of Dynamo's artifacts.
 
 
 _PLACE = re.compile(r"Graph break in user code at (.+):(\d+)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in .*\n\s*(.+)', re.MULTILINE)
 _TRACEBACK = re.compile(r"^(?:User code traceback|.*in the following user code):\n", re.MULTILINE)
 _REASON = re.compile(r"^Graph Break Reason: (.+(?:\n\n?.+)?)", re.MULTILINE)
-_HOOKED = "_fsdp_run_hooked("  # the call that no graph holds
+_HOOKED = "_fsdp_run_hooked("  # runs a unit's hooks outside of any graph
 _OF_UNIT = "a unit that is called here is no part of the graph, as it changes Python objects, say"
 _LIBRARIES = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
 _OURS = tuple(
@@ -160,14 +145,14 @@ _OURS = tuple(
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place in the user's code where graphs end.
+    """Place in the user's code where a graph ends.
 
     Attributes:
-        file: of the user's code; empty if Dynamo names none.
-        line: number in it, from 1.
-        code: on that line.
-        reason: Dynamo's, in one line.
-        unit: FQN of the first unit in whose body it was met, in hooks mode; ``""`` for the root.
+        file: path; empty if Dynamo names none.
+        line: line number, from 1.
+        code: text of the line.
+        reason: Dynamo's reason, on one line.
+        unit: in hooks mode, FQN of the first unit in whose body it occurred; ``""`` for the root.
     """
 
     file: str
@@ -179,11 +164,11 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A graph that was compiled again.
+    """Graph that was compiled again.
 
     Attributes:
         unit: as in ``GraphBreak``.
-        guard: the check that failed: ``"tensor 'x' size mismatch at index 0. expected 3, ..."``.
+        guard: failed check, such as ``"tensor 'x' size mismatch at index 0. expected 3, ..."``.
     """
 
     unit: str
@@ -191,10 +176,10 @@ class Recompile:
 
 
 def graph_breaks_in(artifacts: Iterable[Artifact]) -> tuple[GraphBreak, ...]:
-    """Places where graphs end, once each, in the order in which Dynamo met them.
+    """Return the places where graphs end, each once, in the order in which Dynamo met them.
 
-    Of those in this package the user sees the calls of units that are no part of the graph around
-    them. (Where a graph has ended in a module, the functions around it are compiled one by one.)
+    A break inside this package is reported only where a unit runs outside of the graph that calls
+    it; the user's call of the unit is then the place.
     """
     found: dict[tuple[str, int, str], GraphBreak] = {}
     for artifact in artifacts:
@@ -206,7 +191,7 @@ def graph_breaks_in(artifacts: Iterable[Artifact]) -> tuple[GraphBreak, ...]:
 
 
 def _break(artifact: Artifact) -> GraphBreak | None:
-    """The graph break that an artifact describes; ``None`` if it is in this package."""
+    """Parse a graph break; ``None`` if it lies in this package and says nothing to the user."""
     text = artifact.text
     reason = _REASON.search(text)
     lines = reason[1].strip().splitlines() if reason else [text.strip().partition("\n")[0]]
@@ -222,7 +207,7 @@ def _break(artifact: Artifact) -> GraphBreak | None:
 
 
 def _stack_in(text: str) -> list[tuple[str, str, str]]:
-    """File, line and code of frames that are the user's or this package's, outermost first."""
+    """Return file, line and code of the frames of the user and this package, outermost first."""
     header = _TRACEBACK.search(text)
     if header is None:
         return []
@@ -232,15 +217,15 @@ def _stack_in(text: str) -> list[tuple[str, str, str]]:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is torch's or the standard library's, where nobody looks for a break."""
+    """Return whether a file belongs to torch or the standard library."""
     return file.startswith(_LIBRARIES) and "site-packages" not in file.removeprefix(_LIBRARIES[0])
 
 
 def recompiles_in(artifacts: Sequence[Artifact]) -> tuple[Recompile, ...]:
-    """Units and guards of the recompiles, each once, in the order in which they came.
+    """Return the recompiles of one backend, each once, in order.
 
-    Args:
-        artifacts: of one backend. That other backends have compiled the same code is no recompile.
+    Dynamo also reports guards of code that another backend has compiled from the same function.
+    Those are skipped: only a frame that is among ``artifacts`` counts as compiled before.
     """
     compiled: set[Frame] = set()
     found: dict[Recompile, None] = {}
@@ -254,7 +239,10 @@ def recompiles_in(artifacts: Sequence[Artifact]) -> tuple[Recompile, ...]:
 
 
 def _failed_guard(text: str, compiled: set[Frame]) -> str:
-    """The guard that failed in the newest of the compiled graphs, without the stack behind it."""
+    """Return the guard that failed in the newest of the ``compiled`` graphs, without its stack.
+
+    Empty if there is none, or if the guard is on an object of this package.
+    """
     reasons: Sequence[str] = json.loads(text) if text.lstrip().startswith("[") else [text]
     for reason in reasons:
         number = re.match(r"(\d+)/(\d+): ", reason)

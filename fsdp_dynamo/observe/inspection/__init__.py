@@ -1,4 +1,4 @@
-"""``inspect_graphs``: the compiled graphs after every stage, as files and as an HTML page."""
+"""``inspect_graphs``: compiled graphs after every stage, as files and as an HTML page."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
 
 @dataclass
 class Inspection:
-    """Result of ``inspect_graphs``, filled when the context is left.
+    """Result of ``inspect_graphs``, filled when the context exits.
 
     Attributes:
         folder: folder of the files; ``None`` on ranks that write none.
-        listings: every graph at every stage, on all ranks.
+        listings: every graph at every stage; every rank has them.
     """
 
     folder: Path | None
@@ -49,28 +49,24 @@ class Inspection:
 
 @contextmanager
 def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspection]:
-    """Write every graph that ``torch.compile`` makes of the steps inside.
+    """Write every graph that ``torch.compile`` makes of the steps inside; all ranks must enter it.
 
     ::
 
         with fsdp_dynamo.inspect_graphs("out/"):
             step(batch).sum().backward()
 
-    The folder then holds one file per graph and stage, named by unit, phase and stage
+    The folder gets one file per graph and stage, named by unit, phase and stage
     (``layers.3.backward.after_planner.py``; ``_whole`` is a whole step, ``_root`` the root), and
-    an ``index.html`` that shows stages side by side and the timeline of the last step.
+    an ``index.html`` with the stages side by side and the timeline of the last step. Existing files
+    of these names are overwritten. If a step fails, the graphs compiled before it are written.
 
-    All ranks must enter the context, because all of them compile: existing compiled code is
-    compiled again, without caches. Results do not change. Older files with these names are
-    overwritten. If a step fails, the graphs compiled before the failure are still written.
-    Without depyf (the extra ``inspection``) the decompiled code is left out, with a warning.
+    Everything is compiled again, without caches; results do not change. Without depyf (the extra
+    ``inspection``) the decompiled code is left out, with a warning.
 
     Args:
         folder: created if it does not exist.
         rank: the rank that writes; ``None``: every rank, into ``rank0``, ``rank1`` and so on.
-
-    Yields:
-        The inspection, which is filled on exit.
 
     Raises:
         FSDPValueError: there is no such rank.
@@ -93,7 +89,7 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
         try:
             yield inspection
             completed = True
-        finally:  # after a failed compilation the graphs before it matter most
+        finally:  # also after an error: the graphs before a failed compilation help to find it
             inspection.listings = listings_of(artifacts)
             if inspection.listings and inspection.folder is not None:
                 steps = _last_steps(plans, log, compilations)
@@ -116,27 +112,27 @@ def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:
         folder = folder / f"rank{own}"
     elif rank != own:
         return None
-    folder.mkdir(parents=True, exist_ok=True)  # fails before the first step
+    folder.mkdir(parents=True, exist_ok=True)  # now, to fail before the first step
     return folder
 
 
 def _own_rank() -> int:
-    """This rank, also without a process group."""
+    """Return this rank, from torchrun's variables if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _world_size() -> int:
-    """Number of ranks, also without a process group."""
+    """Return the number of ranks, from torchrun's variables if there is no process group."""
     known = dist.is_initialized()
     return dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class NothingCompiledError(FSDPStateError):
-    """Nothing was compiled inside the context."""
+    """Error if nothing was compiled inside ``inspect_graphs``."""
 
 
 def nothing_compiled(fix: str) -> NothingCompiledError:
-    """The error, with its remedy."""
+    """Return the error with a remedy."""
     return NothingCompiledError(
         "inspect_graphs(): expected a step of a compiled model inside the context, got none: "
         f"nothing was compiled. {fix}"
@@ -146,7 +142,7 @@ def nothing_compiled(fix: str) -> NothingCompiledError:
 def _last_steps(
     plans: PlanLog, log: EventLog, compilations: Sequence[Compilation]
 ) -> list[ShownStep]:
-    """The last step of each model in a recording that is still open."""
+    """Return the last step of each model; the recording is still open."""
     log.read_clock()
     recorded = steps_in(log, compilations)
     names = _names_of(recorded)
@@ -161,12 +157,12 @@ def _last_steps(
 
 
 def _shown_of(recorded: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
-    """The steps of which the page shows the last: those with a backward, if there are any."""
+    """Return the steps with a backward, or all steps if none has one; the page shows the last."""
     return [step for step in recorded if step.has_backward] or recorded
 
 
 def _names_of(models: Iterable[Model]) -> dict[Model, str]:
-    """Classes of models; the second one of a class and those after it are numbered."""
+    """Name models by their classes; the second and later models of a class are numbered."""
     taken: Counter[str] = Counter()
     names = {}
     for model in models:
@@ -194,7 +190,7 @@ def _report_of(step: RecordedStep, plans: PlanLog, model: str) -> StepReport:
 
 
 def _note_on(recorded: Sequence[RecordedStep]) -> str:
-    """A remark on the step of a model that is shown."""
+    """Say which of a model's steps is shown, and whether it contains compilation."""
     shown = _shown_of(recorded)
     several = len(shown) > 1
     which = f"The last of {len(shown)} recorded steps" if several else "The only recorded step"

@@ -1,10 +1,10 @@
-"""``python -m fsdp_dynamo inspect --module pkg:fn``: inspect a script of your own.
+"""``python -m fsdp_dynamo inspect --module pkg:fn``: inspect your own script.
 
-Alone, or under torchrun::
+It runs by itself or under torchrun::
 
     torchrun --nproc-per-node 2 -m fsdp_dynamo inspect --module train:main -- --steps 2
 
-main() is called without arguments; what follows -- is in sys.argv[1:]. The decompiled code needs
+main() is called without arguments; arguments after -- are in sys.argv[1:]. Decompiled code needs
 depyf: pip install -e '.[inspection]' in a clone of fsdp_dynamo.
 """
 
@@ -20,7 +20,7 @@ from fsdp_dynamo.observe.inspection import NothingCompiledError, inspect_graphs,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the function inside ``inspect_graphs``; its ``sys.argv`` is what follows ``--``."""
+    """Run the function inside ``inspect_graphs``, with the arguments after ``--`` as its own."""
     parsed = _parser().parse_args(argv)
     sys.argv = [parsed.module, *parsed.rest]
     function = load_function(parsed.module, "a function without arguments", "inspection")

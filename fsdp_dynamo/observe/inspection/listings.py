@@ -1,4 +1,4 @@
-"""Listings of graphs, made from artifacts of compilation: unit, phase and stage of each."""
+"""Listings of graphs by unit, phase and stage, made from the artifacts of compilation."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _TORCH_STAGES = {
     "aot_inference_graph": ("forward", "partition"),
     "aot_backward_graph": ("backward", "partition"),
 }
-"""Phase and stage of torch's own artifacts that are graphs."""
+"""Phase and stage of those artifacts of torch that are graphs."""
 
 _CODE = "inductor_output_code"
 _AOT_ID = re.compile(r"AOT ID: \['(\d+)_(forward|backward|inference)'\]")
 _UNSAFE = re.compile(r"[^\w.-]")
-"""Characters that an FQN may hold and a file name should not."""
+"""Characters that an FQN may contain and a file name should not."""
 _WITHOUT_UNITS = ("captured", "decompiled", "inductor")
+"""Stages whose lines do not name units."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A graph, or the code generated from it, at one stage.
+    """Text of a graph, or of the code generated from it, at one stage.
 
     Attributes:
         unit: FQN, ``""`` for the root; ``None`` for the graph of a whole step.
         graph: index among the unit's graphs, in order of compilation.
-        phase: ``"dynamo"``, ``"joint"``, ``"forward"`` or ``"backward"``.
+        phase: one of ``PHASES``.
         stage: ``"partition"``, ``"after_planner"``, ``"inductor"`` and so on.
         text: the code.
         variant: number of earlier listings with the same file name, ignoring case.
@@ -58,7 +59,7 @@ class Listing:
 
     @property
     def file_name(self) -> str:
-        """``layers.3.backward.after_planner.py``; a unit's further graphs are numbered."""
+        """File name such as ``layers.3.backward.after_planner.py``; later graphs have a number."""
         owner = "_whole" if self.unit is None else self.unit or "_root"
         number = f".graph{self.graph}" if self.graph else ""
         name = _UNSAFE.sub("_", f"{owner}{number}.{self.phase}.{self.stage}")
@@ -66,11 +67,7 @@ class Listing:
 
 
 def listings_of(artifacts: Iterable[Artifact]) -> list[Listing]:
-    """Listings of all graphs, in order; a whole step's graph also unit by unit.
-
-    Args:
-        artifacts: those that ``record_artifacts`` kept.
-    """
+    """Return the listings of all graphs in order; a whole step's graph also unit by unit."""
     frames: dict[Frame, list[Artifact]] = {}
     for artifact in artifacts:
         frames.setdefault(artifact.frame, []).append(artifact)
@@ -79,7 +76,7 @@ def listings_of(artifacts: Iterable[Artifact]) -> list[Listing]:
     for members in frames.values():
         mine = list(_of_frame(members))
         if all(listing.phase == "dynamo" for listing in mine):
-            continue  # a frame that only calls others
+            continue  # a frame without a graph of its own, which only calls other frames
         unit = mine[0].unit
         begin = graphs.get(unit, 0)
         mine = [replace(listing, graph=begin + listing.graph) for listing in mine]
@@ -90,7 +87,7 @@ def listings_of(artifacts: Iterable[Artifact]) -> list[Listing]:
 
 
 def _with_unique_names(listings: Iterable[Listing]) -> Iterator[Listing]:
-    """The listings with distinct file names, even if case is ignored."""
+    """Number listings of the same file name; some file systems ignore case."""
     taken: Counter[str] = Counter()
     for listing in listings:
         name = listing.file_name.lower()
@@ -99,7 +96,7 @@ def _with_unique_names(listings: Iterable[Listing]) -> Iterator[Listing]:
 
 
 def _of_frame(artifacts: Sequence[Artifact]) -> Iterator[Listing]:
-    """Listings of one compilation, its graphs numbered from 0."""
+    """Yield the listings of one compiled frame, its graphs numbered from 0."""
     ours = any(a.name.startswith(PREFIX) and a.name != DECOMPILED for a in artifacts)
     unit = None if ours else artifacts[0].unit
     counts: dict[tuple[str, str], int] = {}
@@ -113,9 +110,11 @@ def _of_frame(artifacts: Sequence[Artifact]) -> Iterator[Listing]:
         graph = counts.get(placed, 0)
         counts[placed] = graph + 1
         aot = _AOT_ID.search(artifact.text) if artifact.name == _CODE else None
-        if aot is not None:  # segments are numbered forward, and compiled backward as they run
+        # Inductor's segments are compiled in the order in which they run, so a backward's come in
+        # reverse: the AOT id gives both phases of a segment the same number.
+        if aot is not None:
             graph = ids.setdefault(aot[1], len(ids))
-        text = artifact.text.replace("class <lambda>(", "class Graph(")  # that it is Python
+        text = artifact.text.replace("class <lambda>(", "class Graph(")  # to be valid Python
         yield Listing(unit, graph, *placed, text)
 
 
@@ -133,7 +132,7 @@ def _torch_stage(artifact: Artifact) -> tuple[str, str] | None:
 
 
 def _listings_by_unit(whole: Listing) -> Iterator[Listing]:
-    """The listings of each unit's part of a whole step's graph."""
+    """Yield the part of each unit in the graph of a whole step."""
     if whole.stage in _WITHOUT_UNITS:
         return
     lines = [Line.parse(line) for line in whole.text.splitlines()]
@@ -143,11 +142,11 @@ def _listings_by_unit(whole: Listing) -> Iterator[Listing]:
 
 
 # -- decompiled ------------------------------------------------------------------------------------
-# Dynamo's bytecode decompiled to Python by depyf.
+# Dynamo's bytecode, decompiled to Python by depyf.
 
 
 def find_depyf() -> ModuleType | None:
-    """The decompiler, if it is installed."""
+    """Return the decompiler if it is installed."""
     try:
         import depyf
     except ImportError:
@@ -156,7 +155,7 @@ def find_depyf() -> ModuleType | None:
 
 
 def warn_without_depyf(stacklevel: int) -> None:
-    """Warn about the missing output, with the command that installs depyf."""
+    """Warn that the decompiled code will be missing."""
     warnings.warn(
         "inspect_graphs(): depyf is not installed, so the decompiled code "
         "(*.dynamo.decompiled.py) is left out; everything else is written. "
@@ -167,12 +166,9 @@ def warn_without_depyf(stacklevel: int) -> None:
 
 @contextmanager
 def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
-    """Emit the decompiled code of every frame that Dynamo compiles inside.
+    """Emit the decompiled code of every frame that Dynamo compiles inside; nothing without depyf.
 
-    Dynamo's bytecode is what runs, so a fault of the decompiler changes no result.
-
-    Args:
-        depyf: the decompiler; ``None``: emit nothing.
+    Dynamo's own bytecode runs, so a bug of the decompiler changes no result.
     """
     if depyf is None:
         yield
@@ -181,7 +177,7 @@ def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
     def hook(code: CodeType, new_code: CodeType) -> None:
         emit(DECOMPILED, lambda: _decompile(depyf, code, new_code))
 
-    # Undocumented, but the only access to the bytecode that Dynamo makes.
+    # Undocumented, but the only access to the bytecode that Dynamo generates.
     handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
     try:
         yield
@@ -194,12 +190,12 @@ def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
     where += f"{code.co_filename}:{code.co_firstlineno}\n"
     try:
         return where + str(depyf.decompile(new_code))
-    except Exception as error:  # depyf raises many kinds of errors; none may reach the user
+    except Exception as error:  # depyf raises errors of many kinds; none may stop the user's step
         return f"{where}# depyf could not decompile it: {type(error).__name__}: {error}\n"
 
 
 # -- stages ----------------------------------------------------------------------------------------
-# One-line descriptions of phases and stages, for readers new to them.
+# Descriptions of phases and stages, for readers new to them.
 
 
 PHASE_DESCRIPTIONS: dict[str, str] = {
@@ -216,18 +212,13 @@ _STAGE_DESCRIPTIONS: dict[str, str] = {
     "lowered": "The graph as it runs: collectives and writes are calls into fsdp_dynamo.",
     "inductor": "The code that Inductor generated from the graph.",
 }
-"""Stages that are not passes."""
+"""Descriptions of the stages that are not passes."""
 
 _AFTER = "after_"
 
 
 def describe_stages(artifacts: Iterable[Artifact], stages: Iterable[str]) -> dict[str, str]:
-    """One line per stage.
-
-    Args:
-        artifacts: those of compilation; some list the passes with the first lines of docstrings.
-        stages: names of the stages to describe.
-    """
+    """Return a line on each stage; passes are described by the first lines of their docstrings."""
     passes: dict[str, str] = {}
     for artifact in artifacts:
         if artifact.name == STAGES:
@@ -243,18 +234,15 @@ def _description(stage: str, passes: Mapping[str, str]) -> str:
 
 
 def initial_stage(listings: Sequence[Listing]) -> int:
-    """Index of the stage that the page shows first, next to the stage before it.
+    """Return the index of the stage of a phase that the page shows first, next to its predecessor.
 
     It is the last pass that changed the graph (usually the planner), or else the last stage.
-
-    Args:
-        listings: stages of one phase, in order; at least one.
     """
     indices = range(len(listings) - 1, 0, -1)
     return next((i for i in indices if is_changed(listings, i)), len(listings) - 1)
 
 
 def is_changed(listings: Sequence[Listing], index: int) -> bool:
-    """Whether a stage follows a pass that changed the graph."""
+    """Return whether a stage is that of a pass that changed the graph."""
     listing = listings[index]
     return listing.stage.startswith(_AFTER) and listing.text != listings[index - 1].text

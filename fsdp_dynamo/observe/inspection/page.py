@@ -1,4 +1,4 @@
-"""The HTML page: one file that a browser opens from the disk."""
+"""HTML page of ``inspect_graphs``: a single file that a browser opens from the disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WHOLE = "whole step"
 
 @dataclass(frozen=True)
 class ShownStep:
-    """A step that the page shows.
+    """Step that the page shows.
 
     Attributes:
-        report: what ran, and what was planned for it.
-        name: of the model, if there are several.
+        report: measured events and plans of the step.
+        name: name of the model; empty if the page shows only one.
         note: remark on the step.
     """
 
@@ -43,13 +43,13 @@ def render_page(
     subtitle: str,
     descriptions: Mapping[str, str],
 ) -> str:
-    """The text of the page.
+    """Return the page's HTML.
 
     Args:
         listings: the compiled graphs.
-        steps: the last one of each model.
-        subtitle: the line next to the heading.
-        descriptions: one line per stage.
+        steps: the last step of each model.
+        subtitle: line next to the heading.
+        descriptions: a line on each stage.
     """
     owners = _by_owner(listings)
     units = [*dict.fromkeys(unit.unit for step in steps for unit in step.report.units)]
@@ -64,7 +64,7 @@ def render_page(
         "units": units,
         "timeline": [side for step in steps for side in _timelines(step)],
     }
-    # In a <script>, '<!--' and '<script' change what ends it, as '</script' does.
+    # '</script' would end the page's script, and '<!--' or '<script' would change what ends it.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = _read("page.html")
     for placeholder, content in (
@@ -85,7 +85,7 @@ _Phases = dict[str, list[Listing]]
 
 
 def _by_owner(listings: Sequence[Listing]) -> dict[_Owner, _Phases]:
-    """Entries of the list: each graph with its phases, each phase with its stages."""
+    """Group listings by unit and graph, then by phase."""
     owners: dict[_Owner, _Phases] = {}
     for listing in listings:
         phases = owners.setdefault((listing.unit, listing.graph), {})
@@ -99,7 +99,7 @@ def _owner(unit: str | None, graph: int, phases: _Phases) -> dict[str, Any]:
 
 
 def _initial_place(owners: Mapping[_Owner, _Phases]) -> dict[str, Any]:
-    """The place that the page opens at: preferably the planner's changes to a unit."""
+    """Return the graph and phase that the page opens at: the first of ``_candidates``."""
     return next(
         ({"owner": place, "phase": phase} for place, phase in _candidates(owners)),
         {"owner": 0, "phase": None},
@@ -107,7 +107,11 @@ def _initial_place(owners: Mapping[_Owner, _Phases]) -> dict[str, Any]:
 
 
 def _candidates(owners: Mapping[_Owner, _Phases]) -> Iterator[tuple[int, str]]:
-    """Places to open at, in order of preference."""
+    """Yield graphs and phases to open at, in order of preference.
+
+    First a unit's phase that a pass has changed, then a changed phase of the root or of a whole
+    step, then any phase of a unit.
+    """
     is_unit = [bool(unit) for unit, _ in owners]
     for wants_change, wants_unit in ((True, True), (True, False), (False, True)):
         for phase in reversed(PHASES):
@@ -130,7 +134,7 @@ def _phase(name: str, listings: Sequence[Listing]) -> dict[str, Any]:
 
 
 def _without_code(listings: Sequence[Listing], units: Sequence[str]) -> list[str]:
-    """Units that ran code compiled for an equal unit."""
+    """Return the units without listings, which ran code that was compiled for an equal unit."""
     compiled = {listing.unit for listing in listings}
     return [unit for unit in units if unit not in compiled]
 
