@@ -1,4 +1,4 @@
-"""Checkpoints that survive crashes: verified before they are published, and again when loaded.
+"""Crash-safe checkpoints, verified after writing and before loading.
 
     from fsdp_dynamo import checkpoint
 
@@ -12,7 +12,7 @@
             )
     saving.wait()
 
-Each rank writes and reads its own part of every tensor, through torch.distributed.checkpoint.
+Each rank writes and reads its own shards, through torch.distributed.checkpoint.
 """
 
 from fsdp_dynamo.checkpoint.coordination import set_arrival_timeout

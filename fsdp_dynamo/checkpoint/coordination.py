@@ -1,4 +1,4 @@
-"""Agreement of ranks that save or load a checkpoint: a group, results, one owner of a folder."""
+"""Coordination of the ranks that save or load a checkpoint, and ownership of a folder."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from fsdp_dynamo.health.notices import link_groups
 from fsdp_dynamo.health.store import shared_store
 
 # -- the group -------------------------------------------------------------------------------------
-# Groups of all ranks that carry only the small objects of saves and loads.
+# A gloo group for the small messages of saves and loads. A background thread uses it while the
+# model communicates in its own groups.
 #
-# Another thread may use one while the model communicates. gloo closes a group's connections when
-# a rank has waited for too long, so ranks agree through their store which saves were given up:
-# one that comes late gets an error at once, and the next save has a new group.
+# When a wait in the group times out, gloo closes its connections. The ranks that gave up say so in
+# the store: a rank that arrives later raises at once instead of waiting for them, and the next save
+# or load creates a new group.
 
 
 _arrival_timeout_s = 300.0
@@ -44,13 +45,13 @@ _BROKEN = "checkpoint/broken"
 
 
 def set_arrival_timeout(seconds: float) -> None:
-    """Limit how late a rank may begin a save or load (default 300 s).
+    """Limit how long ranks wait for another rank to begin a save or load (default 300 s).
 
-    The others wait for it so long: it may have run an evaluation before. Then they raise
-    ``CheckpointError``, and so does the rank when it comes. The next save works again.
+    After that they raise ``CheckpointError``, and so does the late rank when it begins. Their next
+    save or load works again. The default leaves one rank time for an evaluation.
 
     Args:
-        seconds: more than 0; the same on all ranks.
+        seconds: above 0; the same on all ranks.
 
     Raises:
         FSDPValueError: not a number above 0.
@@ -61,18 +62,18 @@ def set_arrival_timeout(seconds: float) -> None:
 
 
 def arrival_timeout() -> timedelta:
-    """The value of ``set_arrival_timeout``."""
+    """Return the value of ``set_arrival_timeout``."""
     return timedelta(seconds=_arrival_timeout_s)
 
 
 @dataclass
 class _Kept:
-    """A rank's record of the saves and loads of some ranks.
+    """Group that a process group's ranks currently use, and what they gave up.
 
     Attributes:
-        group: the group of those after the last that was given up; ``None``: to be made.
-        number: how many had been given up when it was made.
-        times: how often each was given up, by its checksum.
+        group: ``None``: not created yet.
+        number: how many operations had been given up when ``group`` was created.
+        times: how often each operation was given up, by its checksum.
     """
 
     group: dist.ProcessGroup | None
@@ -84,11 +85,11 @@ _kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
 
 
 class Meeting:
-    """One save or load that all ranks of a group begin.
+    """Save or load that all ranks of a group begin.
 
     Args:
-        of: the ranks.
-        text: what they do, the same on all ranks.
+        of: process group of the ranks.
+        text: name and arguments of the operation, the same on all ranks.
     """
 
     def __init__(self, of: dist.ProcessGroup, text: str) -> None:
@@ -103,16 +104,17 @@ class Meeting:
         return f"checkpoint/{self._checksum:x}-{self._known.times.get(self._checksum, 0)}"
 
     def group(self) -> dist.ProcessGroup:
-        """The group to use, made anew if saves were given up since.
+        """Return the group to use; create a new one if an operation was given up meanwhile.
 
         Raises:
-            CheckpointError: the others have given this one up already.
+            CheckpointError: the other ranks have already given up this operation.
             RuntimeError: a rank has died.
         """
         number = 0
         if self._store is not None:
             number = int(self._store.add(_BROKEN, 0))
-            # Looked up after the number: what is not given up yet is not in the number either.
+            # Read after the number: a rank that gives up sets the key before it raises the number,
+            # so an operation whose key is not set yet is not in the number either.
             if self._store.check([self._key]):
                 self.give_up()
                 raise self._late_error()
@@ -122,7 +124,7 @@ class Meeting:
         return known.group
 
     def give_up(self) -> None:
-        """Let ranks that come later raise, and the next save or load have a new group."""
+        """Make ranks that arrive later raise, and the next save or load create a new group."""
         if self._is_given_up:
             return
         self._is_given_up = True
@@ -141,9 +143,13 @@ class Meeting:
 
 
 def _mark(store: Any, key: str) -> None:
-    """Count a save or load that is given up, once; when this returns on any rank, it is counted."""
+    """Count an operation that was given up, once; when this returns on any rank, it is counted.
+
+    Without the wait a second rank could begin its next save before the first has counted this one,
+    and the two would use different groups.
+    """
     counted = f"{key}-counted"
-    if store.add(key, 1) == 1:  # the first of the ranks that give it up
+    if store.add(key, 1) == 1:  # this rank is the first to give up
         store.add(_BROKEN, 1)
         store.set(counted, "1")
     else:
@@ -157,7 +163,6 @@ def _new_group(of: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 # -- rank coordination -----------------------------------------------------------------------------
-# Actions that all ranks run together: a failure on one rank is raised on all.
 
 
 T = TypeVar("T")
@@ -165,13 +170,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankCoordinator:
-    """Runs actions on all ranks and shares their outcome.
+    """Runs actions on all ranks; an action that fails on one rank raises on all.
 
     Attributes:
-        group: a gloo group of all ranks; ``None`` if this process is the only one.
+        group: gloo group of all ranks; ``None`` if there is only one.
         rank: this process's rank in it.
         size: number of ranks.
-        meeting: what they do together.
+        meeting: the operation that the ranks perform.
     """
 
     group: dist.ProcessGroup | None
@@ -180,17 +185,17 @@ class RankCoordinator:
     meeting: Meeting | None = None
 
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
-        """Run an action on every rank; returns all ranks' results, by rank.
+        """Run an action on every rank and return the results of all ranks, by rank.
 
         Raises:
-            CheckpointError: on every rank, if the action raised on one, or a rank has died. A rank
-                whose action raised another error of this package raises that error instead.
+            CheckpointError: on every rank, if the action raised on any rank, or a rank has died. A
+                rank whose own action raised another ``FSDPError`` raises that one instead.
         """
         value: T | None = None
         failure: Exception | None = None
         try:
             value = action()
-        except Exception as error:  # noqa: BLE001  # the others wait for this rank's answer
+        except Exception as error:  # noqa: BLE001  # the other ranks wait for this rank's answer
             failure = error
         own = (value, None if failure is None else error_text(failure))
         answers = [own] * self.size
@@ -204,7 +209,7 @@ class RankCoordinator:
         return [answer for answer, _ in answers]  # type: ignore[misc]
 
     def run_locally(self, action: Callable[[], T]) -> T:
-        """``run_on_all`` for a result that only this rank needs; it is not sent."""
+        """Run an action on every rank as ``run_on_all``, but do not send the results."""
         results: list[T] = []
         self.run_on_all(lambda: results.append(action()))
         return results[0]
@@ -218,7 +223,7 @@ class RankCoordinator:
             raise self.unreachable_error(error) from error
 
     def unreachable_error(self, error: RuntimeError) -> CheckpointError:
-        """The error for a rank that does not answer; the group is not used again."""
+        """Give up, so that the group is not used again, and return the error to raise."""
         notice = None if self.group is None else notice_for(self.group)
         if self.meeting is not None:
             self.meeting.give_up()
@@ -230,27 +235,22 @@ class RankCoordinator:
         )
 
     def run_on_first(self, action: Callable[[], T]) -> T:
-        """Run an action on the first rank; returns its result on every rank.
-
-        Raises:
-            CheckpointError: on every rank, if the action raised; see ``run_on_all``.
-        """
+        """Run an action on the first rank and return its result on every rank."""
         results = self.run_on_all(lambda: action() if self.rank == 0 else None)
         return results[0]  # type: ignore[return-value]
 
 
 def coordinate_ranks(group: dist.ProcessGroup | None, what: str, text: str) -> RankCoordinator:
-    """Wait for all ranks of a group and compare their texts; each of them must call it.
+    """Wait for all ranks of a group and compare their arguments; every rank must call it.
 
     Args:
-        group: by default, the default group.
+        group: ``None``: the default group.
         what: the operation, for messages.
-        text: its arguments, which must be the same on all ranks.
+        text: the operation's arguments, which must be the same on all ranks.
 
     Raises:
-        DivergenceError: a rank's text differs. All ranks may go on.
-        CheckpointError: a rank has died, or has not come within the time of
-            ``set_arrival_timeout``.
+        DivergenceError: a rank's arguments differ. The next save or load works again.
+        CheckpointError: a rank has died, or did not arrive within the arrival timeout.
     """
     ranks = group or (dist.group.WORLD if dist.is_initialized() else None)
     if ranks is None or ranks.size() == 1:
@@ -292,10 +292,10 @@ def _raise_divergence(what: str, texts: list[str]) -> None:
 
 @contextmanager
 def translate_dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Raise errors of torch.distributed.checkpoint, which are no ``Exception``s, as our own.
+    """Raise torch's ``CheckpointException``, a ``BaseException``, as ``CheckpointError``.
 
     Args:
-        group: which it communicates in, if it does.
+        group: group in which torch.distributed.checkpoint communicates, if any.
     """
     try:
         with nullcontext() if group is None else Interruptible(group):
@@ -306,14 +306,14 @@ def translate_dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def error_text(error: BaseException) -> str:
-    """An error's message, with its class unless it is a ``CheckpointError``."""
+    """Return an error's message, preceded by its class unless it is a ``CheckpointError``."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _joined(failures: dict[int, str]) -> str:
-    """Messages with their ranks, each distinct message once."""
+    """Join ranks' messages; ranks with equal messages share a line."""
     ranks: dict[str, list[int]] = {}
     for rank, text in failures.items():
         ranks.setdefault(text, []).append(rank)
@@ -324,11 +324,11 @@ def _joined(failures: dict[int, str]) -> str:
 
 
 # -- owner -----------------------------------------------------------------------------------------
-# Whose checkpoint folder it is: two runs that save into one folder would prune each other's.
+# Owner of a checkpoint folder. Two runs that save into one folder would remove each other's
+# checkpoints as old ones.
 #
-# The first rank writes its run into the folder when it first saves there. A run that was started
-# again takes the folder over; the run before, if it still lives, finds that out with its next
-# save.
+# The first rank writes its run's id into the folder at its first save there. A restarted run takes
+# the folder over; if the previous run is still alive, its next save finds another id and raises.
 
 
 OWNER_FILE = "owner.json"
@@ -336,12 +336,12 @@ OWNER_FILE = "owner.json"
 
 @dataclass(frozen=True)
 class Owner:
-    """A run that saves into a folder.
+    """Run that saves into a folder.
 
     Attributes:
-        run: unique.
-        host: of its first rank.
-        process: of its first rank, on that host.
+        run: unique id.
+        host: host of the run's first rank.
+        process: process id of its first rank.
         since: when it first saved there, in UTC.
     """
 
@@ -354,7 +354,7 @@ class Owner:
         return f"process {self.process} on {self.host}, since {self.since} UTC"
 
     def is_alive(self) -> bool:
-        """Whether its process is seen to run: on this host."""
+        """Return whether its process is running, as far as this host can see."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -367,16 +367,14 @@ class Owner:
 
 
 _claimed: dict[tuple[int, Path], Owner] = {}
-"""Owners that this process has written, by process and folder."""
+"""Owners that this process has written, by process id (it may fork) and folder."""
 
 
 def claim(folder: Path) -> None:
-    """Make this process's run the owner of a folder, before it saves there.
-
-    Warns if the process of another run lives that has saved there.
+    """Make this process's run the owner of a folder; warn if another run there is alive.
 
     Raises:
-        CheckpointError: another run has taken the folder over since this one saved there.
+        CheckpointError: another run has taken over the folder since this one saved there.
     """
     key = (os.getpid(), folder.resolve())
     own, found = _claimed.get(key), _read(folder)
@@ -399,7 +397,7 @@ def claim(folder: Path) -> None:
 
 
 def _read(folder: Path) -> Owner | None:
-    """The owner, if there is one; a damaged file is none."""
+    """Return the folder's owner; ``None`` if the file is missing or damaged."""
     try:
         content = json.loads((folder / OWNER_FILE).read_text())
         return Owner(

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: everything is checked before anything is changed."""
+"""Loading of checkpoints: everything is verified before anything changes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from fsdp_dynamo.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded.
+    """Checkpoint that was loaded.
 
     Attributes:
         step: the run's step when it was saved.
         path: the checkpoint's folder.
         world_size: number of ranks that saved it.
-        is_exact: whether the states of single ranks (random numbers, ``per_rank``) were restored.
-            They are not if the number of ranks has changed: they belong to no rank then.
+        is_exact: whether random numbers and ``per_rank`` states were restored. They are not if
+            another number of ranks saved them.
     """
 
     step: int
@@ -63,34 +63,28 @@ def load(
 ) -> Loaded | None:
     """Load a checkpoint of ``save`` into a model of any sharding; every rank must call it.
 
-    All files are first compared with their checksums, each by one of the ranks. An optimizer need
-    not have made a step.
+    First all files are compared with their checksums; each rank reads some of them. If an error is
+    raised, nothing has changed. Optimizers need no states before.
 
     Args:
         folder: the run's checkpoint folder.
-        model: has the same parameters as the one that was saved, under any sharding or none.
+        model: has the parameters of the saved model, under any sharding or none.
         optimizers: one or several; leave them out to load only the model.
-        step: the checkpoint to load; ``None``: the newest complete one.
-        missing_ok: return ``None`` where there is no checkpoint yet, as in the first start of a run
-            that resumes.
-        shared: as for ``save``; the given ones are restored.
-        per_rank: as for ``save``; the given ones are restored.
+        step: step of the checkpoint to load; ``None``: the newest complete checkpoint.
+        missing_ok: return ``None`` if there is no checkpoint yet, as when a run that resumes starts
+            for the first time.
+        shared: as for ``save``; saved states that are not named here are ignored.
+        per_rank: as for ``save``; saved states that are not named here are ignored.
         process_group: as for ``save``.
 
-    Returns:
-        The checkpoint; ``None`` only with ``missing_ok``.
-
     Raises:
-        CheckpointError: there is no checkpoint, or one of ``torch.distributed.checkpoint`` in its
-            place; a file is missing or damaged (names it and the FQNs it holds), or the
-            checkpoint belongs to another model or has a newer format. On every rank; nothing was
-            changed. Also if a rank has died or does not come.
-        DivergenceError: ranks want to load different checkpoints or states, or from different
-            folders.
-        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
-            nothing was changed.
-        FSDPValueError: an optimizer's parameters or groups are not those that were saved; nothing
-            was changed.
+        CheckpointError: on every rank. There is no checkpoint, or only one of
+            ``torch.distributed.checkpoint``; a file is missing or damaged (names the file and its
+            FQNs); the checkpoint belongs to another model or has a newer format; a rank has died or
+            did not arrive.
+        DivergenceError: ranks want to load different steps, states or folders.
+        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type.
+        FSDPValueError: an optimizer's parameters or groups differ from the saved ones.
     """
     shared, per_rank = dict(shared or {}), dict(per_rank or {})
     saving.finish_pending_save()
@@ -135,9 +129,10 @@ def load(
 def _checked_manifest(
     coordinator: RankCoordinator, path: Path, names: tuple[tuple[str, ...], ...]
 ) -> Manifest:
-    """The manifest, once all files agree with it and have the states of these names.
+    """Read the manifest, and compare the wanted states and all files with it.
 
-    Each rank reads it: it lists files of all ranks, so to gather it from all would be too much.
+    Each rank reads the manifest itself: it lists the files of all ranks, so N copies of it would be
+    sent if the ranks exchanged it.
     """
     share, shares = coordinator.rank, coordinator.size
 
@@ -162,7 +157,7 @@ def _load_tensors(
     optimizers: list[torch.optim.Optimizer],
     others: Mapping[str, Any],
 ) -> None:
-    """Read everything into new memory: nothing is changed unless all ranks have read all of it."""
+    """Read everything into new memory, and change the model only when all ranks have read it."""
     reader = Reader(path)
     index = coordinator.run_locally(reader.read_metadata)
 
@@ -194,7 +189,7 @@ def _load_tensors(
         before = [(one, one.state, one.param_groups) for one in optimizers]
         try:
             coordinator.run_locally(load_optimizers)
-        except Exception:  # only the optimizer itself knows what states it cannot take
+        except Exception:  # load_state_dict() may fail halfway on states of another optimizer
             for optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
             raise
@@ -202,7 +197,7 @@ def _load_tensors(
 
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
-    """States shared by all ranks, and those of this rank (``None`` unless ``is_exact``)."""
+    """Return the states shared by all ranks, and this rank's own (``None`` unless exact)."""
     shared = states.deserialize((path / folders.SHARED_FILE).read_bytes())
     if not is_exact:
         return shared, None

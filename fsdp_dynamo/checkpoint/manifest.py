@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: sizes and checksums of its files, and the states that it contains.
+"""Manifest of a checkpoint (files with checksums, names of states), and the folder's layout.
 
-The manifest is written last, and is read and checked first. Checksums are CRC-32: they detect
-corruption by disks and networks, not deliberate tampering.
+The manifest is written last and read first. Checksums are CRC-32: they detect corruption by disks
+and networks, not tampering.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = {"step": int, "world_size": int, "shared": list, "per_rank": list, "fi
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """A file's size in bytes and its CRC-32."""
+    """Size in bytes and CRC-32 of a file."""
 
     size: int
     crc32: int
@@ -35,10 +35,10 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: of the training run.
+        step: step of the training run.
         world_size: number of ranks that wrote it.
         shared: names of the states shared by all ranks.
         per_rank: names of the states of single ranks.
@@ -55,7 +55,7 @@ class Manifest:
 
 
 def checksum_of(path: Path, throttle: Throttle | None = None) -> FileChecksum:
-    """Checksum of a file, which is read as a whole."""
+    """Read a file and return its checksum."""
     size = crc = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -68,7 +68,7 @@ def checksum_of(path: Path, throttle: Throttle | None = None) -> FileChecksum:
 
 
 def write(manifest: Manifest, folder: Path) -> None:
-    """Write a manifest with a checksum of its own."""
+    """Write a manifest together with its own checksum, and flush it to disk."""
     content = _canonical(asdict(manifest))
     text = f'{{"crc32": {zlib.crc32(content.encode())},\n"content": {content}}}\n'
     with (folder / MANIFEST).open("w") as file:
@@ -78,11 +78,11 @@ def write(manifest: Manifest, folder: Path) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest.
+    """Read a checkpoint's manifest; unknown fields are ignored.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer format, lacks a field, or lists files
-            elsewhere. Unknown fields are ignored.
+        CheckpointError: the manifest is missing, damaged, of a newer format, lacks a field, or
+            lists files outside of the folder.
     """
     path = folder / MANIFEST
     if path.exists() and not path.is_file():
@@ -108,7 +108,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _manifest(path: Path, content: Mapping[str, Any]) -> Manifest:
-    """Manifest of the known fields; a newer version with the same layout may have more."""
+    """Check the fields of a manifest's content."""
     for name, kind in _FIELDS.items():
         if type(content.get(name)) is not kind:
             raise _read_error(path, f"a field '{name}', {kind.__name__}", repr(content.get(name)))
@@ -145,20 +145,20 @@ def _read_error(path: Path, expected: str, got: str) -> CheckpointError:
 
 
 # -- throttle --------------------------------------------------------------------------------------
-# Background work that leaves most of the processor to training.
 
 
 CHUNK_BYTES = 1 << 20
 """Bytes processed between two pauses."""
 
 _MIN_WORK_S = 2e-3
+"""Processor time before a pause; shorter pauses would be mostly overhead."""
 
 
 class Throttle:
-    """Limits the processor time of one thread.
+    """Pauses that leave most of the processor to training while a thread writes.
 
     Args:
-        duty_cycle: fraction of the time that the thread may work; 1: no pauses.
+        duty_cycle: fraction of the time in which the thread may work; 1: no pauses.
     """
 
     def __init__(self, duty_cycle: float = 1.0) -> None:
@@ -166,25 +166,25 @@ class Throttle:
         self._worked_at_pause = 0.0
 
     def begin(self) -> None:
-        """Count this thread's work from now on."""
+        """Start to count the current thread's work."""
         self._worked_at_pause = time.thread_time()
 
     def pause(self) -> None:
-        """Sleep in proportion to the work since the last pause; call it often."""
+        """Sleep in proportion to the processor time since the last pause; call it often."""
         worked = time.thread_time() - self._worked_at_pause
         if self._pause_per_second > 0 and worked > _MIN_WORK_S:
             time.sleep(worked * self._pause_per_second)
             self._worked_at_pause = time.thread_time()
 
     def chunks(self, view: memoryview) -> Iterator[memoryview]:
-        """A buffer in chunks, with a pause after each."""
+        """Yield a buffer in chunks, with a pause after each."""
         for begin in range(0, len(view), CHUNK_BYTES):
             yield view[begin : begin + CHUNK_BYTES]
             self.pause()
 
 
 # -- directory -------------------------------------------------------------------------------------
-# The checkpoint folder of a run: its layout, and how checkpoints are created and removed.
+# Layout of a run's checkpoint folder.
 #
 # ::
 #
@@ -202,9 +202,8 @@ class Throttle:
 #         000003-step-300.part/         being written, or left by a run that was killed
 #
 # A checkpoint is never modified under its final name. Renaming a folder is atomic, so a reader
-# sees all of a checkpoint or none of it; removal renames first, too. The leading number gives the
-# order of saving: a run that was resumed from an earlier step has newer checkpoints of lower
-# steps.
+# sees a whole checkpoint or none; removal renames first, too. The leading number is the order of
+# saving, which differs from the order of steps if a run was resumed from an earlier step.
 
 
 MANIFEST = "manifest.json"
@@ -214,31 +213,29 @@ _ANY = re.compile(_COMPLETE.pattern + r"(\.part|\.gone)?")
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with the states of one rank."""
+    """Return the name of the file with the states of one rank."""
     return f"rank-{rank}.pt"
 
 
 def complete(folder: str | Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the complete checkpoints, in the order of saving."""
+    """Return step and folder of each complete checkpoint, in the order of saving."""
     return [(step, path) for _, step, path in sorted(_numbered(Path(folder), _COMPLETE))]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Path]]:
-    """Number, step and path of each folder whose name matches."""
+    """Return number, step and path of each folder whose name matches."""
     paths = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     matches = [(pattern.fullmatch(path.name), path) for path in paths]
     return [(int(match[1]), int(match[2]), path) for match, path in matches if match]
 
 
 def find(folder: Path, step: int | None, *, missing_ok: bool) -> Path | None:
-    """The newest checkpoint, or the newest of ``step``.
+    """Return the newest checkpoint, or the newest one of ``step``.
 
-    Returns:
-        Its path; ``None`` if there is no checkpoint, ``step`` is not given, and ``missing_ok``.
+    With ``missing_ok`` it returns ``None`` if there is none at all and ``step`` is not given.
 
     Raises:
-        CheckpointError: no checkpoint (of this step), or ``folder`` is a file, a single checkpoint,
-            or holds checkpoints of ``torch.distributed.checkpoint``.
+        CheckpointError: there is no such checkpoint; says what ``folder`` is instead.
     """
     found = complete(folder)
     for saved_step, path in reversed(found):
@@ -262,7 +259,7 @@ def find(folder: Path, step: int | None, *, missing_ok: bool) -> Path | None:
 
 
 def _require_run_folder(folder: Path) -> None:
-    """Raise if a folder without complete checkpoints is, or holds, something else to load."""
+    """Raise if a folder is a single checkpoint, a file, or contains checkpoints of torch's own."""
     own = _COMPLETE.fullmatch(folder.resolve().name)
     other = _checkpoint_of_torch(folder)
     if own is not None and (folder / MANIFEST).exists():
@@ -285,17 +282,17 @@ def _require_run_folder(folder: Path) -> None:
 
 
 def _checkpoint_of_torch(folder: Path) -> Path | None:
-    """A folder, or the first one in it, with an index of torch's; incomplete ones of ours aside."""
+    """Return the folder or a folder in it that contains torch's index, except incomplete ours."""
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
     candidates = (folder, *[path for path in inside if not _ANY.fullmatch(path.name)])
     return next((path for path in candidates if (path / ".metadata").is_file()), None)
 
 
 def create_partial(folder: Path, step: int) -> Path:
-    """Create an empty folder to write to, and remove the incomplete ones of killed runs.
+    """Create a folder to write to, and remove incomplete folders of killed runs.
 
     Raises:
-        CheckpointError: another run saves there.
+        CheckpointError: another run has taken over ``folder``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder)
@@ -310,7 +307,7 @@ def create_partial(folder: Path, step: int) -> Path:
 
 
 def publish(part: Path) -> Path:
-    """Give a folder its final name; durable once this returns."""
+    """Give a folder its final name; when this returns, it survives a power failure."""
     fsync_folder(part)
     path = part.with_suffix("")
     part.rename(path)
@@ -325,11 +322,11 @@ def remove_old(folder: Path, keep_last: int | None) -> None:
 
 
 _told: set[Path] = set()
-"""Folders that could not be removed, of which a warning has been given."""
+"""Folders that could not be removed, and of which the user was warned."""
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or say once why it stays: no reason to stop, as others are complete."""
+    """Remove a folder; if that fails, warn once: the new checkpoint is complete nevertheless."""
     gone = path if path.suffix else path.with_name(f"{path.name}.gone")
     try:
         if gone != path:
@@ -351,7 +348,7 @@ def discard(part: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that they survive a power failure."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Saving of checkpoints: written to a temporary folder, verified, then published."""
+"""Saving of checkpoints: written to a temporary folder, read back, then renamed."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ _BACKGROUND_DUTY_CYCLE = 0.2
 """Fraction of one processor's time that writing in the background may use."""
 
 Comparison = tuple[Sequence[dist.ProcessGroup], str]
-"""Groups whose ranks must have equal texts, and this rank's text."""
+"""Process groups whose ranks must have equal texts, and this rank's text."""
 
 OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.optim.Optimizer, ...]
 
 
 @dataclass(frozen=True)
 class _Content:
-    """Everything that this rank writes; independent of the model if training goes on.
+    """Everything that this rank writes.
 
     Attributes:
-        step: of the run.
-        tensors: for torch.distributed.checkpoint.
-        shared, own: contents of the files of auxiliary states.
-        names: of the auxiliary states, shared and per rank.
+        step: step of the run.
+        tensors: nested state for torch.distributed.checkpoint; copies if training goes on.
+        shared, own: contents of ``shared.pt`` and of this rank's file.
+        names: names of the shared and of the per-rank states.
     """
 
     step: int
@@ -75,7 +75,7 @@ class _Content:
 
 
 class Saving:
-    """A checkpoint that is written while training goes on, from ``async_save``."""
+    """Checkpoint of ``async_save``, which is written while training goes on."""
 
     def __init__(self, write: Callable[[], Path]) -> None:
         self._path: Path | None = None
@@ -86,19 +86,17 @@ class Saving:
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self._path = write()
-        except Exception as error:  # noqa: BLE001  # raised by wait(), which may never be called
+        # wait() raises the error; the warning is for scripts that never call it.
+        except Exception as error:  # noqa: BLE001
             self._error = error
             warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
 
     def is_done(self) -> bool:
-        """Whether it is complete or has failed."""
+        """Return whether the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until it is complete.
-
-        Returns:
-            The checkpoint's folder.
+        """Wait until the checkpoint is complete, and return its folder.
 
         Raises:
             CheckpointError: it could not be written. Older checkpoints are unchanged.
@@ -114,7 +112,7 @@ class Saving:
 
 
 _pending: Saving | None = None
-"""The checkpoint that may still be in progress; there is never more than one."""
+"""Checkpoint that may still be in progress; there is never more than one."""
 
 
 def async_save(
@@ -128,13 +126,12 @@ def async_save(
     keep_last: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """``save`` that writes in the background; every rank must call it.
+    """Save in the background; every rank must call it. For arguments and errors see ``save``.
 
-    It returns when this rank's part of everything has been copied to host memory. If an earlier
-    checkpoint is still being written, it waits for that first. Call ``wait()`` on the result before
-    the process group is destroyed. For arguments and errors see ``save``; errors of the writing
-    itself are raised by ``wait()``, and told in a warning at once. They never keep the next
-    checkpoint from being saved.
+    Returns when this rank's shards are copied to host memory. If an earlier checkpoint is still
+    being written, waits for it first. Errors of the writing are raised by ``wait()`` of the result,
+    and warned of at once; they do not affect the next checkpoint. Call ``wait()`` before the
+    process group is destroyed.
     """
     global _pending
     write = _prepare(
@@ -155,41 +152,35 @@ def save(
     keep_last: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint; every rank must call it, with the same arguments.
+    """Write a checkpoint and return its folder; every rank must call it with the same arguments.
 
-    Each rank writes its own part of the model's and the optimizers' tensors; nothing is gathered.
-    The files are read back and compared before the folder gets its final name, so a run that is
-    killed at any time leaves the existing checkpoints, and perhaps this one.
+    Each rank writes its own shards; nothing is gathered. Random number states of Python, NumPy and
+    torch are saved for each rank. The files are read back and compared before the folder gets its
+    final name, so a run that is killed at any time leaves the existing checkpoints intact.
 
     Args:
-        folder: the run's checkpoint folder, on storage that all ranks see; the same for all. It
-            is resolved when this is called: a later ``chdir`` does not move it.
+        folder: the run's checkpoint folder, on storage that all ranks share. A later ``chdir`` does
+            not change it.
         model: wrapped, composable, or plain on a single rank.
-        optimizers: one or several, of parameters of the model.
-        step: of the run; names the checkpoint.
-        shared: objects whose state is the same on all ranks (scheduler, gradient scaler), by name;
-            they have ``state_dict`` and ``load_state_dict``, or are a ``torch.Generator``. Rank 0's
+        optimizers: one or several, with parameters of the model.
+        step: step of the run; part of the checkpoint's name.
+        shared: objects whose state is the same on all ranks (scheduler, gradient scaler), by name.
+            They have ``state_dict`` and ``load_state_dict``, or are a ``torch.Generator``. Rank 0's
             states are saved.
-        per_rank: the same, of objects whose state differs between ranks (data loader).
-        keep_last: number of checkpoints to keep, including this one; ``None``: all. One that
-            cannot be removed stays, with a warning.
-        process_group: the ranks that call it, all of the model's; by default, all ranks.
-
-    Random number states of Python, NumPy and torch are always saved, for each rank.
-
-    Returns:
-        The checkpoint's folder.
+        per_rank: such objects whose state differs between ranks (data loader), by name.
+        keep_last: number of checkpoints to keep, including this one; ``None``: all. If an old one
+            cannot be removed, a warning says so.
+        process_group: group of all of the model's ranks; ``None``: the default group.
 
     Raises:
-        CheckpointError: it could not be written; names the file and the entry. On every rank; older
-            checkpoints are unchanged. Also if a rank has died or does not come
-            (``set_arrival_timeout``), or if another run saves into this folder.
+        CheckpointError: on every rank; older checkpoints are unchanged. A file could not be written
+            (names the file and its entry), a rank has died or did not arrive
+            (``set_arrival_timeout``), or another run has taken over the folder.
         DivergenceError: ranks want to save different steps or states, or to different folders.
-        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type;
-            nothing was written.
+        FSDPTypeError: a value of ``optimizers``, ``shared`` or ``per_rank`` has the wrong type.
         FSDPValueError: ``step`` or ``keep_last`` is not an integer or too small; an optimizer has
-            parameters of another model, or two have the same one; nothing was written.
-        UnsupportedError: a state could not be loaded again; nothing was written.
+            parameters of another model, or two optimizers share a parameter.
+        UnsupportedError: a state contains an object that could not be loaded again.
     """
     return _prepare(
         folder, model, optimizers, step, shared, per_rank, keep_last, process_group, copied=False
@@ -208,7 +199,7 @@ def _prepare(
     *,
     copied: bool,
 ) -> Callable[[], Path]:
-    """Collect this rank's content; returns the function that writes it."""
+    """Collect this rank's content and return the function that writes it."""
     shared, per_rank = dict(shared or {}), dict(per_rank or {})
     names = (tuple(sorted(shared)), tuple(sorted(per_rank)))
     target = Path(folder).absolute()
@@ -217,7 +208,7 @@ def _prepare(
     coordinator = coordinate_ranks(group, "checkpoint to save", arguments)
     comparisons: list[Comparison] = []
 
-    def collect() -> _Content:  # without communication: a rank may fail alone
+    def collect() -> _Content:  # must not communicate, because it may raise on one rank only
         _require_numbers(step, keep_last)
         states.require_stateful(shared, "shared")
         states.require_stateful(per_rank, "per_rank")
@@ -238,12 +229,12 @@ def _prepare(
     content = [coordinator.run_locally(collect)]
     _require_same_optim_states(coordinator, comparisons)
     throttle = Throttle(_BACKGROUND_DUTY_CYCLE if copied else 1.0)
-    # ``pop``: the content is freed when it has been written, not with the function.
+    # ``pop`` lets the copies be freed when they are written, before the function itself is.
     return lambda: _write(coordinator, target, content.pop(), keep_last, throttle)
 
 
 def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[Comparison]) -> None:
-    """Compare the ranks' descriptions of optimizer states; their checksums first, for speed."""
+    """Compare the ranks' descriptions of optimizer states: checksums, and texts if they differ."""
     own = [text for _, text in comparisons]
     checksums = coordinator.run_on_all(lambda: zlib.crc32("\n".join(own).encode()))
     if len(set(checksums)) == 1:
@@ -277,13 +268,13 @@ def _write(
     try:
         checksums = _write_files(coordinator, part, content, throttle)
         listed = Manifest(content.step, coordinator.size, *content.names, checksums)
-        # On every rank, which shows that all of them see the same storage.
+        # On every rank, so that ranks on different storage notice it.
         coordinator.run_locally(
             lambda: require_complete_files(part, listed, coordinator.rank, coordinator.size)
         )
         path = coordinator.run_on_first(lambda: _publish(part, listed))
     except CheckpointError:
-        with suppress(CheckpointError):  # if a rank has died, the next save removes it
+        with suppress(CheckpointError):  # if a rank has died, the next save removes the folder
             coordinator.run_on_first(lambda: folders.discard(part))
         raise
     coordinator.run_on_first(lambda: folders.remove_old(folder, keep_last))
@@ -293,7 +284,7 @@ def _write(
 def _write_files(
     coordinator: RankCoordinator, part: Path, content: _Content, throttle: Throttle
 ) -> dict[str, manifest.FileChecksum]:
-    """Write and verify this rank's files; returns the checksums of all ranks' files."""
+    """Write and read back this rank's files, and return the checksums of all ranks' files."""
     writer = Writer(part, throttle)
 
     def write_tensors() -> None:
@@ -325,18 +316,14 @@ def _publish(part: Path, listed: Manifest) -> Path:
 
 
 def finish_pending_save() -> None:
-    """Wait for a checkpoint that is still being written; one that fails has said so itself."""
+    """Wait for a checkpoint that is still being written; if it fails, its own warning says so."""
     if _pending is not None:
         with suppress(CheckpointError):
             _pending.wait()
 
 
 def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:
-    """Optimizers as a list.
-
-    Raises:
-        FSDPTypeError: a value that is not an optimizer.
-    """
+    """Return optimizers as a list; raise ``FSDPTypeError`` for anything else in it."""
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
@@ -360,15 +347,14 @@ def _require_numbers(step: int, keep_last: int | None) -> None:
 
 
 # -- staging ---------------------------------------------------------------------------------------
-# Copies in host memory of what a checkpoint holds, so that training may go on.
 
 
 def in_host_memory(state: Any) -> Any:
-    """A copy of a nested state, with all of its tensors in host memory.
+    """Copy a nested state to host memory, so that training may go on.
 
-    Tensors of a device are copied into pinned memory, which is kept as long as they live: the next
-    copy overwrites this one. It is complete when this returns, so no later write can get into it,
-    whoever makes it and on whichever stream.
+    Device tensors are copied into pinned memory that lives as long as their storage: the next copy
+    overwrites this one. All copies are complete on return, so later writes cannot reach them,
+    whichever stream makes them.
     """
     elements: dict[Any, torch.Tensor] = {
         id(leaf): local_of(leaf).detach() for leaf in tree_leaves(state) if _is_on_device(leaf)

@@ -1,7 +1,7 @@
-"""States in a checkpoint: tensors of a model and its optimizers, and small ones beside them.
+"""States in a checkpoint: those of a model and its optimizers, and auxiliary states.
 
-Tensors have the form of upstream's state dicts, ``{"model": {fqn: ...}, "optim": {"state":
-{fqn: {...}}, "param_groups": [...]}}``, so that FSDP2 and a plain model can read it, too.
+Model and optimizers have the form of torch's own state dicts, ``{"model": {fqn: ...}, "optim":
+{"state": {fqn: {...}}, "param_groups": [...]}}``, which FSDP2 and plain models can read, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SETTINGS = StateDictSettings(
 
 
 def _sharded_form(model: nn.Module) -> AbstractContextManager[None]:
-    """While open, state dicts are sharded; that of a model without units stays as it is."""
+    """Make state dicts of a model with units sharded inside the context."""
     has_units = bool(units_in(model))
     form = (_SETTINGS.state_dict_type, _SETTINGS.state_dict_config)
     return state_dict_type(model, *form) if has_units else nullcontext()
@@ -58,13 +58,13 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 def tensors_to_save(
     model: nn.Module, optimizers: Optimizers, compare: optim_state.Compare
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's parts of all tensors, and the model's other state dict values (extra states).
+    """Return this rank's part of all tensors, and the model's extra states.
 
-    Args:
-        compare: as for ``optim_state.save``; nothing else here communicates.
+    Nothing here communicates, unless ``compare`` (see ``optim_state.save``) does.
 
     Raises:
-        FSDPValueError: two optimizers have the same parameter, or a unit above the model holds one.
+        FSDPValueError: two optimizers share a parameter, or a unit outside of the model has one of
+            the model's parameters.
     """
     model = uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
@@ -80,10 +80,10 @@ def tensors_to_save(
 
 
 def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """New memory for the model's values, to be filled by torch.distributed.checkpoint.
+    """Allocate the model's tensors for torch.distributed.checkpoint to read into.
 
     Args:
-        others: the saved state dict's other values (extra states).
+        others: the saved extra states.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -103,13 +103,13 @@ def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) 
 def allocate_optim_states(
     index: Metadata, model: nn.Module, optimizers: Optimizers
 ) -> dict[str, Any]:
-    """New memory for the optimizer states of a checkpoint, flat, under its keys.
+    """Allocate optimizer states as a flat dict with the checkpoint's keys.
 
-    The optimizers themselves need no states yet.
+    Shapes and dtypes come from the index, so the optimizers need no states yet.
 
     Raises:
-        CheckpointError: the checkpoint has no states, or states of parameters that the optimizers
-            lack.
+        CheckpointError: the checkpoint has no optimizer states, or states of parameters that the
+            optimizers do not have.
     """
     if not optimizers:
         return {}
@@ -139,7 +139,7 @@ def allocate_optim_states(
 
 
 def _entries_in(index: Metadata, top: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Key and path of each entry below ``top``."""
+    """Yield key and path of each entry below ``top``."""
     for key in index.state_dict_metadata:
         path = index.planner_data[key]
         if path[0] == top:
@@ -149,10 +149,10 @@ def _entries_in(index: Metadata, top: str) -> Iterator[tuple[str, tuple[Any, ...
 def prepare_optimizer_load(
     state: Mapping[str, Any], index: Metadata, model: nn.Module, optimizers: Optimizers
 ) -> Callable[[], None]:
-    """Prepare the loading of filled ``allocate_optim_states``; returns the function that loads.
+    """Return a function that loads the states of ``allocate_optim_states``, after DCP filled them.
 
     Raises:
-        FSDPValueError: the optimizers' parameter groups differ from those that were saved.
+        FSDPValueError: the optimizers' parameter groups differ from the saved ones.
     """
     model = uncompiled(model)
     merged = unflatten_state_dict(dict(state), {key: index.planner_data[key] for key in state})
@@ -180,7 +180,7 @@ def prepare_optimizer_load(
 
 
 def load_model(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
-    """Load filled ``model_tensors``, and other values (extra states), into the model."""
+    """Load the tensors of ``model_tensors`` and extra states into the model."""
     model = uncompiled(model)
     with _sharded_form(model):
         model.load_state_dict({**state[MODEL], **others})
@@ -214,19 +214,18 @@ def _listed(names: set[str]) -> str:
 
 
 # -- auxiliary states ------------------------------------------------------------------------------
-# States beside the model and its optimizers: schedulers, scalers, loaders, random numbers.
+# States of schedulers, scalers, loaders and random number generators.
 #
-# They are stored in small files: one for all ranks, and one per rank. Only values that
-# ``torch.load(weights_only=True)`` reads are accepted, so that loading never runs code from a
-# file.
+# They are stored in one file for all ranks and one file per rank. Only values that
+# ``torch.load(weights_only=True)`` reads are accepted, so loading never runs code from a file.
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state: a scheduler, a gradient scaler, a data loader."""
+    """Object with a state, such as a scheduler, a gradient scaler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of tensors, numbers, strings, lists and dicts."""
+        """Return the state as tensors, numbers, strings, lists and dicts."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
@@ -238,11 +237,7 @@ StatefulObject = Stateful | torch.Generator
 
 
 def require_stateful(objects: Mapping[str, Any], where: str) -> None:
-    """Require that each object has a state.
-
-    Raises:
-        FSDPTypeError: naming the entry without one.
-    """
+    """Raise ``FSDPTypeError`` for an object without ``state_dict`` and ``load_state_dict``."""
     for name, value in objects.items():
         if not isinstance(value, (Stateful, torch.Generator)):
             raise FSDPTypeError(
@@ -253,7 +248,7 @@ def require_stateful(objects: Mapping[str, Any], where: str) -> None:
 
 
 def collect_states(objects: Mapping[str, StatefulObject]) -> dict[str, Any]:
-    """The state of each object."""
+    """Return the state of each object."""
     return {
         name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
         for name, value in objects.items()
@@ -261,7 +256,7 @@ def collect_states(objects: Mapping[str, StatefulObject]) -> dict[str, Any]:
 
 
 def restore_states(objects: Mapping[str, StatefulObject], states: Mapping[str, Any]) -> None:
-    """Restore each object's state, by name."""
+    """Restore the state of each object."""
     for name, value in objects.items():
         if isinstance(value, torch.Generator):
             value.set_state(states[name])
@@ -270,10 +265,10 @@ def restore_states(objects: Mapping[str, StatefulObject], states: Mapping[str, A
 
 
 def serialize(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Content of a file with states, by kind and name.
+    """Return the content of a file of states, by kind and name.
 
     Raises:
-        UnsupportedError: a state has an object that could not be loaded.
+        UnsupportedError: a state contains an object that could not be loaded again.
     """
     content = _to_bytes({kind: dict(states) for kind, states in kinds.items()})
     try:
@@ -293,11 +288,7 @@ def _to_bytes(state: Any) -> bytes:
 
 
 def require_readable(content: bytes, where: str) -> None:
-    """Require that ``torch.load(weights_only=True)`` accepts a file's content.
-
-    Raises:
-        UnsupportedError: it has an object of another kind.
-    """
+    """Raise ``UnsupportedError`` if ``torch.load(weights_only=True)`` refuses a file's content."""
     try:
         deserialize(content)
     except Exception as error:
@@ -309,7 +300,7 @@ def require_readable(content: bytes, where: str) -> None:
 
 
 def deserialize(content: bytes) -> Any:
-    """States that ``serialize`` was given."""
+    """Return the states of a file that ``serialize`` made."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -317,7 +308,7 @@ def deserialize(content: bytes) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """States of this process's random number generators: Python's, NumPy's and torch's."""
+    """Return the states of the random number generators of Python, NumPy and torch."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -333,7 +324,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a ``random_state``; CUDA's only where there is a device."""
+    """Restore the states of ``random_state``; CUDA's only if there is a device."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

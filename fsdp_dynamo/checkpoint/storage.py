@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint, read and written with digests, and checks."""
+"""Files of torch.distributed.checkpoint: safe reading, checksums, and checks of integrity."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from fsdp_dynamo.errors import CheckpointError, FSDPError, first_line
 # torch.distributed.checkpoint's reader, restricted so that no code from a file runs.
 #
 # The index is a pickle, and so are entries that are not tensors. Unpickling can call any function
-# that the file names, so only the few classes of which an index consists are allowed, and other
-# entries are read with ``weights_only=True``.
+# that the file names. So an index may refer only to the few classes it consists of, and entries are
+# read with ``weights_only=True``.
 
 
 INDEX_FILE = ".metadata"
@@ -78,17 +78,17 @@ _SINGLETONS: tuple[Any, ...] = (
     *index_classes._MEM_FORMAT_ENCODING,
     pathlib.PurePath,
 )
-"""Classes and functions that a file may refer to."""
+"""Objects of this process that a file may refer to, and could set attributes of."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler of indexes; any class that they do not need is refused."""
+    """Unpickler of indexes, which refuses every class that an index does not need."""
 
     def load(self) -> Any:
-        """The index.
+        """Return the index.
 
         Raises:
-            CheckpointError: it refers to something else, or changes a class.
+            CheckpointError: the file refers to another class, or changes a class.
         """
         with _kept_as_they_are(_SINGLETONS):
             return super().load()
@@ -106,12 +106,13 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _kept_as_they_are(objects: Sequence[Any]) -> Iterator[None]:
-    """Undo what a pickle sets on classes: attributes can be given to any object, classes too.
+    """Undo changes that a pickle makes to the attributes of objects, and raise if there were any.
 
-    The unpickler in Python could refuse it beforehand, but takes five times as long.
+    The BUILD opcode sets attributes of any object, also of classes. Python's own unpickler could
+    refuse that beforehand, but it takes five times as long as the one in C.
 
     Raises:
-        CheckpointError: something was changed.
+        CheckpointError: an object was changed.
     """
     before = [(one, dict(vars(one))) for one in objects if hasattr(one, "__dict__")]
     try:
@@ -140,7 +141,7 @@ def _no_index(got: str) -> CheckpointError:
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's files without running code from them."""
+    """Reader of a checkpoint's files that does not run code from them."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         content = (pathlib.Path(self.path) / INDEX_FILE).read_bytes()
@@ -152,7 +153,7 @@ class Reader(FileSystemReader):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads entries that are not tensors with ``weights_only=True``."""
+    """Planner that reads entries other than tensors with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
@@ -168,7 +169,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Refuses values that ``LoadPlanner`` would not read, and tracks the entry being written."""
+    """Planner that refuses values that ``LoadPlanner`` would not read.
+
+    Attributes:
+        current: FQN of the entry that is being written, for errors.
+    """
 
     current: str | None = None
 
@@ -181,11 +186,11 @@ class SavePlanner(DefaultSavePlanner):
 
 
 # -- storage writer --------------------------------------------------------------------------------
-# torch.distributed.checkpoint's writer, with checksums and with file names in errors.
+# torch.distributed.checkpoint's writer, with checksums, pauses, and file names in errors.
 
 
 class _ChecksummingFile:
-    """A file with a running checksum of the bytes written to it."""
+    """File with a running checksum of the bytes written to it."""
 
     def __init__(self, stream: Any, throttle: Throttle) -> None:
         self._stream, self._throttle = stream, throttle
@@ -193,13 +198,13 @@ class _ChecksummingFile:
         self.flush, self.close = stream.flush, stream.close
 
     def fileno(self) -> int:
-        """For fsync, which torch calls while bytes are still in this process's buffer."""
+        """Flush first: torch calls fsync on the result while bytes are still in our buffer."""
         self._stream.flush()
         number: int = self._stream.fileno()
         return number
 
     def write(self, content: Any) -> int:
-        """Write, and update the checksum."""
+        """Write in chunks, and update the checksum."""
         view = memoryview(content).cast("B")
         for chunk in self._throttle.chunks(view):
             self._stream.write(chunk)
@@ -208,12 +213,12 @@ class _ChecksummingFile:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes so far: files are written sequentially."""
+        """Return the number of bytes so far; files are written sequentially."""
         return self.size
 
 
 class _ChecksummingFileSystem(FileSystem):
-    """File access that collects the checksums of written files in ``checksums``."""
+    """File system that collects the checksums of the files it writes."""
 
     def __init__(self, throttle: Throttle) -> None:
         self.throttle = throttle
@@ -239,10 +244,11 @@ class _ChecksummingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's files to ``path`` and collects their checksums."""
+    """Writer of this rank's files, which collects their checksums."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
-        super().__init__(path, per_thread_copy_ahead=0)  # otherwise it needs this thread's device
+        # Copying ahead would use this thread's current device, which is 0 on a new thread.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem(throttle)
 
     @property
@@ -259,7 +265,7 @@ class Writer(FileSystemWriter):
         self._with_path_in_errors(None, lambda: finish(metadata, results))
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Write one more file, and flush it to disk."""
+        """Write a file that is not one of torch's, and flush it to disk."""
 
         def write() -> None:
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
@@ -283,25 +289,25 @@ class Writer(FileSystemWriter):
 
 
 # -- integrity -------------------------------------------------------------------------------------
-# Comparison of a checkpoint's files with its manifest; errors name the affected tensors.
+# A checkpoint's files are compared with its manifest; errors name the affected tensors.
 
 
 _MAX_SHOWN = 3
 
 
 def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Compare sizes of files with the manifest, without reading the files.
+    """Compare the sizes of files with the manifest, without reading the files.
 
-    Each rank looks at what the first rank has written, and at some ranks' files: mostly not at its
-    own, so that ranks that do not see the same storage find out. If each looked at all files, the
-    storage would be asked for as many as the square of the number of ranks.
+    Each rank checks the common files and every ``shares``-th of the rest, starting with those of
+    the next rank: so ranks that do not see the same storage find out. If each rank checked all
+    files, the storage would get N**2 requests.
 
     Args:
-        share: number of this rank, which looks at every ``shares``-th of the ranks' files.
+        share: this rank's number.
         shares: number of ranks.
 
     Raises:
-        CheckpointError: a file is missing, has another size, or is no file of this folder.
+        CheckpointError: a file is missing, has another size, or is not a file in this folder.
     """
     common = [INDEX_FILE, SHARED_FILE]
     for name in (*common, *map(rank_file, range(manifest.world_size))):
@@ -317,7 +323,7 @@ def require_complete_files(folder: Path, manifest: Manifest, share: int, shares:
 
 
 def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Compare the checksums of every ``shares``-th file with the manifest.
+    """Read every ``shares``-th file, the largest first, and compare checksums with the manifest.
 
     Raises:
         CheckpointError: the content of a file has changed.
@@ -332,11 +338,7 @@ def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int)
 
 
 def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> None:
-    """Read a file back and compare it with what was written.
-
-    Raises:
-        CheckpointError: the content differs.
-    """
+    """Read a file back; raise ``CheckpointError`` if it is not what was written."""
     found = checksum_of(path, throttle)
     if found != written:
         raise CheckpointError(
@@ -347,10 +349,10 @@ def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> N
 
 
 def _size(path: Path) -> int | None:
-    """Size of a file, or ``None`` if it is missing.
+    """Return the size of a file, or ``None`` if it is missing.
 
     Raises:
-        CheckpointError: a folder, a device, or a link to another folder.
+        CheckpointError: it is a folder, a device, or a link to another folder.
     """
     try:
         found = path.stat()
@@ -364,7 +366,7 @@ def _size(path: Path) -> int | None:
 
 
 def _index(folder: Path, manifest: Manifest) -> Metadata | None:
-    """The index of all tensors; ``None`` if it is itself missing or damaged."""
+    """Return the index of all tensors; ``None`` if it is missing or damaged."""
     path = folder / INDEX_FILE
     if not path.exists() or checksum_of(path) != manifest.files[INDEX_FILE]:
         return None
@@ -372,21 +374,21 @@ def _index(folder: Path, manifest: Manifest) -> Metadata | None:
 
 
 def _entries(index: Metadata | None, name: str) -> Iterator[tuple[str, Any]]:
-    """FQN and location of each entry of a file."""
+    """Yield FQN and location of each entry of a file."""
     for key, location in (index.storage_data if index is not None else {}).items():
         if location.relative_path == name:
             yield key.fqn, location
 
 
 def _entries_beyond(index: Metadata | None, name: str, size: int) -> list[str]:
-    """Entries of a file that do not lie within its first ``size`` bytes."""
+    """Return the entries of a file that do not lie within its first ``size`` bytes."""
     return [fqn for fqn, where in _entries(index, name) if where.offset + where.length > size]
 
 
 def _changed_entries(folder: Path, name: str, index: Metadata | None) -> list[str]:
-    """Entries of a file that have changed; each is a zip file with checksums of its own.
+    """Return the damaged entries of a file, or all entries if the damage lies between them.
 
-    All entries, if the change lies between them.
+    Each entry is a zip file of ``torch.save``, with checksums of its own.
     """
     entries = list(_entries(index, name))
     with (folder / name).open("rb") as file:
