@@ -45,10 +45,6 @@ class Work:
         self.traffic_bytes += traffic_bytes
         self.costs.append((flops, traffic_bytes))
 
-    def ms(self, flops_per_ms: float, bytes_per_ms: float) -> float:
-        """Return the duration if each operator is bound by either arithmetic or memory traffic."""
-        return sum(max(f / flops_per_ms, b / bytes_per_ms) for f, b in self.costs)
-
 
 @dataclass
 class UnitInventory:
@@ -327,39 +323,22 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 # Models by name, built from configurations of ``transformers``; nothing is downloaded.
 
 
-_LLAMA3 = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+def _llama3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    }
+
 
 CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
-    "llama3-8b": (
-        "LlamaConfig",
-        {
-            **_LLAMA3,
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "intermediate_size": 14336,
-        },
-    ),
-    "llama3-70b": (
-        "LlamaConfig",
-        {
-            **_LLAMA3,
-            "hidden_size": 8192,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "intermediate_size": 28672,
-        },
-    ),
-    "llama3-405b": (
-        "LlamaConfig",
-        {
-            **_LLAMA3,
-            "hidden_size": 16384,
-            "num_hidden_layers": 126,
-            "num_attention_heads": 128,
-            "intermediate_size": 53248,
-        },
-    ),
+    "llama3-8b": ("LlamaConfig", _llama3(4096, 32, 32, 14336)),
+    "llama3-70b": ("LlamaConfig", _llama3(8192, 80, 64, 28672)),
+    "llama3-405b": ("LlamaConfig", _llama3(16384, 126, 128, 53248)),
     "gpt2": ("GPT2Config", {}),
     "gpt2-xl": ("GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
 }

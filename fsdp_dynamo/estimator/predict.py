@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from fsdp_dynamo.api import ShardingStrategy
 from fsdp_dynamo.estimator.inventory import Inventory
@@ -12,11 +11,8 @@ from fsdp_dynamo.estimator.transfers import (
     Cluster,
     ElementSizes,
     Sharding,
+    StepTransfers,
     accepted,
-    between_nodes,
-    gather_of,
-    reduction_of,
-    secondary_gathers,
     sharding_of,
 )
 from fsdp_dynamo.observe.command_line import format_bytes, format_table
@@ -81,15 +77,17 @@ def predict(
     """
     sharding = sharding_of(strategy, cluster)
     sizes = accepted(sizes, sharding, cluster)
-    pose = partial(_posed, inventory, cluster, sharding, checkpointing)
-    forward, backward = problems = pose(sizes)
+    step = StepTransfers(inventory, cluster, sharding, sizes)
+    forward, backward = _forward(step), _backward(step, checkpointing)
     if sizes.precision.only_where_exposed:
-        each = zip(pose(sizes.without_formats()), problems, strict=True)
-        forward, backward = problems = [_with_chosen(*pair) for pair in each]
+        plain = replace(step, sizes=sizes.without_formats())
+        forward = _with_chosen(_forward(plain), forward)
+        backward = _with_chosen(_backward(plain, checkpointing), backward)
+    problems = (forward, backward)
     transfers = [transfer for problem in problems for transfer in problem.transfers]
     compute_ms = sum(forward.compute_ms) + sum(backward.compute_ms)
     compute_ms += sum(transfer.encode_ms + transfer.decode_ms for transfer in transfers)
-    between_bytes, between_ms = secondary_gathers(inventory, cluster, sharding, sizes)
+    between_bytes, between_ms = step.secondary_gathers()
     times = [between_ms, *(_scheduled(problem) for problem in problems)]
     sent = between_bytes + sum(transfer.wire_bytes for transfer in transfers)
     # The update reads and writes each parameter, its gradient and its optimizer state once.
@@ -101,7 +99,7 @@ def predict(
         checkpointing=checkpointing,
         memory=_memory(inventory, sharding, sizes, checkpointing),
         wire_bytes=sent,
-        between_bytes=between_nodes(inventory, cluster, sharding, sizes, sent),
+        between_bytes=step.between_nodes(sent),
         compute_ms=compute_ms,
         bound_ms=between_ms + lower_bound_ms(forward) + lower_bound_ms(backward) + update_ms,
         step_ms=sum(times) + update_ms,
@@ -129,67 +127,38 @@ def _with_chosen(without: Problem, formatted: Problem) -> Problem:
     return with_formats(without, formatted, chosen)
 
 
-def _posed(
-    inventory: Inventory,
-    cluster: Cluster,
-    sharding: Sharding,
-    checkpointing: bool,
-    sizes: ElementSizes,
-) -> list[Problem]:
-    """Return the scheduling problems of forward and backward."""
-    return [
-        _forward(inventory, cluster, sharding, sizes),
-        _backward(inventory, cluster, sharding, sizes, checkpointing),
-    ]
-
-
-def _segments_ms(inventory: Inventory, cluster: Cluster) -> list[float]:
-    rates = (cluster.flops_per_ms, cluster.memory_bytes_per_ms)
-    return [work.ms(*rates) for _, work in inventory.segments]
-
-
 def _problem(ms: Sequence[float], units: Sequence[str], transfers: list[Transfer]) -> Problem:
     """Return a scheduling problem that leaves memory out; ``_memory`` computes it separately."""
     return Problem(tuple(ms), tuple(units), (0,) * len(ms), tuple(transfers))
 
 
-def _forward(
-    inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes
-) -> Problem:
-    units = [unit for unit, _ in inventory.segments]
-    gathers = [
-        gather_of(inventory, cluster, sharding, sizes, unit, "forward", units.index(unit))
-        for unit in dict.fromkeys(units)
+def _forward(step: StepTransfers) -> Problem:
+    units = [unit for unit, _ in step.inventory.segments]
+    transfers = []
+    if step.sharding.gathers and step.sharding.gathering > 1:
+        transfers = [step.gather(u, "forward", units.index(u)) for u in dict.fromkeys(units)]
+    ms = [step.cluster.compute_ms(work) for _, work in step.inventory.segments]
+    return _problem(ms, units, transfers)
+
+
+def _backward(step: StepTransfers, checkpointing: bool) -> Problem:
+    inventory, sharding = step.inventory, step.sharding
+    segments = inventory.segments[::-1]
+    units = [unit for unit, _ in segments]
+    forward_ms = [step.cluster.compute_ms(work) for _, work in segments]
+    # The inventory has the backward's work as a whole: spread it as that of the forward.
+    ratio = step.cluster.compute_ms(inventory.backward) / max(sum(forward_ms), 1e-12)
+    ms = [
+        own * ratio + (own if checkpointing and unit else 0.0)
+        for unit, own in zip(units, forward_ms, strict=True)
     ]
-    transfers = gathers if sharding.gathers and sharding.gathering > 1 else []
-    return _problem(_segments_ms(inventory, cluster), units, transfers)
-
-
-def _backward(
-    inventory: Inventory,
-    cluster: Cluster,
-    sharding: Sharding,
-    sizes: ElementSizes,
-    checkpointing: bool,
-) -> Problem:
-    units = [unit for unit, _ in reversed(inventory.segments)]
-    forward_ms = list(reversed(_segments_ms(inventory, cluster)))
-    rates = (cluster.flops_per_ms, cluster.memory_bytes_per_ms)
-    ratio = inventory.backward.ms(*rates) / max(sum(forward_ms), 1e-12)
-    again = [ms if checkpointing and unit else 0.0 for ms, unit in zip(forward_ms, units)]  # noqa: B905
-    ms = [own * ratio + more for own, more in zip(forward_ms, again, strict=True)]
     transfers: list[Transfer] = []
     for unit in dict.fromkeys(units):
         last = len(units) - units[::-1].index(unit)
         if unit and sharding.reshards and sharding.gathering > 1:
-            first = units.index(unit)
-            transfers.append(
-                gather_of(inventory, cluster, sharding, sizes, unit, "backward", first)
-            )
+            transfers.append(step.gather(unit, "backward", units.index(unit)))
         if sharding.ranks * sharding.replicas > 1 and inventory.units[unit].trained:
-            transfers.append(
-                reduction_of(inventory, cluster, sharding, sizes, unit, last, len(units))
-            )
+            transfers.append(step.reduction(unit, last, len(units)))
     transfers.sort(key=lambda t: t.need if t.is_gather else t.ready)
     return _problem(ms, units, transfers)
 
@@ -371,6 +340,3 @@ def _code(best: Prediction) -> list[str]:
 
 def _ms(value: float) -> str:
     return f"{value:,.1f} ms" if value < 1e4 else f"{value / 1e3:,.1f} s"
-
-
-__all__ = ["Prediction", "predict"]

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_dynamo.api import CollectivePrecision, ShardingStrategy
 from fsdp_dynamo.errors import FSDPValueError
-from fsdp_dynamo.estimator.inventory import Inventory
+from fsdp_dynamo.estimator.inventory import Inventory, Work
 from graph_passes.markers import Mark
 from graph_passes.scheduling.problem import Transfer
 from graph_passes.wire_format import (
@@ -103,142 +103,129 @@ def accepted(sizes: ElementSizes, sharding: Sharding, cluster: Cluster) -> Eleme
     return sizes
 
 
-def gather_of(
-    inventory: Inventory,
-    cluster: Cluster,
-    sharding: Sharding,
-    sizes: ElementSizes,
-    unit: str,
-    direction: str,
-    need: int,
-) -> Transfer:
-    """Return a unit's all-gather in forward or backward; ``need`` is the segment that uses it."""
-    numel, ranks = inventory.units[unit].numel, sharding.gathering
-    wire = sizes.wire("all_gather") if sharding.nodes == 1 else None  # formats are between nodes
-    num_bytes = numel * sizes.param_bytes
-    travels = _travels(wire, numel, ranks, sizes.param_bytes)
-    mark = Mark(unit, "all_gather", direction, 0, sharding.reshards)  # type: ignore[arg-type]
-    ms = cluster.collective_ms("ring", travels, ranks, _nodes_of(ranks, cluster))
-    sent = travels * (ranks - 1) // ranks
-    transfer = Transfer(
-        mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire)
-    )
-    if wire is None:
-        return transfer
-    encode_ms, decode_ms = _coding_ms(coding_of_gather(num_bytes, travels / ranks, ranks), cluster)
-    if wire.is_optional:  # nodes of the compiled graph encode and decode: compute time
-        return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
-    return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the all-gathers' stream
+@dataclass(frozen=True)
+class StepTransfers:
+    """Collectives of one rank's step."""
 
+    inventory: Inventory
+    cluster: Cluster
+    sharding: Sharding
+    sizes: ElementSizes
 
-def reduction_of(
-    inventory: Inventory,
-    cluster: Cluster,
-    sharding: Sharding,
-    sizes: ElementSizes,
-    unit: str,
-    ready: int,
-    end: int,
-) -> Transfer:
-    """Return a unit's reduction as one transfer.
-
-    It is a reduce-scatter over ``sharding.gathering`` ranks, followed by a reduce-scatter between
-    nodes or an all-reduce over replicas, where the strategy has them.
-
-    Args:
-        ready: segment of the backward after which the gradient is complete.
-        end: segment at which the result is needed.
-    """
-    numel, ranks, nodes = inventory.units[unit].trained, sharding.gathering, sharding.nodes
-    num_bytes = numel * sizes.reduce_bytes
-    wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
-    of_replicas = sizes.wire("all_reduce") if sharding.replicas > 1 else None
-    message_of_replicas = _message_of_replicas(numel, sharding, sizes)
-    inner = wire if nodes == 1 else None
-    travels = _travels(inner, numel, ranks, sizes.reduce_bytes)
-    ms = cluster.collective_ms(_pattern_of(inner), travels, ranks, _nodes_of(ranks, cluster))
-    on_nodes = min(sharding.replicas, cluster.num_nodes)
-    for pattern in (_pattern_of(of_replicas), "ring"):  # all-reduce: reduce-scatter, all-gather
-        ms += cluster.collective_ms(pattern, message_of_replicas, sharding.replicas, on_nodes)
-    between = _travels(wire, -(-numel // ranks), nodes, sizes.reduce_bytes)
-    ms += cluster.collective_ms(_pattern_of(wire), between, nodes, nodes)
-    sent = travels * (ranks - 1) / ranks + _reduced_between(numel, sharding, sizes)
-    mark = Mark(unit, "reduce_scatter", "backward", 0)
-    text = text_of(wire or of_replicas)
-    transfer = Transfer(
-        mark, "g", ms, cluster.latency_ms, round(sent), ready, end, num_bytes, wire=text
-    )
-    codings = []  # on the compute stream, which also sums the decoded parts
-    if wire is not None:
-        encoded, parts = _encoded(numel, sharding)
-        message = _travels(wire, encoded, parts, sizes.reduce_bytes) / parts
-        codings.append(coding_of_reduction(encoded * sizes.reduce_bytes, message, parts))
-    if of_replicas is not None:
-        codings.append(coding_of_all_reduce(num_bytes / sharding.ranks, message_of_replicas))
-    for coding in codings:
-        encode_ms, decode_ms = _coding_ms(coding, cluster)
-        transfer = replace(
-            transfer,
-            encode_ms=transfer.encode_ms + encode_ms,
-            decode_ms=transfer.decode_ms + decode_ms,
+    def gather(self, unit: str, direction: str, need: int) -> Transfer:
+        """Return a unit's all-gather in forward or backward; segment ``need`` uses it."""
+        cluster, sizes, ranks = self.cluster, self.sizes, self.sharding.gathering
+        numel = self.inventory.units[unit].numel
+        # Hierarchical shards are compressed between nodes only: in ``secondary_gathers``.
+        wire = sizes.wire("all_gather") if self.sharding.nodes == 1 else None
+        num_bytes = numel * sizes.param_bytes
+        message_bytes = _message_bytes(wire, numel, ranks, sizes.param_bytes)
+        reshards = self.sharding.reshards
+        mark = Mark(unit, "all_gather", direction, 0, reshards)  # type: ignore[arg-type]
+        ms = cluster.collective_ms("ring", message_bytes, ranks, _nodes_of(ranks, cluster))
+        sent = message_bytes * (ranks - 1) // ranks
+        transfer = Transfer(
+            mark, "g", ms, cluster.latency_ms, sent, 0, need, num_bytes, wire=text_of(wire)
         )
-    return transfer
+        if wire is None:
+            return transfer
+        coding = coding_of_gather(num_bytes, message_bytes / ranks, ranks)
+        encode_ms, decode_ms = _coding_ms(coding, cluster)
+        if wire.is_optional:  # nodes of the compiled graph encode and decode: compute time
+            return replace(transfer, encode_ms=encode_ms, decode_ms=decode_ms)
+        return replace(transfer, ms=ms + encode_ms + decode_ms)  # on the all-gathers' stream
 
+    def reduction(self, unit: str, ready: int, end: int) -> Transfer:
+        """Return a unit's reduction as one transfer.
 
-def secondary_gathers(
-    inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes
-) -> tuple[int, float]:
-    """Return bytes sent per rank and milliseconds to gather all units' secondary shards."""
-    nodes, wire = sharding.nodes, sizes.wire("all_gather")
-    if nodes == 1:
-        return 0, 0.0
-    sent, total_ms = 0, 0.0
-    for unit in inventory.units.values():
-        numel = -(-unit.numel // sharding.gathering)
-        travels = _travels(wire, numel, nodes, sizes.param_bytes)
-        sent += travels * (nodes - 1) // nodes
-        total_ms += cluster.collective_ms("ring", travels, nodes, nodes)
+        It is a reduce-scatter over ``sharding.gathering`` ranks, followed by a reduce-scatter
+        between nodes or an all-reduce over replicas, where the strategy has them.
+
+        Args:
+            unit: FQN.
+            ready: segment of the backward after which the gradient is complete.
+            end: segment at which the result is needed.
+        """
+        cluster, sharding, sizes = self.cluster, self.sharding, self.sizes
+        ranks, nodes, replicas = sharding.gathering, sharding.nodes, sharding.replicas
+        numel = self.inventory.units[unit].trained
+        num_bytes = numel * sizes.reduce_bytes
+        wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
+        replica_wire = sizes.wire("all_reduce") if replicas > 1 else None
+        replica_bytes = self._replica_bytes(numel)
+        inner = wire if nodes == 1 else None
+        message_bytes = _message_bytes(inner, numel, ranks, sizes.reduce_bytes)
+        on_nodes = _nodes_of(ranks, cluster)
+        ms = cluster.collective_ms(_pattern_of(inner), message_bytes, ranks, on_nodes)
+        on_nodes = min(replicas, cluster.num_nodes)
+        for pattern in (_pattern_of(replica_wire), "ring"):  # reduce-scatter, all-gather
+            ms += cluster.collective_ms(pattern, replica_bytes, replicas, on_nodes)
+        between = _message_bytes(wire, -(-numel // ranks), nodes, sizes.reduce_bytes)
+        ms += cluster.collective_ms(_pattern_of(wire), between, nodes, nodes)
+        sent = message_bytes * (ranks - 1) / ranks + self._second_reduction_bytes(numel)
+        codings = []  # on the compute stream, which also sums the decoded parts
         if wire is not None:
-            coding = coding_of_gather(numel * sizes.param_bytes, travels / nodes, nodes)
-            total_ms += sum(_coding_ms(coding, cluster))
-    return sent, total_ms
+            encoded, parts = (numel, ranks) if nodes == 1 else (-(-numel // ranks), nodes)
+            part_bytes = _message_bytes(wire, encoded, parts, sizes.reduce_bytes) / parts
+            codings.append(coding_of_reduction(encoded * sizes.reduce_bytes, part_bytes, parts))
+        if replica_wire is not None:
+            codings.append(coding_of_all_reduce(num_bytes / sharding.ranks, replica_bytes))
+        coding_ms = [_coding_ms(coding, cluster) for coding in codings]
+        return Transfer(
+            Mark(unit, "reduce_scatter", "backward", 0),
+            "g",
+            ms,
+            cluster.latency_ms,
+            round(sent),
+            ready,
+            end,
+            num_bytes,
+            wire=text_of(wire or replica_wire),
+            encode_ms=sum((encode for encode, _ in coding_ms), 0.0),
+            decode_ms=sum((decode for _, decode in coding_ms), 0.0),
+        )
 
+    def secondary_gathers(self) -> tuple[int, float]:
+        """Return bytes sent per rank and milliseconds to gather all units' secondary shards."""
+        cluster, sizes, nodes = self.cluster, self.sizes, self.sharding.nodes
+        if nodes == 1:
+            return 0, 0.0
+        wire, sent, total_ms = sizes.wire("all_gather"), 0, 0.0
+        for unit in self.inventory.units.values():
+            numel = -(-unit.numel // self.sharding.gathering)
+            message_bytes = _message_bytes(wire, numel, nodes, sizes.param_bytes)
+            sent += message_bytes * (nodes - 1) // nodes
+            total_ms += cluster.collective_ms("ring", message_bytes, nodes, nodes)
+            if wire is not None:
+                coding = coding_of_gather(numel * sizes.param_bytes, message_bytes / nodes, nodes)
+                total_ms += sum(_coding_ms(coding, cluster))
+        return sent, total_ms
 
-def between_nodes(
-    inventory: Inventory, cluster: Cluster, sharding: Sharding, sizes: ElementSizes, sent: int
-) -> int:
-    """Return how many of the ``sent`` bytes a rank sends over the link between nodes."""
-    world, nodes = cluster.world_size, cluster.num_nodes
-    if nodes == 1:
-        return 0
-    if world in (sharding.gathering, sharding.replicas):  # rings over all ranks
-        return sent * (nodes - 1) // (world - 1)
-    reduced = sum(_reduced_between(u.trained, sharding, sizes) for u in inventory.units.values())
-    return secondary_gathers(inventory, cluster, sharding, sizes)[0] + round(reduced)
+    def between_nodes(self, sent: int) -> int:
+        """Return how many of the ``sent`` bytes a rank sends over the link between nodes."""
+        world, nodes = self.cluster.world_size, self.cluster.num_nodes
+        if nodes == 1:
+            return 0
+        if world in (self.sharding.gathering, self.sharding.replicas):  # rings over all ranks
+            return sent * (nodes - 1) // (world - 1)
+        units = self.inventory.units.values()
+        reduced = sum(self._second_reduction_bytes(unit.trained) for unit in units)
+        return self.secondary_gathers()[0] + round(reduced)
 
+    def _second_reduction_bytes(self, numel: int) -> float:
+        """Bytes that a rank sends in a unit's second reduction: over replicas, or between nodes."""
+        nodes, replicas = self.sharding.nodes, self.sharding.replicas
+        over_replicas = 2 * self._replica_bytes(numel) * (replicas - 1) / replicas
+        wire, shard_numel = self.sizes.wire("reduce_scatter"), -(-numel // self.sharding.gathering)
+        between = _message_bytes(wire, shard_numel, nodes, self.sizes.reduce_bytes)
+        return over_replicas + between * (nodes - 1) / nodes
 
-def _reduced_between(numel: int, sharding: Sharding, sizes: ElementSizes) -> float:
-    """Bytes that a rank sends in a unit's second reduction: over replicas, or between nodes."""
-    nodes, wire = sharding.nodes, sizes.wire("reduce_scatter")
-    message = _message_of_replicas(numel, sharding, sizes)
-    over_replicas = 2 * message * (sharding.replicas - 1) / sharding.replicas
-    travels = _travels(wire, -(-numel // sharding.gathering), nodes, sizes.reduce_bytes)
-    return over_replicas + travels * (nodes - 1) / nodes
-
-
-def _message_of_replicas(numel: int, sharding: Sharding, sizes: ElementSizes) -> float:
-    """Bytes of one gradient shard as the all-reduce over replicas sends it."""
-    wire = sizes.wire("all_reduce") if sharding.replicas > 1 else None
-    if wire is None:
-        return numel * sizes.reduce_bytes / sharding.ranks
-    return wire.num_bytes(-(-numel // sharding.ranks))
-
-
-def _encoded(numel: int, sharding: Sharding) -> tuple[int, int]:
-    """Number of elements that are encoded, and number of ranks among which they are reduced."""
-    if sharding.nodes == 1:
-        return numel, sharding.ranks
-    return -(-numel // sharding.gathering), sharding.nodes
+    def _replica_bytes(self, numel: int) -> float:
+        """Bytes of one gradient shard as the all-reduce over replicas sends it."""
+        wire = self.sizes.wire("all_reduce") if self.sharding.replicas > 1 else None
+        if wire is None:
+            return numel * self.sizes.reduce_bytes / self.sharding.ranks
+        return wire.num_bytes(-(-numel // self.sharding.ranks))
 
 
 def _nodes_of(ranks: int, cluster: Cluster) -> int:
@@ -251,18 +238,16 @@ def _pattern_of(wire: WireFormat | None) -> Pattern:
     return "ring" if wire is None else "all_to_all"
 
 
-def _travels(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
-    """Bytes of the parts of all ranks as they are sent."""
+def _message_bytes(wire: WireFormat | None, numel: int, ranks: int, element_bytes: int) -> int:
+    """Bytes of the messages of all ranks together."""
     if wire is None or ranks == 1:
         return numel * element_bytes
     return ranks * wire.num_bytes(-(-numel // ranks))
 
 
 def _coding_ms(coding: Coding, cluster: Cluster) -> tuple[float, float]:
-    return (
-        coding.encode_bytes / cluster.memory_bytes_per_ms,
-        coding.decode_bytes / cluster.memory_bytes_per_ms,
-    )
+    rate = cluster.memory_bytes_per_ms
+    return coding.encode_bytes / rate, coding.decode_bytes / rate
 
 
 # -- hardware --------------------------------------------------------------------------------------
@@ -380,6 +365,11 @@ class Cluster:
         """Number of nodes that are in use."""
         return self.world_size // self.node_ranks
 
+    def compute_ms(self, work: Work) -> float:
+        """Return the time of operators, each bound by either arithmetic or memory traffic."""
+        rates = self.flops_per_ms, self.memory_bytes_per_ms
+        return sum(max(flops / rates[0], num_bytes / rates[1]) for flops, num_bytes in work.costs)
+
     def traffic(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> Traffic:
         """Return the bytes that each rank sends for a collective.
 
@@ -404,15 +394,3 @@ class Cluster:
         over_link = traffic.between_bytes / self.link_bytes_per_ms
         over_node = traffic.inside_bytes / self.node_bytes_per_ms
         return self.latency_ms * math.ceil(math.log2(ranks)) + max(over_link, over_node)
-
-
-__all__ = [
-    "ElementSizes",
-    "Sharding",
-    "accepted",
-    "between_nodes",
-    "gather_of",
-    "reduction_of",
-    "secondary_gathers",
-    "sharding_of",
-]

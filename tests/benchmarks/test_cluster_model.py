@@ -22,7 +22,7 @@ from benchmarks.cluster.simulation import (
 from fsdp_dynamo import CollectivePrecision, ShardingStrategy
 from fsdp_dynamo.estimator import Cluster, ElementSizes
 from fsdp_dynamo.estimator.inventory import Inventory, UnitInventory, Work
-from fsdp_dynamo.estimator.transfers import between_nodes, reduction_of, sharding_of
+from fsdp_dynamo.estimator.transfers import StepTransfers, sharding_of
 from graph_passes.cost_model import CostModel, Link
 from graph_passes.markers import COLLECTIVE, Mark
 from graph_passes.wire_format import WireFormat, text_of
@@ -187,7 +187,8 @@ def test_estimator_and_planner_agree(
     precision = CollectivePrecision(**{kind: None if wire is None else wire.name})
     sizes, sharding = ElementSizes(precision=precision), sharding_of(strategy, cluster)
     inventory = Inventory({"": UnitInventory("", NUMEL)}, [], Work())
-    reduction = reduction_of(inventory, cluster, sharding, sizes, "", 0, 1)
+    step = StepTransfers(inventory, cluster, sharding, sizes)
+    reduction = step.reduction("", 0, 1)
     assert reduction.ms == pytest.approx(expected_ms, rel=1e-3)
     assert reduction.wire_bytes == pytest.approx(
         sum(model.wire_bytes(op, payload) for op in phases),
@@ -196,8 +197,7 @@ def test_estimator_and_planner_agree(
     if wire is None:
         between = sum(model._traffic(op, payload).inter_bytes for op in phases)
         sent = reduction.wire_bytes
-        found_between = between_nodes(inventory, cluster, sharding, sizes, sent)
-        assert found_between == pytest.approx(between, rel=1e-3)
+        assert step.between_nodes(sent) == pytest.approx(between, rel=1e-3)
 
     gather_ms = model.seconds("all_gather", NUMEL) * 1e3  # what a rank measures
     rate = NUMEL * (ranks - 1) / ranks / gather_ms
