@@ -152,41 +152,59 @@ class FSDPDynamoStrategy(DDPStrategy):  # type: ignore[misc]
         Raises:
             CheckpointError: see ``checkpoint.load``; also if another strategy wrote the checkpoint.
         """
-        path, held, module = (
-            self.broadcast(checkpoint_path),
-            _LightningState({}),
-            self.lightning_module,
-        )
+        path, module = self.broadcast(checkpoint_path), self.lightning_module
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fitting else []
-        checkpoints.load(path, module, optimizers, shared={"lightning": held})
-        return held.state
+        own = _LightningState({})
+        checkpoints.load(path, module, optimizers, shared={"lightning": own})
+        return own.state
 
     # -- unsupported arguments ---------------------------------------------------------------------
 
     def _require_supported(self, model: pl.LightningModule) -> None:
         plugin, io = self.precision_plugin, self.checkpoint_io
-        is_known = type(plugin) in _PRECISIONS and getattr(plugin, "scaler", None) is None
-        fix = "Use precision='bf16-mixed', or Sharding(mixed_precision=...)."
-        _require(is_known, "a precision without gradient scaler", type(plugin).__name__, fix)
-        is_default = type(io) is TorchCheckpointIO
-        _require(is_default, "no CheckpointIO plugin", type(io).__name__, "Leave it out.")
-        fix = "Call nn.SyncBatchNorm.convert_sync_batchnorm(module) before."
-        _require(self._layer_sync is None, "modules as they are", "sync_batchnorm=True", fix)
-        is_plain = model._compiler_ctx is None
-        fix = "Use Sharding(compile={'backend': ...})."
-        _require(is_plain, "a module that is not compiled", "one of torch.compile", fix)
-        is_automatic, fix = model.automatic_optimization, "Return the loss from training_step."
-        _require(is_automatic, "automatic optimization", "automatic_optimization=False", fix)
         has_forward = type(model).forward is not pl.LightningModule.forward
-        runs, fix = has_forward or self.sharding.compile is None, "Call self(...) in training_step."
-        _require(runs, "a module with forward, which is compiled", "one without", fix)
+        _require(
+            type(plugin) in _PRECISIONS and getattr(plugin, "scaler", None) is None,
+            "a precision without gradient scaler",
+            type(plugin).__name__,
+            "Use precision='bf16-mixed', or Sharding(mixed_precision=...).",
+        )
+        _require(
+            type(io) is TorchCheckpointIO,
+            "no CheckpointIO plugin",
+            type(io).__name__,
+            "Leave it out.",
+        )
+        _require(
+            self._layer_sync is None,
+            "modules as they are",
+            "sync_batchnorm=True",
+            "Call nn.SyncBatchNorm.convert_sync_batchnorm(module) before.",
+        )
+        _require(
+            model._compiler_ctx is None,
+            "a module that is not compiled",
+            "one of torch.compile",
+            "Use Sharding(compile={'backend': ...}).",
+        )
+        _require(
+            model.automatic_optimization,
+            "automatic optimization",
+            "automatic_optimization=False",
+            "Return the loss from training_step.",
+        )
+        _require(
+            has_forward or self.sharding.compile is None,
+            "a module with forward, which is compiled",
+            "one without",
+            "Call self(...) in training_step.",
+        )
 
 
 def _require(is_met: bool, expected: str, got: object, fix: str) -> None:
-    where = "FSDPDynamoStrategy"
     if not is_met:
-        raise UnsupportedError(f"{where}: expected {expected}, got {got}. {fix}")
+        raise UnsupportedError(f"FSDPDynamoStrategy: expected {expected}, got {got}. {fix}")
 
 
 class _LightningState:

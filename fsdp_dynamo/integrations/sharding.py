@@ -16,8 +16,6 @@ from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
 from fsdp_dynamo.wrap.composable import FSDPModule, fully_shard
 from fsdp_dynamo.wrap_policy import ModuleWrapPolicy
 
-_WHERE = "Sharding(layers=...)"
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -57,9 +55,9 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
             f"sharding of {type(model).__name__}: expected a process group, got a process that was "
             "started alone. Start the script with torchrun; one rank will do."
         )
-    name = type(model).__name__
+    class_name = type(model).__name__
     settings: dict[str, Any] = {
-        "policy": sharding.policy or ModuleWrapPolicy(layers_of(model, sharding.layers)),
+        "policy": sharding.policy or ModuleWrapPolicy(_layers_of(model, sharding.layers)),
         "strategy": sharding.strategy,
         "mixed_precision": sharding.mixed_precision,
         "sync_module_states": True,
@@ -68,13 +66,13 @@ def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPMod
     fully_shard(model, **{**settings, **sharding.others})
     assert isinstance(model, FSDPModule)
     # Libraries look models up by class name, and fully_shard has changed the class to a subclass.
-    model._get_name = partial(str, name)  # type: ignore[method-assign]
+    model._get_name = partial(str, class_name)  # type: ignore[method-assign]
     if sharding.compile is not None:
         model.compile(**sharding.compile)
     return model
 
 
-def layers_of(
+def _layers_of(
     model: nn.Module, layers: Collection[type[nn.Module] | str] | None
 ) -> set[type[nn.Module]]:
     """Return the module classes that become units; for ``layers`` see ``Sharding``.
@@ -89,11 +87,11 @@ def layers_of(
         wanted, missing = [one for one in wanted if one in present], []
     if missing or not wanted:
         raise FSDPValueError(
-            f"{_WHERE}: expected classes of modules that the model has, got "
+            f"Sharding(layers=...): expected classes of modules that the model has, got "
             f"{repr(missing[0]) if missing else 'none'}. Name some of: "
             f"{', '.join(sorted(present))}."
         )
     return {present[one] if isinstance(one, str) else one for one in wanted}
 
 
-__all__ = ["Sharding", "layers_of", "shard"]
+__all__ = ["Sharding", "shard"]

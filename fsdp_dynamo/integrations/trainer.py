@@ -151,8 +151,14 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        scheduler, step = self.lr_scheduler, self.state.global_step
-        save(output_dir, self.model, self._optimizer(), scheduler, step)
+        checkpoint.save(
+            Path(output_dir) / FOLDER,
+            self.model,
+            self._optimizer(),
+            step=self.state.global_step,
+            shared={"scheduler": self.lr_scheduler},
+            keep_last=1,
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: our checkpoint contains the random state."""
@@ -174,10 +180,17 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, path: str | None) -> None:
         if path is None:
             return
-        if not is_ours(path):
-            require_no_other(path)
+        if is_ours(path):
+            shared = {"scheduler": self.lr_scheduler}
+            self._random = _load(path, self.model, self._optimizer(), shared=shared)
             return
-        self._random = load(path, self.model, self._optimizer(), self.lr_scheduler)
+        for name in ("optimizer.pt", "optimizer.bin"):
+            if (Path(path) / name).exists():
+                raise CheckpointError(
+                    f"checkpoint '{path}': expected a folder '{FOLDER}' with a checkpoint of "
+                    f"FSDPTrainer, got '{name}' of another Trainer, whose states are of whole "
+                    "parameters. Load its model with from_pretrained() and start a new training."
+                )
 
     def _load_rng_state(self, path: str | None) -> None:
         if path is not None and self._random is not None:
@@ -186,7 +199,7 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         path = self.state.best_model_checkpoint
         if is_ours(path):
-            load_model(path, self.model)
+            _load(path, self.model)
         else:
             super()._load_best_model()
 
@@ -212,10 +225,11 @@ def _numel_of(model: FSDPModule) -> int:
 
 def _check(args: TrainingArguments) -> None:
     for name, fix in _REFUSED.items():
-        if getattr(args, name, None):
+        value = getattr(args, name, None)
+        if value:
             raise UnsupportedError(
-                f"FSDPTrainer: expected training arguments without {name}, got "
-                f"{name}={getattr(args, name)!r}. {fix}"
+                f"FSDPTrainer: expected training arguments without {name}, got {name}={value!r}. "
+                f"{fix}"
             )
 
 
@@ -273,6 +287,7 @@ def newest(output_dir: str | Path) -> str | None:
 
 
 def _is_readable(path: Path) -> bool:
+    """Return whether Trainer has completed writing its state, a JSON file."""
     try:
         json.loads(path.read_text())
     except (OSError, ValueError):
@@ -280,16 +295,8 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-def save(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int
-) -> None:
-    """Write our checkpoint into a Trainer's checkpoint; every rank must call it."""
-    shared = {"scheduler": scheduler}
-    checkpoint.save(Path(path) / FOLDER, model, optimizer, step=step, shared=shared, keep_last=1)
-
-
-def load(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
+def _load(
+    path: str | Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **states: Any
 ) -> dict[str, Any] | None:
     """Restore a checkpoint, but leave the random state to be restored when training resumes.
 
@@ -297,29 +304,10 @@ def load(
         This rank's saved random state; ``None`` if another number of ranks saved the checkpoint.
     """
     before = random_state()
-    shared = {"scheduler": scheduler}
-    loaded = checkpoint.load(Path(path) / FOLDER, model, optimizer, shared=shared)
+    loaded = checkpoint.load(Path(path) / FOLDER, model, optimizers, **states)
     saved = random_state()
     set_random_state(before)
     return saved if loaded is not None and loaded.is_exact else None
-
-
-def load_model(path: str | Path, model: nn.Module) -> None:
-    """Restore only the model, and leave the random state as it is."""
-    before = random_state()
-    checkpoint.load(Path(path) / FOLDER, model)
-    set_random_state(before)
-
-
-def require_no_other(path: str | Path) -> None:
-    """Raise ``CheckpointError`` if a Trainer without sharding saved an optimizer state here."""
-    for name in ("optimizer.pt", "optimizer.bin"):
-        if (Path(path) / name).exists():
-            raise CheckpointError(
-                f"checkpoint '{path}': expected a folder '{FOLDER}' with a checkpoint of "
-                f"FSDPTrainer, got '{name}' of another Trainer, whose states are of whole "
-                "parameters. Load its model with from_pretrained() and begin anew."
-            )
 
 
 __all__ = ["FSDPTrainer", "newest"]
