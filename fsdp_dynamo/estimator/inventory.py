@@ -27,23 +27,19 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 @dataclass
 class Work:
-    """FLOPs and memory traffic (bytes read and written) of some operators.
+    """Costs of some operators, as pairs of FLOPs and bytes of memory traffic (read and written)."""
 
-    Attributes:
-        flops: sum over the operators.
-        traffic_bytes: sum over the operators.
-        costs: FLOPs and bytes of each operator.
-    """
-
-    flops: int = 0
-    traffic_bytes: int = 0
     costs: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, flops: int, traffic_bytes: int) -> None:
-        """Add one operator."""
-        self.flops += flops
-        self.traffic_bytes += traffic_bytes
-        self.costs.append((flops, traffic_bytes))
+    @property
+    def flops(self) -> int:
+        """FLOPs of all operators."""
+        return sum(flops for flops, _ in self.costs)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Memory traffic of all operators."""
+        return sum(num_bytes for _, num_bytes in self.costs)
 
 
 @dataclass
@@ -199,6 +195,7 @@ class _Counter(TorchDispatchMode):
         self._model, self._wrapped = model, wrapped
         self._stack = [""]
         self._seen: set[int] = set()
+        self._saved: list[torch.Tensor] = []  # keeps storages alive, so that no key is reused
         self._parameters: dict[int, nn.Parameter] = {}
         self.units = {"": UnitInventory("")} | {fqn: UnitInventory(fqn) for fqn in wrapped.values()}
         self.segments: list[tuple[str, Work]] = []
@@ -259,17 +256,16 @@ class _Counter(TorchDispatchMode):
             key = _storage(tensor)
             if key not in self._seen and key not in parameters:
                 self._seen.add(key)
-                self._kept.append(tensor)
+                self._saved.append(tensor)
                 num_bytes = _storage_bytes(tensor)
                 self.units[self._stack[-1]].saved_bytes += num_bytes
                 # A fused kernel keeps pointwise results in registers, except those that it saves:
                 # the forward writes them and the backward reads them.
                 if self._is_fused:
-                    self._work().add(0, num_bytes)
-                    self.backward_work.add(0, num_bytes)
+                    self._work().costs.append((0, num_bytes))
+                    self.backward_work.costs.append((0, num_bytes))
             return tensor
 
-        self._kept: list[torch.Tensor] = []  # keep storages alive, so that no key is reused
         return pack
 
     def _work(self) -> Work:
@@ -287,7 +283,7 @@ class _Counter(TorchDispatchMode):
             moved = [*tensors_of((args, kwargs)), *tensors_of(output)]
             fused = self._is_fused and _is_pointwise(func)
             traffic = 0 if fused else sum(t.numel() * t.element_size() for t in moved)
-            self._work().add(operator_flops(func, args, kwargs, output), traffic)
+            self._work().costs.append((operator_flops(func, args, kwargs, output), traffic))
         return output
 
 

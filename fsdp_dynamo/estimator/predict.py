@@ -10,10 +10,9 @@ from fsdp_dynamo.estimator.inventory import Inventory
 from fsdp_dynamo.estimator.transfers import (
     Cluster,
     ElementSizes,
-    Sharding,
     StepTransfers,
-    accepted,
     sharding_of,
+    without_refused_formats,
 )
 from fsdp_dynamo.observe.command_line import format_bytes, format_table
 from graph_passes.scheduling.planner import choose_formats, with_formats
@@ -76,7 +75,7 @@ def predict(
     as in graph mode.
     """
     sharding = sharding_of(strategy, cluster)
-    sizes = accepted(sizes, sharding, cluster)
+    sizes = without_refused_formats(sizes, sharding, cluster)
     step = StepTransfers(inventory, cluster, sharding, sizes)
     forward, backward = _forward(step), _backward(step, checkpointing)
     if sizes.precision.only_where_exposed:
@@ -97,7 +96,7 @@ def predict(
     return Prediction(
         strategy=strategy,
         checkpointing=checkpointing,
-        memory=_memory(inventory, sharding, sizes, checkpointing),
+        memory=_memory(step, checkpointing),
         wire_bytes=sent,
         between_bytes=step.between_nodes(sent),
         compute_ms=compute_ms,
@@ -135,7 +134,7 @@ def _problem(ms: Sequence[float], units: Sequence[str], transfers: list[Transfer
 def _forward(step: StepTransfers) -> Problem:
     units = [unit for unit, _ in step.inventory.segments]
     transfers = []
-    if step.sharding.gathers and step.sharding.gathering > 1:
+    if step.sharding.gathers and step.sharding.gather_ranks > 1:
         transfers = [step.gather(u, "forward", units.index(u)) for u in dict.fromkeys(units)]
     ms = [step.cluster.compute_ms(work) for _, work in step.inventory.segments]
     return _problem(ms, units, transfers)
@@ -155,7 +154,7 @@ def _backward(step: StepTransfers, checkpointing: bool) -> Problem:
     transfers: list[Transfer] = []
     for unit in dict.fromkeys(units):
         last = len(units) - units[::-1].index(unit)
-        if unit and sharding.reshards and sharding.gathering > 1:
+        if unit and sharding.reshards and sharding.gather_ranks > 1:
             transfers.append(step.gather(unit, "backward", units.index(unit)))
         if sharding.ranks * sharding.replicas > 1 and inventory.units[unit].trained:
             transfers.append(step.reduction(unit, last, len(units)))
@@ -163,41 +162,45 @@ def _backward(step: StepTransfers, checkpointing: bool) -> Problem:
     return _problem(ms, units, transfers)
 
 
-def _memory(
-    inventory: Inventory, sharding: Sharding, sizes: ElementSizes, checkpointing: bool
-) -> dict[str, int]:
+def _memory(step: StepTransfers, checkpointing: bool) -> dict[str, int]:
     """Return the peak bytes of the backward, by category.
 
     Activations shrink unit by unit while gradient shards grow, so the peak may lie anywhere in it.
     """
-    units = list(inventory.units.values())
-    root, blocks = units[0], units[1:]
-    largest = sorted((unit.numel for unit in blocks), reverse=True)[:2]
-    live = root.numel + sum(largest) if sharding.reshards else inventory.numel
-    live += inventory.numel // sharding.gathering if sharding.nodes > 1 else 0  # secondary shards
-    casts = sizes.param_bytes != sizes.master_bytes
-    fixed = {
-        "shards": inventory.numel * sizes.master_bytes // sharding.ranks,
-        "optimizer": inventory.trained * sizes.optimizer_bytes // sharding.ranks,
-        "unsharded": live * sizes.param_bytes if sharding.ranks > 1 or casts else 0,
-    }
-    kept = {u.fqn: u.input_bytes if checkpointing and u.fqn else u.saved_bytes for u in units}
-    again = max((u.saved_bytes for u in blocks), default=0) if checkpointing else 0
-    moments = [(0, sum(kept.values()))]
-    done = 0
-    for index, unit in enumerate(reversed(blocks)):
-        # Unsharded gradients: this unit's, those of the unit before whose reduction is in flight,
+    inventory, sharding, sizes = step.inventory, step.sharding, step.sizes
+    root, *blocks = inventory.units.values()
+    if sharding.reshards:  # the root, and a block while the next one is prefetched
+        unsharded = root.numel + sum(sorted((unit.numel for unit in blocks), reverse=True)[:2])
+    else:
+        unsharded = inventory.numel
+    if sharding.nodes > 1:  # secondary shards
+        unsharded += inventory.numel // sharding.gather_ranks
+    if sharding.ranks == 1 and sizes.param_bytes == sizes.master_bytes:
+        unsharded = 0  # the shards are the parameters
+    saved_bytes = [root.saved_bytes]
+    saved_bytes += [unit.input_bytes if checkpointing else unit.saved_bytes for unit in blocks]
+    recomputed = max((unit.saved_bytes for unit in blocks), default=0) if checkpointing else 0
+    moments = [(0, sum(saved_bytes))]  # bytes of gradients and of activations
+    num_reduced = num_in_flight = 0
+    for unit in reversed(blocks):
+        # Unsharded gradients: this unit's, those of the unit before, whose reduction is in flight,
         # and the root's, which is reduced last.
-        before = blocks[-index].trained if index else 0
-        flying = unit.trained + before + root.trained
-        reduced = done * sizes.master_bytes // sharding.ranks
-        moments.append((reduced + flying * sizes.param_bytes, sum(kept.values()) + again))
-        done += unit.trained
-        kept[unit.fqn] = 0
+        num_unsharded = unit.trained + num_in_flight + root.trained
+        gradients = num_reduced * sizes.master_bytes // sharding.ranks
+        gradients += num_unsharded * sizes.param_bytes
+        moments.append((gradients, sum(saved_bytes) + recomputed))
+        num_reduced += unit.trained
+        num_in_flight = unit.trained
+        saved_bytes.pop()
     moments.append((inventory.trained * sizes.master_bytes // sharding.ranks, 0))
     gradients, activations = max(moments, key=sum)
-    worst = {"gradients": gradients, "activations": activations}
-    return {name: int({**fixed, **worst}[name]) for name in CATEGORIES}
+    return {
+        "shards": inventory.numel * sizes.master_bytes // sharding.ranks,
+        "optimizer": inventory.trained * sizes.optimizer_bytes // sharding.ranks,
+        "unsharded": unsharded * sizes.param_bytes,
+        "gradients": gradients,
+        "activations": activations,
+    }
 
 
 # -- report ----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class ElementSizes:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardingDegrees:
     """Degrees of sharding and replication of a strategy.
 
     Attributes:
@@ -74,29 +74,31 @@ class Sharding:
     nodes: int = 1
 
     @property
-    def gathering(self) -> int:
+    def gather_ranks(self) -> int:
         """Number of ranks of the all-gathers in forward and backward."""
         return self.ranks // self.nodes
 
 
-def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> Sharding:
+def sharding_of(strategy: ShardingStrategy, cluster: Cluster) -> ShardingDegrees:
     """Return the degrees of a strategy on a cluster."""
     world, node = cluster.world_size, cluster.node_ranks
     if strategy.is_hierarchical:
-        return Sharding(world, 1, True, True, cluster.num_nodes)
+        return ShardingDegrees(world, 1, True, True, cluster.num_nodes)
     if strategy is ShardingStrategy.NO_SHARD:
-        return Sharding(1, world, False, False)
+        return ShardingDegrees(1, world, False, False)
     if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2):
         reshards = strategy is ShardingStrategy.HYBRID_SHARD
-        return Sharding(node, cluster.num_nodes, reshards, True)
-    return Sharding(world, 1, strategy is ShardingStrategy.FULL_SHARD, True)
+        return ShardingDegrees(node, cluster.num_nodes, reshards, True)
+    return ShardingDegrees(world, 1, strategy is ShardingStrategy.FULL_SHARD, True)
 
 
-def accepted(sizes: ElementSizes, sharding: Sharding, cluster: Cluster) -> ElementSizes:
+def without_refused_formats(
+    sizes: ElementSizes, sharding: ShardingDegrees, cluster: Cluster
+) -> ElementSizes:
     """Return the sizes without the wire formats that the library refuses for this sharding."""
     if sizes.precision.only_where_exposed and sharding.nodes > 1:
         return sizes.without_formats()
-    is_flat = cluster.world_size in (sharding.gathering, sharding.replicas)
+    is_flat = cluster.world_size in (sharding.gather_ranks, sharding.replicas)
     if is_flat and cluster.num_nodes > 1 and cluster.node_ranks > 1:
         exact = replace(sizes.precision, reduce_scatter=None, all_reduce=None)
         return replace(sizes, precision=exact)
@@ -109,12 +111,12 @@ class StepTransfers:
 
     inventory: Inventory
     cluster: Cluster
-    sharding: Sharding
+    sharding: ShardingDegrees
     sizes: ElementSizes
 
     def gather(self, unit: str, direction: str, need: int) -> Transfer:
         """Return a unit's all-gather in forward or backward; segment ``need`` uses it."""
-        cluster, sizes, ranks = self.cluster, self.sizes, self.sharding.gathering
+        cluster, sizes, ranks = self.cluster, self.sizes, self.sharding.gather_ranks
         numel = self.inventory.units[unit].numel
         # Hierarchical shards are compressed between nodes only: in ``secondary_gathers``.
         wire = sizes.wire("all_gather") if self.sharding.nodes == 1 else None
@@ -138,7 +140,7 @@ class StepTransfers:
     def reduction(self, unit: str, ready: int, end: int) -> Transfer:
         """Return a unit's reduction as one transfer.
 
-        It is a reduce-scatter over ``sharding.gathering`` ranks, followed by a reduce-scatter
+        It is a reduce-scatter over ``sharding.gather_ranks`` ranks, followed by a reduce-scatter
         between nodes or an all-reduce over replicas, where the strategy has them.
 
         Args:
@@ -147,7 +149,7 @@ class StepTransfers:
             end: segment at which the result is needed.
         """
         cluster, sharding, sizes = self.cluster, self.sharding, self.sizes
-        ranks, nodes, replicas = sharding.gathering, sharding.nodes, sharding.replicas
+        ranks, nodes, replicas = sharding.gather_ranks, sharding.nodes, sharding.replicas
         numel = self.inventory.units[unit].trained
         num_bytes = numel * sizes.reduce_bytes
         wire = sizes.wire("reduce_scatter") if sharding.ranks > 1 else None
@@ -192,7 +194,7 @@ class StepTransfers:
             return 0, 0.0
         wire, sent, total_ms = sizes.wire("all_gather"), 0, 0.0
         for unit in self.inventory.units.values():
-            numel = -(-unit.numel // self.sharding.gathering)
+            numel = -(-unit.numel // self.sharding.gather_ranks)
             message_bytes = _message_bytes(wire, numel, nodes, sizes.param_bytes)
             sent += message_bytes * (nodes - 1) // nodes
             total_ms += cluster.collective_ms("ring", message_bytes, nodes, nodes)
@@ -206,7 +208,7 @@ class StepTransfers:
         world, nodes = self.cluster.world_size, self.cluster.num_nodes
         if nodes == 1:
             return 0
-        if world in (self.sharding.gathering, self.sharding.replicas):  # rings over all ranks
+        if world in (self.sharding.gather_ranks, self.sharding.replicas):  # rings over all ranks
             return sent * (nodes - 1) // (world - 1)
         units = self.inventory.units.values()
         reduced = sum(self._second_reduction_bytes(unit.trained) for unit in units)
@@ -216,7 +218,10 @@ class StepTransfers:
         """Bytes that a rank sends in a unit's second reduction: over replicas, or between nodes."""
         nodes, replicas = self.sharding.nodes, self.sharding.replicas
         over_replicas = 2 * self._replica_bytes(numel) * (replicas - 1) / replicas
-        wire, shard_numel = self.sizes.wire("reduce_scatter"), -(-numel // self.sharding.gathering)
+        wire, shard_numel = (
+            self.sizes.wire("reduce_scatter"),
+            -(-numel // self.sharding.gather_ranks),
+        )
         between = _message_bytes(wire, shard_numel, nodes, self.sizes.reduce_bytes)
         return over_replicas + between * (nodes - 1) / nodes
 

@@ -177,9 +177,7 @@ def test_nothing_to_differentiate() -> None:
 
 
 def _work(flops: int) -> Work:
-    work = Work()
-    work.add(flops, 0)
-    return work
+    return Work([(flops, 0)])
 
 
 def _blocks(num: int, numel: int = 1000, flops: int = 100) -> Inventory:
