@@ -118,13 +118,9 @@ class StepReport:
     model: str = ""
     cuts: tuple[Cut, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as data for JSON."""
-        return {"version": VERSION, **asdict(self)}
-
     def to_json(self) -> str:
         """Return the report as JSON; equal reports give equal text."""
-        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Any:
@@ -136,12 +132,16 @@ class StepReport:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
             raise ValueError(f"explanation: expected JSON of version {VERSION}. Create it again.")
-        data["units"] = tuple(UnitSummary(**unit) for unit in data["units"])
         data["graphs"] = tuple(GraphReport.from_dict(graph) for graph in data["graphs"])
-        data["measured"] = tuple(MeasuredEvent(**event) for event in data["measured"])
-        data["graph_breaks"] = tuple(GraphBreak(**one) for one in data["graph_breaks"])
-        data["cuts"] = tuple(Cut(**one) for one in data["cuts"])
-        data["recompiles"] = tuple(Recompile(**one) for one in data["recompiles"])
+        parts = {
+            "units": UnitSummary,
+            "measured": MeasuredEvent,
+            "graph_breaks": GraphBreak,
+            "cuts": Cut,
+            "recompiles": Recompile,
+        }
+        for name, part in parts.items():
+            data[name] = tuple(part(**fields) for fields in data[name])
         return cls(**data)
 
     def save(self, path: str | Path) -> None:
@@ -152,11 +152,6 @@ class StepReport:
     def measured_ms(self) -> float:
         """Milliseconds from the first event to the end of the last."""
         return max((event.done_ms for event in self.measured), default=0.0)
-
-    @property
-    def measured_exposed_ms(self) -> float:
-        """Milliseconds in which a collective kept the rank from computing."""
-        return sum(event.exposed_ms for event in self.measured if event.is_collective)
 
     @property
     def simulated_ms(self) -> float:
@@ -173,12 +168,6 @@ class StepReport:
             for transfer in graph.transfers:
                 events = remaining.get((graph.phase, transfer.kind, transfer.unit))
                 yield graph, transfer, events.pop(0) if events else None
-
-
-def most_exposed(report: StepReport, num: int = 3) -> Sequence[tuple[GraphReport, TransferReport]]:
-    """Return the planned collectives with the most exposed time, in descending order."""
-    exposed = [(g, t) for g, t, _ in report.pairs() if t.exposed_ms > 0]
-    return sorted(exposed, key=lambda pair: -pair[1].exposed_ms)[:num]
 
 
 # -- explanation text ------------------------------------------------------------------------------
@@ -294,7 +283,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _totals(report: StepReport) -> str:
-    rows = [_TOTALS]
+    simulated = ["compute", "comm", "bound", "sim.", "unsched.", "exposed"]
+    rows = [["graph", *simulated, "measured", "exposed", "sent", "peak", "budget"]]
     for phase in dict.fromkeys(graph.phase for graph in report.graphs):
         graphs = [graph for graph in report.graphs if graph.phase == phase]
         rows.append([phase, *_sums(graphs, _of_phase(report.measured, phase))])
@@ -303,35 +293,22 @@ def _totals(report: StepReport) -> str:
     return f"{title}\n{format_table(rows)}"
 
 
-_TOTALS = [
-    "graph",
-    "compute",
-    "comm",
-    "bound",
-    "sim.",
-    "unsched.",
-    "exposed",
-    "measured",
-    "exposed",
-    "sent",
-    "peak",
-    "budget",
-]
-
-
 def _sums(graphs: Sequence[GraphReport], events: Sequence[MeasuredEvent]) -> list[str]:
-    times = ("compute_ms", "communication_ms", "bound_ms", "simulated_ms", "unscheduled_ms")
-    cells = [f"{sum(getattr(graph, name) for graph in graphs):.2f}" for name in times]
-    cells.append(f"{sum(graph.exposed_ms for graph in graphs):.2f}")
-    cells += [f"{_span(events):.2f}", f"{_exposed(events):.2f}"]
-    cells.append(format_bytes(sum(t.wire_bytes for graph in graphs for t in graph.transfers)))
-    peaks = [graph.peak_bytes for graph in graphs if graph.peak_bytes is not None]
-    budgets = [graph.budget_bytes for graph in graphs if graph.budget_bytes is not None]
-    return [
-        *cells,
-        format_bytes(max(peaks)) if peaks else "-",
-        format_bytes(max(budgets)) if budgets else "-",
+    times = [
+        sum(graph.compute_ms for graph in graphs),
+        sum(graph.communication_ms for graph in graphs),
+        sum(graph.bound_ms for graph in graphs),
+        sum(graph.simulated_ms for graph in graphs),
+        sum(graph.unscheduled_ms for graph in graphs),
+        sum(graph.exposed_ms for graph in graphs),
+        _span(events),
+        _exposed(events),
     ]
+    sent = sum(t.wire_bytes for graph in graphs for t in graph.transfers)
+    peak = max((g.peak_bytes for g in graphs if g.peak_bytes is not None), default=None)
+    budget = max((g.budget_bytes for g in graphs if g.budget_bytes is not None), default=None)
+    sizes = ["-" if size is None else format_bytes(size) for size in (sent, peak, budget)]
+    return [*(f"{ms:.2f}" for ms in times), *sizes]
 
 
 def _of_phase(events: Sequence[MeasuredEvent], phase: str) -> list[MeasuredEvent]:
@@ -365,34 +342,31 @@ def _units_of_plan(report: StepReport) -> str:
 
 
 def _collectives(report: StepReport, details: bool) -> str:
-    """A row for each collective, in order of issue."""
-    rows = [["collective", "moved", "ms", "exposed", "measured", "sent", "reason"]]
-    formats = any(format_of(one) != "-" for graph in report.graphs for one in graph.transfers)
-    if formats:
-        rows[0][6:] = ["of", "coding", "reason", "format"]
-    exposed = []
-    for graph, transfer, event in report.pairs():
-        rows.append(
-            [
-                f"{graph.phase} {transfer.kind} {display_name(transfer.unit)}",
-                _moved(transfer),
-                f"{transfer.ms:.3f}",
-                f"{transfer.exposed_ms:.3f}",
-                "-" if event is None else f"{event.exposed_ms:.3f}",
-                format_bytes(transfer.wire_bytes),
-                transfer.reason,
-            ]
-        )
-        if formats:
-            as_tensor, coding_ms = format_bytes(transfer.tensor_bytes), f"{transfer.coding_ms:.3f}"
-            rows[-1][6:] = [as_tensor, coding_ms, transfer.reason, format_of(transfer)]
-        exposed.append(transfer.exposed_ms)
-    num_omitted = 0 if details else len(exposed) - _MAX_ROWS
-    if num_omitted > 0:
-        keep = sorted(sorted(range(len(exposed)), key=lambda i: -exposed[i])[:_MAX_ROWS])
-        rows = [rows[0], *(rows[i + 1] for i in keep)]
-    more = f"\n... and {num_omitted} that are less exposed" if num_omitted > 0 else ""
-    return format_table(rows, left=(0, 1, 8, 9) if formats else (0, 1, 6)) + more
+    """List collectives in order of issue; without ``details``, only the most exposed ones."""
+    pairs = list(report.pairs())
+    has_formats = any(format_of(transfer) != "-" for _, transfer, _ in pairs)
+    num_omitted = 0 if details else max(0, len(pairs) - _MAX_ROWS)
+    by_exposure = sorted(range(len(pairs)), key=lambda i: -pairs[i][1].exposed_ms)
+    shown = sorted(by_exposure[: len(pairs) - num_omitted])
+    rows = [["collective", "moved", "ms", "exposed", "measured", "sent"]]
+    rows[0] += ["of", "coding", "reason", "format"] if has_formats else ["reason"]
+    for graph, transfer, event in (pairs[i] for i in shown):
+        row = [
+            f"{graph.phase} {transfer.kind} {display_name(transfer.unit)}",
+            _moved(transfer),
+            f"{transfer.ms:.3f}",
+            f"{transfer.exposed_ms:.3f}",
+            "-" if event is None else f"{event.exposed_ms:.3f}",
+            format_bytes(transfer.wire_bytes),
+        ]
+        if has_formats:
+            row += [format_bytes(transfer.tensor_bytes), f"{transfer.coding_ms:.3f}"]
+        row.append(transfer.reason)
+        if has_formats:
+            row.append(format_of(transfer))
+        rows.append(row)
+    more = f"\n... and {num_omitted} that are less exposed" if num_omitted else ""
+    return format_table(rows, left=(0, 1, 8, 9) if has_formats else (0, 1, 6)) + more
 
 
 def _moved(transfer: TransferReport) -> str:
@@ -405,11 +379,14 @@ def _moved(transfer: TransferReport) -> str:
 
 
 def _advice(report: StepReport) -> str:
-    worst = most_exposed(report)
-    if not worst:
+    exposed = [
+        (graph, one) for graph in report.graphs for one in graph.transfers if one.exposed_ms > 0
+    ]
+    if not exposed:
         return "nothing is exposed in the simulation"
+    exposed.sort(key=lambda pair: -pair[1].exposed_ms)
     lines = ["most exposed, and what to change first:"]
-    for rank, (graph, transfer) in enumerate(worst, 1):
+    for rank, (graph, transfer) in enumerate(exposed[:3], 1):
         lines += [
             f"{rank}. {graph.phase} {transfer.kind} of {display_name(transfer.unit)}: "
             f"{transfer.exposed_ms:.3f} ms",
@@ -447,9 +424,8 @@ def _units_measured(report: StepReport) -> str:
                 format_bytes(sum(e.message_bytes for e in own)),
             ]
         )
-    note = "compute of a unit includes the units inside it"
-    total = f"measured {report.measured_ms:.3f} ms, exposed {report.measured_exposed_ms:.3f} ms"
-    return f"{total}; {note}\n{format_table(rows, left=(0, 1))}"
+    total = f"measured {report.measured_ms:.3f} ms, exposed {_exposed(report.measured):.3f} ms"
+    return f"{total}; compute of a unit includes the units inside it\n{format_table(rows, (0, 1))}"
 
 
 def _compiled_alone(report: StepReport) -> str:

@@ -34,14 +34,9 @@ Loss = Callable[[Any], torch.Tensor] | None
 
 @dataclass(frozen=True)
 class Target:
-    """Model that is explained.
+    """Model that is explained, with its units, outermost first.
 
-    Attributes:
-        module: the uncompiled model.
-        run: calls the model compiled with ``backend``; to be used in ``backend.apart_from``.
-        backend: compiles the model for the explanation.
-        is_graph_mode: whether its graph contains the collectives.
-        units: its units, outermost first.
+    ``run`` calls the model compiled with ``backend``, inside of ``backend.apart_from``.
     """
 
     module: nn.Module
@@ -65,8 +60,8 @@ def target_of(model: object, options: Mapping[str, Any] | None) -> Target:
         )
     if torch.is_inference_mode_enabled():
         raise FSDPStateError(
-            "explain(): expected a place where gradients can be computed, got "
-            "torch.inference_mode(). Call it outside of the context: it runs backwards."
+            "explain(): expected a call where gradients are available, since it runs a backward, "
+            "got torch.inference_mode(). Call it outside of that context."
         )
     module, backend, fullgraph = compiled_parts(model)
     units = tuple(units_in(module))
@@ -136,7 +131,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in .*\n\s*(.+)', re.MULTILINE)
 _TRACEBACK = re.compile(r"^(?:User code traceback|.*in the following user code):\n", re.MULTILINE)
 _REASON = re.compile(r"^Graph Break Reason: (.+(?:\n\n?.+)?)", re.MULTILINE)
 _HOOKED = "_fsdp_run_hooked("  # runs a unit's hooks outside of any graph
-_OF_UNIT = "a unit that is called here is no part of the graph, as it changes Python objects, say"
+_OF_UNIT = "the unit called here runs outside of the graph, for example since it changes an object"
 _LIBRARIES = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
 _OURS = tuple(
     str(Path(__file__).parents[2] / name) + os.sep for name in ("fsdp_dynamo", "graph_passes")

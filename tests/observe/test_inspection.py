@@ -433,7 +433,7 @@ def test_the_command_without_depyf(tmp_path: Path) -> None:
     assert not (tmp_path / "seen" / "_root.dynamo.decompiled.py").exists()
 
 
-HOW_IT_IS_CALLED = "main() was called without arguments; what follows -- is in sys.argv[1:]"
+HOW_IT_IS_CALLED = "main() was called without arguments; arguments after -- are in sys.argv[1:]"
 
 
 def test_the_command_says_how_the_function_is_called(

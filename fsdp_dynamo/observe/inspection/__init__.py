@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from fsdp_dynamo.dynamo.artifacts import (
     record_artifacts,
     record_compilations,
 )
-from fsdp_dynamo.errors import FSDPStateError, FSDPValueError
+from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, how_to_install
 from fsdp_dynamo.events import EventLog, Model, record_events
 from fsdp_dynamo.graph_mode.planning import PlanLog, record_plans
 from fsdp_dynamo.observe.explain import RecordedStep, reports_of, steps_in
@@ -29,7 +30,6 @@ from fsdp_dynamo.observe.inspection.listings import (
     emit_decompiled,
     find_depyf,
     listings_of,
-    warn_without_depyf,
 )
 from fsdp_dynamo.observe.inspection.page import ShownStep, render_page
 
@@ -75,11 +75,17 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
     inspection = Inspection(_folder_of_this_rank(Path(folder), rank))
     depyf = find_depyf()
     if depyf is None and inspection.folder is not None:
-        warn_without_depyf(stacklevel=3)
+        warnings.warn(
+            "inspect_graphs(): depyf is not installed, so the decompiled code "
+            "(*.dynamo.decompiled.py) is left out; everything else is written. "
+            f"To get it: {how_to_install('inspection')}.",
+            stacklevel=3,
+        )
     torch.compiler.reset()
     completed = False
     with ExitStack() as stack:
-        stack.enter_context(torch._inductor.config.patch(_NO_CACHES))
+        no_caches = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+        stack.enter_context(torch._inductor.config.patch(no_caches))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         plans = stack.enter_context(record_plans())
         log = stack.enter_context(record_events())
@@ -96,9 +102,6 @@ def inspect_graphs(folder: str | Path, rank: int | None = 0) -> Iterator[Inspect
                 _write(inspection.folder, inspection.listings, artifacts, steps)
     if completed and not inspection.listings:
         raise nothing_compiled("Call what torch.compile returned inside, not the model itself.")
-
-
-_NO_CACHES = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 def _folder_of_this_rank(folder: Path, rank: int | None) -> Path | None:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NothingCompiledError:
         name = getattr(function, "__name__", parsed.module)
         raise nothing_compiled(
-            f"{name}() was called without arguments; what follows -- is in sys.argv[1:]. "
+            f"{name}() was called without arguments; arguments after -- are in sys.argv[1:]. "
             "It must run a step of what torch.compile returned."
         ) from None
     if found.folder is not None:

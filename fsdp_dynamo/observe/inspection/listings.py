@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from textwrap import dedent
@@ -15,7 +14,6 @@ from types import CodeType, ModuleType
 import torch
 
 from fsdp_dynamo.dynamo.artifacts import DECOMPILED, PREFIX, STAGES, Artifact, Frame, emit
-from fsdp_dynamo.errors import how_to_install
 from graph_passes.text.listing import Line, of_unit, units_in
 
 PHASES = ("dynamo", "joint", "forward", "backward")
@@ -154,16 +152,6 @@ def find_depyf() -> ModuleType | None:
     return depyf  # type: ignore[no-any-return]
 
 
-def warn_without_depyf(stacklevel: int) -> None:
-    """Warn that the decompiled code will be missing."""
-    warnings.warn(
-        "inspect_graphs(): depyf is not installed, so the decompiled code "
-        "(*.dynamo.decompiled.py) is left out; everything else is written. "
-        f"To get it: {how_to_install('inspection')}.",
-        stacklevel=stacklevel + 1,
-    )
-
-
 @contextmanager
 def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
     """Emit the decompiled code of every frame that Dynamo compiles inside; nothing without depyf.
@@ -186,8 +174,8 @@ def emit_decompiled(depyf: ModuleType | None) -> Iterator[None]:
 
 
 def _decompile(depyf: ModuleType, code: CodeType, new_code: CodeType) -> str:
-    where = f"# {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, "
-    where += f"{code.co_filename}:{code.co_firstlineno}\n"
+    name = getattr(code, "co_qualname", code.co_name)  # Python 3.11 has co_qualname
+    where = f"# {name}, {code.co_filename}:{code.co_firstlineno}\n"
     try:
         return where + str(depyf.decompile(new_code))
     except Exception as error:  # depyf raises errors of many kinds; none may stop the user's step
@@ -223,14 +211,14 @@ def describe_stages(artifacts: Iterable[Artifact], stages: Iterable[str]) -> dic
     for artifact in artifacts:
         if artifact.name == STAGES:
             passes.update(json.loads(artifact.text))
-    return {stage: _description(stage, passes) for stage in dict.fromkeys(stages)}
-
-
-def _description(stage: str, passes: Mapping[str, str]) -> str:
-    if not stage.startswith(_AFTER):
-        return _STAGE_DESCRIPTIONS.get(stage, "")
-    name = stage.removeprefix(_AFTER)
-    return f"Pass {name}: {passes.get(stage) or 'no docstring.'}"
+    found = {}
+    for stage in dict.fromkeys(stages):
+        if stage.startswith(_AFTER):
+            name = stage.removeprefix(_AFTER)
+            found[stage] = f"Pass {name}: {passes.get(stage) or 'no docstring.'}"
+        else:
+            found[stage] = _STAGE_DESCRIPTIONS.get(stage, "")
+    return found
 
 
 def initial_stage(listings: Sequence[Listing]) -> int:

@@ -24,13 +24,7 @@ WHOLE = "whole step"
 
 @dataclass(frozen=True)
 class ShownStep:
-    """Step that the page shows.
-
-    Attributes:
-        report: measured events and plans of the step.
-        name: name of the model; empty if the page shows only one.
-        note: remark on the step.
-    """
+    """Step that the page shows; ``name`` is that of the model if there are several."""
 
     report: StepReport
     name: str = ""
@@ -43,14 +37,7 @@ def render_page(
     subtitle: str,
     descriptions: Mapping[str, str],
 ) -> str:
-    """Return the page's HTML.
-
-    Args:
-        listings: the compiled graphs.
-        steps: the last step of each model.
-        subtitle: line next to the heading.
-        descriptions: a line on each stage.
-    """
+    """Return the page's HTML, with the last step of each model and a line on each stage."""
     owners = _by_owner(listings)
     units = [*dict.fromkeys(unit.unit for step in steps for unit in step.report.units)]
     data = {
@@ -107,11 +94,7 @@ def _initial_place(owners: Mapping[_Owner, _Phases]) -> dict[str, Any]:
 
 
 def _candidates(owners: Mapping[_Owner, _Phases]) -> Iterator[tuple[int, str]]:
-    """Yield graphs and phases to open at, in order of preference.
-
-    First a unit's phase that a pass has changed, then a changed phase of the root or of a whole
-    step, then any phase of a unit.
-    """
+    """Yield graphs and phases to open at: changed ones of units, other changed ones, of units."""
     is_unit = [bool(unit) for unit, _ in owners]
     for wants_change, wants_unit in ((True, True), (True, False), (False, True)):
         for phase in reversed(PHASES):
