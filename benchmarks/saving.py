@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class Ours:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._saving: checkpoint.Saving | None = None
+        self._saving: Future[Path] | None = None
 
     def begin(self, trainee: Trainee, step: int) -> None:
         self._saving = checkpoint.async_save(
@@ -70,11 +71,11 @@ class Ours:
         )
 
     def is_done(self) -> bool:
-        return self._saving is None or self._saving.is_done()
+        return self._saving is None or self._saving.done()
 
     def finish(self) -> None:
         if self._saving is not None:
-            self._saving.wait()
+            self._saving.result()
 
     def blocking(self, trainee: Trainee, step: int) -> None:
         checkpoint.save(self.folder, trainee.model, trainee.optimizer, step=step, keep_last=1)

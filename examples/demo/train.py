@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ class Checkpoints:
             "shared": {"progress": self.progress},
             "per_rank": {"data": batches.generator},
         }
-        self._saving: checkpoint.Saving | None = None
+        self._saving: Future[Path] | None = None
 
     def load(self) -> None:
         """Go on from the newest one; a new run begins where there is none."""
@@ -183,7 +184,7 @@ class Checkpoints:
                 self.folder, *self._saved, step=step, keep_last=2, **self._states
             )
         if is_last and self._saving is not None:
-            self._saving.wait()
+            self._saving.result()
 
 
 @dataclass

@@ -10,7 +10,7 @@
             saving = checkpoint.async_save(
                 "run", model, optimizer, step=step + 1, keep_last=3, **states
             )
-    saving.wait()
+    saving.result()
 
 Each rank writes and reads its own shards, through torch.distributed.checkpoint.
 """
@@ -18,13 +18,12 @@ Each rank writes and reads its own shards, through torch.distributed.checkpoint.
 from fsdp_dynamo.checkpoint.coordination import set_arrival_timeout
 from fsdp_dynamo.checkpoint.loading import Loaded, load
 from fsdp_dynamo.checkpoint.manifest import complete
-from fsdp_dynamo.checkpoint.saving import Saving, async_save, save
+from fsdp_dynamo.checkpoint.saving import async_save, save
 from fsdp_dynamo.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
     "Loaded",
-    "Saving",
     "async_save",
     "complete",
     "load",

@@ -14,12 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
 from fsdp_dynamo.checkpoint import manifest, saving, states
-from fsdp_dynamo.checkpoint import manifest as folders
-from fsdp_dynamo.checkpoint.coordination import (
-    RankCoordinator,
-    coordinate_ranks,
-    translate_dcp_errors,
-)
+from fsdp_dynamo.checkpoint.coordination import RankCoordinator, coordinate_ranks
 from fsdp_dynamo.checkpoint.manifest import Manifest
 from fsdp_dynamo.checkpoint.saving import OneOrMore, as_list
 from fsdp_dynamo.checkpoint.states import StatefulObject
@@ -100,7 +95,7 @@ def load(
         return as_list(optimizers)
 
     optimizers = coordinator.run_locally(check)
-    path = coordinator.run_on_first(lambda: folders.find(target, step, missing_ok=missing_ok))
+    path = coordinator.run_on_first(lambda: manifest.find(target, step, missing_ok=missing_ok))
     if path is None:
         return None
     found = _checked_manifest(coordinator, path, names)
@@ -168,7 +163,7 @@ def _load_tensors(
         )
 
     def read(state: dict[str, Any]) -> None:
-        with translate_dcp_errors(coordinator.group):
+        with coordinator.dcp_errors():
             state_dict_loader.load(
                 state,
                 storage_reader=reader,
@@ -198,10 +193,10 @@ def _load_tensors(
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:
     """Return the states shared by all ranks, and this rank's own (``None`` unless exact)."""
-    shared = states.deserialize((path / folders.SHARED_FILE).read_bytes())
+    shared = states.deserialize((path / manifest.SHARED_FILE).read_bytes())
     if not is_exact:
         return shared, None
-    return shared, states.deserialize((path / folders.rank_file(rank)).read_bytes())
+    return shared, states.deserialize((path / manifest.rank_file(rank)).read_bytes())
 
 
 def _require_names(path: Path, kind: str, wanted: tuple[str, ...], saved: tuple[str, ...]) -> None:

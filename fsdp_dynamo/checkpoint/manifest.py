@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
+import uuid
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_dynamo.checkpoint.coordination import claim
+from fsdp_dynamo.checkpoint.coordination import STATE
 from fsdp_dynamo.errors import CheckpointError
 
 FORMAT = 1
@@ -35,16 +37,7 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint.
-
-    Attributes:
-        step: step of the training run.
-        world_size: number of ranks that wrote it.
-        shared: names of the states shared by all ranks.
-        per_rank: names of the states of single ranks.
-        files: all files except the manifest, by name.
-        format: version of the layout.
-    """
+    """Contents of a checkpoint: names of the auxiliary states, and all files but the manifest."""
 
     step: int
     world_size: int
@@ -56,14 +49,14 @@ class Manifest:
 
 def checksum_of(path: Path, throttle: Throttle | None = None) -> FileChecksum:
     """Read a file and return its checksum."""
+    throttle = throttle or Throttle()
     size = crc = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             crc = zlib.crc32(buffer[:count], crc)
             size += count
-            if throttle is not None:
-                throttle.pause()
+            throttle.pause()
     return FileChecksum(size, crc)
 
 
@@ -78,12 +71,7 @@ def write(manifest: Manifest, folder: Path) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest; unknown fields are ignored.
-
-    Raises:
-        CheckpointError: the manifest is missing, damaged, of a newer format, lacks a field, or
-            lists files outside of the folder.
-    """
+    """Read and check a checkpoint's manifest; unknown fields are ignored."""
     path = folder / MANIFEST
     if path.exists() and not path.is_file():
         raise _read_error(path, "a manifest", "another kind of file")
@@ -155,7 +143,7 @@ _MIN_WORK_S = 2e-3
 
 
 class Throttle:
-    """Pauses that leave most of the processor to training while a thread writes.
+    """Pauses that leave most of the processor to training while the current thread writes.
 
     Args:
         duty_cycle: fraction of the time in which the thread may work; 1: no pauses.
@@ -163,10 +151,6 @@ class Throttle:
 
     def __init__(self, duty_cycle: float = 1.0) -> None:
         self._pause_per_second = 1.0 / duty_cycle - 1.0
-        self._worked_at_pause = 0.0
-
-    def begin(self) -> None:
-        """Start to count the current thread's work."""
         self._worked_at_pause = time.thread_time()
 
     def pause(self) -> None:
@@ -232,10 +216,8 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, int, Pa
 def find(folder: Path, step: int | None, *, missing_ok: bool) -> Path | None:
     """Return the newest checkpoint, or the newest one of ``step``.
 
-    With ``missing_ok`` it returns ``None`` if there is none at all and ``step`` is not given.
-
-    Raises:
-        CheckpointError: there is no such checkpoint; says what ``folder`` is instead.
+    With ``missing_ok`` it returns ``None`` if there is none at all and ``step`` is not given;
+    otherwise it raises ``CheckpointError``, which says what ``folder`` is instead.
     """
     found = complete(folder)
     for saved_step, path in reversed(found):
@@ -289,13 +271,9 @@ def _checkpoint_of_torch(folder: Path) -> Path | None:
 
 
 def create_partial(folder: Path, step: int) -> Path:
-    """Create a folder to write to, and remove incomplete folders of killed runs.
-
-    Raises:
-        CheckpointError: another run has taken over ``folder``.
-    """
+    """Create a folder to write to, and remove incomplete folders of killed runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    claim(folder)
+    _claim(folder)
     found = _numbered(folder, _ANY)
     for _, _, path in found:
         if path.suffix:
@@ -321,10 +299,6 @@ def remove_old(folder: Path, keep_last: int | None) -> None:
         _remove(path)
 
 
-_told: set[Path] = set()
-"""Folders that could not be removed, and of which the user was warned."""
-
-
 def _remove(path: Path) -> None:
     """Remove a folder; if that fails, warn once: the new checkpoint is complete nevertheless."""
     gone = path if path.suffix else path.with_name(f"{path.name}.gone")
@@ -333,13 +307,13 @@ def _remove(path: Path) -> None:
             path.rename(gone)  # a partly removed checkpoint must not look complete
         shutil.rmtree(gone)
     except OSError as error:
-        if path not in _told and gone not in _told:
+        if not {path, gone} & STATE.unremovable:
             warnings.warn(
                 f"an old checkpoint, '{path}', could not be removed and takes space: {error}. "
                 "Newer ones are complete; each save tries again.",
                 stacklevel=2,
             )
-        _told.update((path, gone))
+        STATE.unremovable.update((path, gone))
 
 
 def discard(part: Path) -> None:
@@ -354,3 +328,77 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- owner -----------------------------------------------------------------------------------------
+# Two runs that save into one folder would remove each other's checkpoints as old ones. So the first
+# rank writes its run's id into the folder at its first save there. A restarted run takes the folder
+# over; if the previous run is still alive, its next save finds another id and raises.
+
+
+OWNER_FILE = "owner.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Run (by a unique id) that saves into a folder, with host and process id of its first rank."""
+
+    run: str
+    host: str
+    process: int
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since} UTC"
+
+    def is_alive(self) -> bool:
+        """Return whether its process is running, as far as this host can see."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's process
+            pass
+        return True
+
+
+def _claim(folder: Path) -> None:
+    """Make this process's run the owner of a folder, unless another run has taken it over."""
+    process, host = os.getpid(), socket.gethostname()
+    key = (process, folder.resolve())
+    own, found = STATE.runs.get(key), _owner_of(folder)
+    if own is not None and found is not None:
+        if found.run == own:
+            return
+        raise CheckpointError(
+            f"'{folder}': expected no run but this one (process {process} on {host}) to save "
+            f"there, got another run ({found}). Give each run a folder of its own. If the other "
+            f"run has ended and this one should continue, remove '{OWNER_FILE}'. Nothing was "
+            "written."
+        )
+    if found is not None and found.process != process and found.is_alive():
+        warnings.warn(
+            f"'{folder}' has checkpoints of another run that is alive ({found}): each run would "
+            "remove the other's checkpoints. This run takes the folder over; the other run raises "
+            "when it saves again.",
+            stacklevel=2,
+        )
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    owner = Owner(uuid.uuid4().hex, host, process, now)
+    draft = folder / f"{OWNER_FILE}.{owner.run}"
+    draft.write_text(json.dumps(asdict(owner), indent=1))
+    draft.replace(folder / OWNER_FILE)
+    STATE.runs[key] = owner.run
+
+
+def _owner_of(folder: Path) -> Owner | None:
+    """Return the folder's owner; ``None`` if the file is missing or damaged."""
+    try:
+        content = json.loads((folder / OWNER_FILE).read_text())
+        return Owner(
+            str(content["run"]), str(content["host"]), int(content["process"]), content["since"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -6,6 +6,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_dynamo.checkpoint import manifest, states
-from fsdp_dynamo.checkpoint import manifest as folders
 from fsdp_dynamo.checkpoint.coordination import (
+    STATE,
     RankCoordinator,
     coordinate_ranks,
     error_text,
-    translate_dcp_errors,
 )
 from fsdp_dynamo.checkpoint.manifest import Manifest, Throttle
 from fsdp_dynamo.checkpoint.states import StatefulObject
@@ -58,13 +58,9 @@ OneOrMore = torch.optim.Optimizer | list[torch.optim.Optimizer] | tuple[torch.op
 
 @dataclass(frozen=True)
 class _Content:
-    """Everything that this rank writes.
+    """Everything that this rank writes: tensors for DCP, ``shared.pt``, and its own file.
 
-    Attributes:
-        step: step of the run.
-        tensors: nested state for torch.distributed.checkpoint; copies if training goes on.
-        shared, own: contents of ``shared.pt`` and of this rank's file.
-        names: names of the shared and of the per-rank states.
+    ``names`` are those of the shared and of the per-rank states.
     """
 
     step: int
@@ -72,47 +68,6 @@ class _Content:
     shared: bytes
     own: bytes
     names: tuple[tuple[str, ...], tuple[str, ...]]
-
-
-class Saving:
-    """Checkpoint of ``async_save``, which is written while training goes on."""
-
-    def __init__(self, write: Callable[[], Path]) -> None:
-        self._path: Path | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
-        self._thread.start()
-
-    def _run(self, write: Callable[[], Path]) -> None:
-        try:
-            self._path = write()
-        # wait() raises the error; the warning is for scripts that never call it.
-        except Exception as error:  # noqa: BLE001
-            self._error = error
-            warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
-
-    def is_done(self) -> bool:
-        """Return whether the checkpoint is complete or has failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its folder.
-
-        Raises:
-            CheckpointError: it could not be written. Older checkpoints are unchanged.
-        """
-        global _pending
-        self._thread.join()
-        if _pending is self:
-            _pending = None
-        if self._error is not None:
-            raise CheckpointError(error_text(self._error)) from self._error
-        assert self._path is not None
-        return self._path
-
-
-_pending: Saving | None = None
-"""Checkpoint that may still be in progress; there is never more than one."""
 
 
 def async_save(
@@ -125,20 +80,35 @@ def async_save(
     per_rank: Mapping[str, StatefulObject] | None = None,
     keep_last: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Saving:
+) -> Future[Path]:
     """Save in the background; every rank must call it. For arguments and errors see ``save``.
 
     Returns when this rank's shards are copied to host memory. If an earlier checkpoint is still
-    being written, waits for it first. Errors of the writing are raised by ``wait()`` of the result,
-    and warned of at once; they do not affect the next checkpoint. Call ``wait()`` before the
-    process group is destroyed.
+    being written, waits for it first. The future's result is the checkpoint's folder. If the
+    writing fails, a warning says so at once, and ``result()`` raises ``CheckpointError``; the next
+    checkpoint is not affected. Call ``result()`` before the process group is destroyed.
     """
-    global _pending
     write = _prepare(
         folder, model, optimizers, step, shared, per_rank, keep_last, process_group, copied=True
     )
-    _pending = Saving(write)
-    return _pending
+    saved: Future[Path] = Future()
+    saved.set_running_or_notify_cancel()  # ranks write together: one rank cannot cancel alone
+    threading.Thread(target=_complete, args=(saved, write), name="checkpoint").start()
+    STATE.pending_save = saved
+    return saved
+
+
+def _complete(saved: Future[Path], write: Callable[[], Path]) -> None:
+    """Write a checkpoint, and give the future its result or exception."""
+    try:
+        path = write()
+    except Exception as error:  # noqa: BLE001  # the future raises it
+        warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
+        failure = CheckpointError(error_text(error))
+        failure.__cause__ = error
+        saved.set_exception(failure)
+    else:
+        saved.set_result(path)
 
 
 def save(
@@ -207,8 +177,9 @@ def _prepare(
     arguments = f"step {step!r}, states {names}, keep_last {keep_last!r}, folder '{target}'"
     coordinator = coordinate_ranks(group, "checkpoint to save", arguments)
     comparisons: list[Comparison] = []
+    content: list[_Content] = []
 
-    def collect() -> _Content:  # must not communicate, because it may raise on one rank only
+    def collect() -> int:  # must not communicate, because it may raise on one rank only
         _require_numbers(step, keep_last)
         states.require_stateful(shared, "shared")
         states.require_stateful(per_rank, "per_rank")
@@ -218,37 +189,36 @@ def _prepare(
         shared_states = states.collect_states(shared)
         own_states = states.collect_states(per_rank)
         random_state = states.random_state()
-        return _Content(
-            step,
-            in_host_memory(state) if copied else state,
-            states.serialize({"shared": shared_states, "model": others}),
-            states.serialize({"random": random_state, "per_rank": own_states}),
-            names,
+        content.append(
+            _Content(
+                step,
+                in_host_memory(state) if copied else state,
+                states.serialize({"shared": shared_states, "model": others}),
+                states.serialize({"random": random_state, "per_rank": own_states}),
+                names,
+            )
         )
+        return zlib.crc32("\n".join(text for _, text in comparisons).encode())
 
-    content = [coordinator.run_locally(collect)]
-    _require_same_optim_states(coordinator, comparisons)
-    throttle = Throttle(_BACKGROUND_DUTY_CYCLE if copied else 1.0)
+    if len(set(coordinator.run_on_all(collect))) > 1:
+        _require_same_optim_states(coordinator, comparisons)
+    duty_cycle = _BACKGROUND_DUTY_CYCLE if copied else 1.0
     # ``pop`` lets the copies be freed when they are written, before the function itself is.
-    return lambda: _write(coordinator, target, content.pop(), keep_last, throttle)
+    return lambda: _write(coordinator, target, content.pop(), keep_last, Throttle(duty_cycle))
 
 
 def _require_same_optim_states(coordinator: RankCoordinator, comparisons: list[Comparison]) -> None:
-    """Compare the ranks' descriptions of optimizer states: checksums, and texts if they differ."""
+    """Exchange the descriptions of optimizer states, and raise if they differ within a group."""
     own = [text for _, text in comparisons]
-    checksums = coordinator.run_on_all(lambda: zlib.crc32("\n".join(own).encode()))
-    if len(set(checksums)) == 1:
-        return
-    all_texts = coordinator.run_on_all(lambda: own)
-    position_of = {
-        rank: i for i, rank in enumerate(dist.get_process_group_ranks(coordinator.group))
-    }
+    members = dist.get_process_group_ranks(coordinator.group)
+    texts_of = dict(zip(members, coordinator.run_on_all(lambda: own), strict=True))
 
     def compare() -> None:
-        for position, (groups, _) in enumerate(comparisons):
+        for number, (groups, _) in enumerate(comparisons):
             for group in groups:
-                ranks = dist.get_process_group_ranks(group)
-                texts = {rank: all_texts[position_of[rank]][position] for rank in ranks}
+                texts = {
+                    rank: texts_of[rank][number] for rank in dist.get_process_group_ranks(group)
+                }
                 message = difference(optim_state.STATES_NAME, texts, optim_state.SAME_STATES_FIX)
                 if message is not None:
                     raise DivergenceError(message)
@@ -263,8 +233,7 @@ def _write(
     keep_last: int | None,
     throttle: Throttle,
 ) -> Path:
-    throttle.begin()
-    part = coordinator.run_on_first(lambda: folders.create_partial(folder, content.step))
+    part = coordinator.run_on_first(lambda: manifest.create_partial(folder, content.step))
     try:
         checksums = _write_files(coordinator, part, content, throttle)
         listed = Manifest(content.step, coordinator.size, *content.names, checksums)
@@ -275,9 +244,9 @@ def _write(
         path = coordinator.run_on_first(lambda: _publish(part, listed))
     except CheckpointError:
         with suppress(CheckpointError):  # if a rank has died, the next save removes the folder
-            coordinator.run_on_first(lambda: folders.discard(part))
+            coordinator.run_on_first(lambda: manifest.discard(part))
         raise
-    coordinator.run_on_first(lambda: folders.remove_old(folder, keep_last))
+    coordinator.run_on_first(lambda: manifest.remove_old(folder, keep_last))
     return path
 
 
@@ -288,7 +257,7 @@ def _write_files(
     writer = Writer(part, throttle)
 
     def write_tensors() -> None:
-        with translate_dcp_errors(coordinator.group):
+        with coordinator.dcp_errors():
             state_dict_saver.save(
                 content.tensors,
                 storage_writer=writer,
@@ -298,9 +267,9 @@ def _write_files(
             )
 
     def write_auxiliary_states() -> dict[str, manifest.FileChecksum]:
-        writer.write_bytes(folders.rank_file(coordinator.rank), content.own)
+        writer.write_bytes(manifest.rank_file(coordinator.rank), content.own)
         if coordinator.rank == 0:
-            writer.write_bytes(folders.SHARED_FILE, content.shared)
+            writer.write_bytes(manifest.SHARED_FILE, content.shared)
         for name, written in writer.checksums.items():
             require_readback(part / name, written, throttle)
         return writer.checksums
@@ -312,14 +281,14 @@ def _write_files(
 
 def _publish(part: Path, listed: Manifest) -> Path:
     manifest.write(listed, part)
-    return folders.publish(part)
+    return manifest.publish(part)
 
 
 def finish_pending_save() -> None:
     """Wait for a checkpoint that is still being written; if it fails, its own warning says so."""
-    if _pending is not None:
-        with suppress(CheckpointError):
-            _pending.wait()
+    if STATE.pending_save is not None:
+        wait([STATE.pending_save])
+        STATE.pending_save = None
 
 
 def as_list(optimizers: OneOrMore) -> list[torch.optim.Optimizer]:

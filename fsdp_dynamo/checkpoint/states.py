@@ -61,10 +61,6 @@ def tensors_to_save(
     """Return this rank's part of all tensors, and the model's extra states.
 
     Nothing here communicates, unless ``compare`` (see ``optim_state.save``) does.
-
-    Raises:
-        FSDPValueError: two optimizers share a parameter, or a unit outside of the model has one of
-            the model's parameters.
     """
     model = uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
@@ -80,14 +76,7 @@ def tensors_to_save(
 
 
 def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Allocate the model's tensors for torch.distributed.checkpoint to read into.
-
-    Args:
-        others: the saved extra states.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model.
-    """
+    """Allocate the model's tensors for DCP to read into; ``others`` are the saved extra states."""
     model = uncompiled(model)
     optim_state.named_places(model, units_in(model))
     state = _model_state(model)
@@ -106,10 +95,6 @@ def allocate_optim_states(
     """Allocate optimizer states as a flat dict with the checkpoint's keys.
 
     Shapes and dtypes come from the index, so the optimizers need no states yet.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer states, or states of parameters that the
-            optimizers do not have.
     """
     if not optimizers:
         return {}
@@ -149,11 +134,7 @@ def _entries_in(index: Metadata, top: str) -> Iterator[tuple[str, tuple[Any, ...
 def prepare_optimizer_load(
     state: Mapping[str, Any], index: Metadata, model: nn.Module, optimizers: Optimizers
 ) -> Callable[[], None]:
-    """Return a function that loads the states of ``allocate_optim_states``, after DCP filled them.
-
-    Raises:
-        FSDPValueError: the optimizers' parameter groups differ from the saved ones.
-    """
+    """Return a function that loads the states of ``allocate_optim_states``, filled by DCP."""
     model = uncompiled(model)
     merged = unflatten_state_dict(dict(state), {key: index.planner_data[key] for key in state})
     named = optim_state.named_places(model, units_in(model))
@@ -265,11 +246,7 @@ def restore_states(objects: Mapping[str, StatefulObject], states: Mapping[str, A
 
 
 def serialize(kinds: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return the content of a file of states, by kind and name.
-
-    Raises:
-        UnsupportedError: a state contains an object that could not be loaded again.
-    """
+    """Return the content of a file of states, by kind and name."""
     content = _to_bytes({kind: dict(states) for kind, states in kinds.items()})
     try:
         require_readable(content, "states")

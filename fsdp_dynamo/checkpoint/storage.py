@@ -10,7 +10,7 @@ import stat
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,26 +52,20 @@ INDEX_FILE = ".metadata"
 _ALLOWED_CLASSES: dict[tuple[str, str], Any] = {
     (one.__module__, one.__qualname__): one
     for one in (
-        *(
-            getattr(index_classes, name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        index_classes.BytesStorageMetadata,
+        index_classes.ChunkStorageMetadata,
+        index_classes.Metadata,
+        index_classes.MetadataIndex,
+        index_classes.StorageMeta,
+        index_classes.TensorProperties,
+        index_classes.TensorStorageMetadata,
+        index_classes._MEM_FORMAT_ENCODING,
         _StorageInfo,
         _get_layout,
         OrderedDict,
         torch.Size,
     )
 }
-
 
 _SINGLETONS: tuple[Any, ...] = (
     *_ALLOWED_CLASSES.values(),
@@ -85,11 +79,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickler of indexes, which refuses every class that an index does not need."""
 
     def load(self) -> Any:
-        """Return the index.
-
-        Raises:
-            CheckpointError: the file refers to another class, or changes a class.
-        """
+        """Return the index; raise if the file refers to another class, or changes a class."""
         with _kept_as_they_are(_SINGLETONS):
             return super().load()
 
@@ -110,9 +100,6 @@ def _kept_as_they_are(objects: Sequence[Any]) -> Iterator[None]:
 
     The BUILD opcode sets attributes of any object, also of classes. Python's own unpickler could
     refuse that beforehand, but it takes five times as long as the one in C.
-
-    Raises:
-        CheckpointError: an object was changed.
     """
     before = [(one, dict(vars(one))) for one in objects if hasattr(one, "__dict__")]
     try:
@@ -257,26 +244,24 @@ class Writer(FileSystemWriter):
         return self.fs.checksums
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        write = super().write_data
-        return self._with_path_in_errors(planner, lambda: write(plan, planner))
+        with self._path_in_errors(planner):
+            return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        finish = super().finish
-        self._with_path_in_errors(None, lambda: finish(metadata, results))
+        with self._path_in_errors():
+            super().finish(metadata, results)
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Write a file that is not one of torch's, and flush it to disk."""
+        path = Path(self.path) / name
+        with self._path_in_errors(), self.fs.create_stream(path, "wb") as stream:
+            stream.write(content)
+            os.fsync(stream.fileno())
 
-        def write() -> None:
-            with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-                stream.write(content)
-                os.fsync(stream.fileno())
-
-        self._with_path_in_errors(None, write)
-
-    def _with_path_in_errors(self, planner: SavePlanner | None, write: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _path_in_errors(self, planner: SavePlanner | None = None) -> Iterator[None]:
         try:
-            return write()
+            yield
         except FSDPError:
             raise
         except (OSError, RuntimeError) as error:
@@ -298,21 +283,14 @@ _MAX_SHOWN = 3
 def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
     """Compare the sizes of files with the manifest, without reading the files.
 
-    Each rank checks the common files and every ``shares``-th of the rest, starting with those of
-    the next rank: so ranks that do not see the same storage find out. If each rank checked all
-    files, the storage would get N**2 requests.
-
-    Args:
-        share: this rank's number.
-        shares: number of ranks.
-
-    Raises:
-        CheckpointError: a file is missing, has another size, or is not a file in this folder.
+    Rank ``share`` of ``shares`` checks the common files and every ``shares``-th of the rest, but
+    mostly not its own: so ranks on different storage find out. If each rank checked all files,
+    the storage would get N**2 requests.
     """
     common = [INDEX_FILE, SHARED_FILE]
     for name in (*common, *map(rank_file, range(manifest.world_size))):
         if name not in manifest.files:
-            raise _damage_error(folder / name, "a file that the manifest lists", "none", ())
+            raise _damage_error(folder / name, "an entry in the manifest", "none", ())
     of_ranks = sorted(name for name in manifest.files if name not in common)
     for name in (*common, *of_ranks[(share + 1) % shares :: shares]):
         expected, size = manifest.files[name], _size(folder / name)
@@ -323,11 +301,7 @@ def require_complete_files(folder: Path, manifest: Manifest, share: int, shares:
 
 
 def require_checksums(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Read every ``shares``-th file, the largest first, and compare checksums with the manifest.
-
-    Raises:
-        CheckpointError: the content of a file has changed.
-    """
+    """Read every ``shares``-th file, the largest first, and compare checksums with the manifest."""
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     for name in names[share::shares]:
         expected, found = manifest.files[name], checksum_of(folder / name)
@@ -349,11 +323,7 @@ def require_readback(path: Path, written: FileChecksum, throttle: Throttle) -> N
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a file, or ``None`` if it is missing.
-
-    Raises:
-        CheckpointError: it is a folder, a device, or a link to another folder.
-    """
+    """Return the size of a file, ``None`` if it is missing; raise for devices and foreign links."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -270,7 +270,7 @@ def test_extra_state(tmp_path: Path) -> None:
         model[0].extra = {**state}
         saving = checkpoint.async_save(tmp_path, model, step=step)
         model[0].extra.clear()
-        saving.wait()
+        saving.result()
         other = nn.Sequential(_WithExtraState())
         checkpoint.load(tmp_path, other)
         found = other[0].extra.pop("deep", {}).get("tensor")
@@ -458,12 +458,14 @@ def _saved_in_the_background(rank: int, folder: str) -> dict[str, bool]:
     try:
         saving = checkpoint.async_save(folder, run.model, run.optimizers, **run.states(1))
         losses = [run.step(), run.step()]
-        waits = not saving.is_done() and checkpoint.complete(Path(folder)) == []
+        waits = (
+            not saving.done() and not saving.cancel() and checkpoint.complete(Path(folder)) == []
+        )
         may_write.set()
         second = checkpoint.async_save(folder, run.model, run.optimizers, **run.states(3))
-        first_is_done = saving.is_done()
-        path = saving.wait()
-        second.wait()
+        first_is_done = saving.done()
+        path = saving.result()
+        second.result()
     finally:
         storage.Writer.write_data = write  # type: ignore[method-assign]
     other = Run(rank, "blocks")

@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file that is not listed": (
         _in_the_manifest(lambda content: content["files"].pop("rank-0.pt")),
-        r"rank-0.pt', states of one rank: expected a file that the manifest lists, got none",
+        r"rank-0.pt', states of one rank: expected an entry in the manifest, got none",
     ),
     "a link": (_link, r"shared.pt', .*expected a file in this folder, got a link to '/"),
     "a device": (_fifo, r"shared.pt', .*expected a file in this folder, got another kind of file"),
@@ -429,7 +429,7 @@ def _full_disk(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     torch.distributed.barrier()
     in_place = _error_of(lambda: checkpoint.save(folder, model, optimizer, step=2))
     saving = checkpoint.async_save(folder, model, optimizer, step=2)
-    behind = _error_of(saving.wait)
+    behind = _error_of(saving.result)
     names = sorted(path.name for path in Path(folder).iterdir())
     torch.distributed.barrier()
     checkpoint.load(folder, model, optimizer)
@@ -530,7 +530,7 @@ def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[lis
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             failed = checkpoint.async_save(folder, model, optimizer, step=1)
-            while not failed.is_done():
+            while not failed.done():
                 time.sleep(0.01)
     finally:
         storage.Writer.write_data = write  # type: ignore[method-assign]
@@ -538,7 +538,7 @@ def _after_one_that_failed(rank: int, world_size: int, folder: str) -> tuple[lis
     assert sum("was not saved" in text and "went away" in text for text in texts) == 1
     assert checkpoint.load(folder, model, optimizer, missing_ok=True) is None
     checkpoint.save(folder, model, optimizer, step=2)
-    return [step for step, _ in checkpoint.complete(folder)], _error_of(failed.wait)[1]
+    return [step for step, _ in checkpoint.complete(folder)], _error_of(failed.result)[1]
 
 
 def test_saving_after_one_that_failed(ranks: RankPool, tmp_path: Path) -> None:
@@ -566,7 +566,7 @@ def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, st
         saving = checkpoint.async_save("run", model, optimizer, step=1)
         os.chdir(elsewhere)
         may_write.set()
-        path = saving.wait()
+        path = saving.result()
         os.chdir(elsewhere if rank else folder)
         error = _error_of(lambda: checkpoint.save("run", model, optimizer, step=2))
     finally:

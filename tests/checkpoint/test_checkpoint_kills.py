@@ -73,7 +73,7 @@ def _train(rank: int, world_size: int, folder: str, steps: int, background: bool
                 checkpoint.save(out / "saved", model, optimizer, **arguments)
             (out / f"saved-{step + 1}").touch()
         if background:
-            saving.wait()
+            saving.result()
     return {}
 
 

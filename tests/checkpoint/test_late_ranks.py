@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -60,43 +59,35 @@ def test_a_rank_that_is_late(ranks: RankPool, tmp_path: Path) -> None:
         assert found == [1, 3, 4]
     first, error, *rest = late[0]
     assert (first, rest) == ("", ["", ""])
-    assert "this one after the others had given up" in error
+    assert "got this rank after the other ranks had given up" in error
 
 
-class _Stalled:
-    """A store whose client stalls before it counts a save that was given up."""
+def _groups_after_failures(rank: int, world_size: int) -> tuple[list[int], str]:
+    """Number of the next group after each failure; the last rank notices none of them itself."""
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    numbers = []
+    for step in range(2):
+        group = coordination._group_of(ranks, f"save {step}")
+        dist.barrier()
+        if rank < world_size - 1:
+            for _ in range(2):  # a failed operation may fail again while it cleans up
+                coordination._give_up(ranks, group, f"save {step}")
+        dist.barrier()
+        if step == 0:
+            coordination._group_of(ranks, "save 1")
+        numbers.append(coordination.STATE.channels[ranks].number)
+    late = error_of(lambda: coordination._group_of(ranks, "save 1"))
+    coordination._group_of(ranks, "save 2")
+    numbers.append(coordination.STATE.channels[ranks].number)
+    return numbers, late
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self.has_come, self.goes_on = threading.Event(), threading.Event()
 
-    def add(self, key: str, amount: int) -> int:
-        if key == coordination._BROKEN:
-            self.has_come.set()
-            assert self.goes_on.wait(60)
-        return self._store.add(key, amount)
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-
-def test_what_one_gives_up_is_counted_before_another_goes_on() -> None:
-    """Else ranks would begin their next save in different groups."""
-    store = dist.HashStore()
-    stalled = _Stalled(store)
-    first = threading.Thread(target=coordination._mark, args=(stalled, "save"))
-    first.start()
-    assert stalled.has_come.wait(60)
-    second = threading.Thread(target=coordination._mark, args=(store, "save"))
-    second.start()
-    second.join(0.3)
-    assert second.is_alive()
-    assert store.add(coordination._BROKEN, 0) == 0
-    stalled.goes_on.set()
-    first.join(60)
-    second.join(60)
-    assert not second.is_alive()
-    assert store.add(coordination._BROKEN, 0) == 1
+def test_all_ranks_use_the_same_group_after_a_failure(ranks: RankPool) -> None:
+    *others, (numbers, late) = ranks.run(_groups_after_failures, 3)
+    assert others == [([1, 2, 2], "")] * 2
+    assert numbers == [1, 1, 2]
+    assert "got this rank after the other ranks had given up" in late
 
 
 def test_the_same_step_again(ranks: RankPool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from loops import error_of
 from torch import nn
 
 from fsdp_dynamo import checkpoint
-from fsdp_dynamo.checkpoint.coordination import OWNER_FILE
+from fsdp_dynamo.checkpoint.manifest import OWNER_FILE
 
 SAVE = """
 import sys, torch
@@ -45,9 +45,9 @@ def _steps(folder: Path) -> list[int]:
 
 def test_two_runs(tmp_path: Path) -> None:
     assert _save(tmp_path, 1) == _save(tmp_path, 2) == []
-    assert "another run that lives" in _save_elsewhere(tmp_path, 3)
+    assert "another run that is alive" in _save_elsewhere(tmp_path, 3)
     error = error_of(lambda: _save(tmp_path, 4))
-    assert "expected one run that saves there, this one" in error
+    assert "expected no run but this one" in error
     assert f"process {os.getpid()} on {socket.gethostname()}" in error
     assert _steps(tmp_path) == [1, 2, 3]
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".part"]

@@ -105,7 +105,7 @@ def test_a_checkpoint_is_as_it_was_when_saved(nccl: torch.device, tmp_path: Path
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    saving.wait()
+    saving.result()
     checkpoint.load(tmp_path, model, optimizer)
     for parameter, value in zip(model.parameters(), saved, strict=True):
         assert torch.equal(parameter, value)

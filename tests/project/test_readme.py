@@ -85,7 +85,7 @@ def _left_by(code: str, names: dict[str, Any]) -> dict[str, Any]:
     own = {**names}
     exec(code, own)
     if "saving" in own:
-        own["saving"].wait()
+        own["saving"].result()
     return own
 
 

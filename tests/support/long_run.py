@@ -130,7 +130,7 @@ class _Trained:
             pass
         self._model.state_dict()
         arguments: dict[str, Any] = {"step": number, "keep_last": 2}
-        checkpoint.async_save(self._folder, self._model, self._optimizer, **arguments).wait()
+        checkpoint.async_save(self._folder, self._model, self._optimizer, **arguments).result()
 
     def _checksum(self) -> int:
         crc = 0

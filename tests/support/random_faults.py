@@ -170,7 +170,7 @@ def _save(
 ) -> None:
     try:
         if in_background:
-            checkpoint.async_save(folder, model, optimizer, step=step).wait()
+            checkpoint.async_save(folder, model, optimizer, step=step).result()
         else:
             checkpoint.save(folder, model, optimizer, step=step)
         end.saved.append(step)

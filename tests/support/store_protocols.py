@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_dynamo.checkpoint.coordination import Meeting
+from fsdp_dynamo.checkpoint import coordination
 from fsdp_dynamo.comm import collective_log, watchdog
 from fsdp_dynamo.health import graph_agreement, late_ranks
 from fsdp_dynamo.health.collective_order import find_order_mismatch
@@ -65,9 +65,9 @@ def _waiting(group: Any, odd: bool = False) -> str | None:
 
 
 def _begin_save(group: Any) -> None:
-    meeting = Meeting(group, "checkpoint to save: step 3")
-    meeting._known.group = group  # making one is up to torch
-    meeting.group()
+    channel = coordination._Channel(group)  # torch would create another group
+    coordination.STATE.channels[group] = channel
+    coordination._group_of(group, "checkpoint to save: step 3")
 
 
 def _announce(group: Any) -> None:
