@@ -138,7 +138,7 @@ class RankCoordinator:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    give_up: Callable[[], None] = lambda: None
+    give_up: Callable[[], None] | None = None
 
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank and return the results of all ranks, by rank.
@@ -189,6 +189,7 @@ class RankCoordinator:
     def _reaching_all_ranks(self) -> Iterator[None]:
         """Communicate inside; if a rank does not answer, give up and raise ``CheckpointError``."""
         assert self.group is not None
+        assert self.give_up is not None
         try:
             with Interruptible(self.group):
                 yield

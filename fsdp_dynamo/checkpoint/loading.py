@@ -150,7 +150,7 @@ def _load_tensors(
     path: Path,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    others: Mapping[str, Any],
+    extra_states: Mapping[str, Any],
 ) -> None:
     """Read everything into new memory, and change the model only when all ranks have read it."""
     reader = Reader(path)
@@ -158,7 +158,7 @@ def _load_tensors(
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
         return (
-            states.model_tensors(index, others, model),
+            states.model_tensors(index, extra_states, model),
             states.allocate_optim_states(index, model, optimizers),
         )
 
@@ -188,7 +188,7 @@ def _load_tensors(
             for optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
             raise
-    coordinator.run_locally(lambda: states.load_model(model_tensors, others, model))
+    coordinator.run_locally(lambda: states.load_model(model_tensors, extra_states, model))
 
 
 def _read_auxiliary_states(path: Path, rank: int, is_exact: bool) -> tuple[Any, Any]:

@@ -183,7 +183,7 @@ def _prepare(
         _require_numbers(step, keep_last)
         states.require_stateful(shared, "shared")
         states.require_stateful(per_rank, "per_rank")
-        state, others = states.tensors_to_save(
+        state, extra_states = states.tensors_to_save(
             model, as_list(optimizers), lambda *comparison: comparisons.append(comparison)
         )
         shared_states = states.collect_states(shared)
@@ -193,7 +193,7 @@ def _prepare(
             _Content(
                 step,
                 in_host_memory(state) if copied else state,
-                states.serialize({"shared": shared_states, "model": others}),
+                states.serialize({"shared": shared_states, "model": extra_states}),
                 states.serialize({"random": random_state, "per_rank": own_states}),
                 names,
             )

@@ -30,8 +30,6 @@ from fsdp_dynamo.state_dict import optim_state
 from fsdp_dynamo.state_dict.methods import state_dict_type, uncompiled
 
 MODEL, OPTIM = "model", "optim"
-_MAX_SHOWN = 3
-
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
@@ -65,23 +63,25 @@ def tensors_to_save(
     model = uncompiled(model)
     named = optim_state.named_places(model, units_in(model))
     found = _model_state(model)
-    others = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
-    state: dict[str, Any] = {MODEL: {k: v for k, v in found.items() if k not in others}}
+    extra_states = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
+    state: dict[str, Any] = {MODEL: {k: v for k, v in found.items() if k not in extra_states}}
     if optimizers:
         state[OPTIM] = optim_state.save_several(named, optimizers, _SETTINGS, compare)
-    return state, others
+    return state, extra_states
 
 
 # -- loading -------------------------------------------------------------------------------------
 
 
-def model_tensors(index: Metadata, others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Allocate the model's tensors for DCP to read into; ``others`` are the saved extra states."""
+def model_tensors(
+    index: Metadata, extra_states: Mapping[str, Any], model: nn.Module
+) -> dict[str, Any]:
+    """Allocate the model's tensors for DCP to read into."""
     model = uncompiled(model)
-    optim_state.named_places(model, units_in(model))
+    optim_state.named_places(model, units_in(model))  # also raises for a part of a unit
     state = _model_state(model)
     saved = {path[1]: index.state_dict_metadata[key] for key, path in _entries_in(index, MODEL)}
-    _require_same_keys({*saved, *others}, set(state), "state dict")
+    _require_same_keys({*saved, *extra_states}, set(state), "state dict")
     for fqn, entry in saved.items():
         shape = entry.size if isinstance(entry, TensorStorageMetadata) else ()
         _require_shape(f"{MODEL}.{fqn}", shape, state[fqn])
@@ -160,18 +160,18 @@ def prepare_optimizer_load(
     return load
 
 
-def load_model(state: Mapping[str, Any], others: Mapping[str, Any], model: nn.Module) -> None:
+def load_model(state: Mapping[str, Any], extra_states: Mapping[str, Any], model: nn.Module) -> None:
     """Load the tensors of ``model_tensors`` and extra states into the model."""
     model = uncompiled(model)
     with _sharded_form(model):
-        model.load_state_dict({**state[MODEL], **others})
+        model.load_state_dict({**state[MODEL], **extra_states})
 
 
 def _require_same_keys(
     saved: set[str], own: set[str], what: str, *, may_lack: bool = False
 ) -> None:
     lacking = {"the model": saved - own, "the checkpoint": set() if may_lack else own - saved}
-    got = [f"{len(k)} that {who} lacks ({_listed(k)})" for who, k in lacking.items() if k]
+    got = [f"{len(k)} that {who} lacks ({listed(sorted(k))})" for who, k in lacking.items() if k]
     if got:
         raise CheckpointError(
             f"checkpoint: expected a checkpoint of this model's {what}, got {' and '.join(got)}. "
@@ -188,10 +188,11 @@ def _require_shape(key: str, saved: Iterable[int], own: object) -> None:
         )
 
 
-def _listed(names: set[str]) -> str:
-    shown = sorted(names)
-    more = f", and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-    return ", ".join(f"'{name}'" for name in shown[:_MAX_SHOWN]) + more
+def listed(names: Iterable[str]) -> str:
+    """List up to three distinct names, and say how many more there are."""
+    distinct = list(dict.fromkeys(names))
+    shown, num_more = ", ".join(f"'{name}'" for name in distinct[:3]), len(distinct) - 3
+    return f"{shown} and {num_more} more" if num_more > 0 else shown
 
 
 # -- auxiliary states ------------------------------------------------------------------------------

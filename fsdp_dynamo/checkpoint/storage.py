@@ -37,7 +37,7 @@ from fsdp_dynamo.checkpoint.manifest import (
     checksum_of,
     rank_file,
 )
-from fsdp_dynamo.checkpoint.states import require_readable
+from fsdp_dynamo.checkpoint.states import listed, require_readable
 from fsdp_dynamo.errors import CheckpointError, FSDPError, first_line
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -277,9 +277,6 @@ class Writer(FileSystemWriter):
 # A checkpoint's files are compared with its manifest; errors name the affected tensors.
 
 
-_MAX_SHOWN = 3
-
-
 def require_complete_files(folder: Path, manifest: Manifest, share: int, shares: int) -> None:
     """Compare the sizes of files with the manifest, without reading the files.
 
@@ -383,10 +380,7 @@ def _damage_error(path: Path, expected: str, got: str, affected: Sequence[str]) 
 
 
 def _description(path: Path, affected: Sequence[str]) -> str:
-    names = list(dict.fromkeys(affected))
-    if names:
-        listed = ", ".join(f"'{name}'" for name in names[:_MAX_SHOWN])
-        num_more = len(names) - _MAX_SHOWN
-        return f"containing {listed}" + (f" and {num_more} more" if num_more > 0 else "")
+    if affected:
+        return f"containing {listed(affected)}"
     kinds = {INDEX_FILE: "the index of all tensors", SHARED_FILE: "states shared by all ranks"}
     return kinds.get(path.name, "states of one rank")

@@ -73,6 +73,13 @@ def predict(
 
     Secondary shards of HIERARCHICAL_SHARD count as unsharded, and are gathered before the forward,
     as in graph mode.
+
+    Args:
+        inventory: the model's, for the batch of one rank.
+        cluster: ranks and links that it runs on.
+        strategy: the sharding strategy.
+        sizes: bytes per element.
+        checkpointing: whether every unit except the root recomputes its forward.
     """
     sharding = sharding_of(strategy, cluster)
     sizes = without_refused_formats(sizes, sharding, cluster)
@@ -221,7 +228,7 @@ def recommend(predictions: Sequence[Prediction], memory_bytes: int) -> Predictio
 def format_report(
     inventory: Inventory, cluster: Cluster, predictions: Sequence[Prediction], tokens: int
 ) -> str:
-    """Format the output of ``python -m fsdp_dynamo estimate``.
+    """Format ``predictions`` of an ``inventory`` on a ``cluster``, as the command line prints them.
 
     ``tokens`` is their number per rank and step, 0 if unknown.
     """
@@ -343,3 +350,6 @@ def _code(best: Prediction) -> list[str]:
 
 def _ms(value: float) -> str:
     return f"{value:,.1f} ms" if value < 1e4 else f"{value / 1e3:,.1f} s"
+
+
+__all__ = ["Prediction", "predict"]

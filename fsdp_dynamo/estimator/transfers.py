@@ -392,7 +392,10 @@ class Cluster:
         return Traffic((ranks - 1 - outside) * shard, outside * shard)
 
     def collective_ms(self, pattern: Pattern, num_bytes: float, ranks: int, nodes: int) -> float:
-        """Return the milliseconds of a collective, bound by the slower link; see ``traffic``."""
+        """Return the milliseconds of a collective, bound by the slower link.
+
+        ``pattern``, ``num_bytes``, ``ranks`` and ``nodes`` are those of ``traffic``.
+        """
         if ranks == 1:
             return 0.0
         traffic = self.traffic(pattern, num_bytes, ranks, nodes)

@@ -42,7 +42,8 @@ class Sharding:
 def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> FSDPModule:
     """Shard and compile a model in place, unless it is sharded already, and return it.
 
-    All ranks get rank 0's values, as with ``DistributedDataParallel``.
+    All ranks get rank 0's values, as with ``DistributedDataParallel``. ``sharding`` has the
+    settings, ``device`` is the one that computes.
 
     Raises:
         FSDPStateError: there is no process group.

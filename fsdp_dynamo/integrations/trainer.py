@@ -72,7 +72,11 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse settings that would shard a second time; otherwise as in ``Trainer``."""
+        """Refuse settings that would shard a second time; otherwise as in ``Trainer``.
+
+        Raises:
+            UnsupportedError: see the class.
+        """
         _check(self.args)
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -168,7 +172,10 @@ class FSDPTrainer(Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any
     ) -> Any:
-        """Train as ``Trainer`` does; ``resume_from_checkpoint=True`` skips incomplete folders."""
+        """Train as ``Trainer`` does, with its ``arguments`` and ``named`` arguments.
+
+        ``resume_from_checkpoint=True`` skips incomplete folders.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *arguments, **named)

@@ -18,14 +18,17 @@ from graph_passes.text.listing import Line, of_unit, units_in
 
 PHASES = ("dynamo", "joint", "forward", "backward")
 
-_TORCH_STAGES = {
+_DYNAMO_STAGES = {
     "dynamo_output_graph": ("dynamo", "captured"),
+    DECOMPILED: ("dynamo", "decompiled"),
+}
+_AOT_STAGES = {
     "aot_joint_graph": ("joint", "traced"),
     "aot_forward_graph": ("forward", "partition"),
     "aot_inference_graph": ("forward", "partition"),
     "aot_backward_graph": ("backward", "partition"),
 }
-"""Phase and stage of those artifacts of torch that are graphs."""
+"""Phases and stages of artifacts that are graphs."""
 
 _CODE = "inductor_output_code"
 _AOT_ID = re.compile(r"AOT ID: \['(\d+)_(forward|backward|inference)'\]")
@@ -95,38 +98,34 @@ def _with_unique_names(listings: Iterable[Listing]) -> Iterator[Listing]:
 
 def _of_frame(artifacts: Sequence[Artifact]) -> Iterator[Listing]:
     """Yield the listings of one compiled frame, its graphs numbered from 0."""
-    ours = any(a.name.startswith(PREFIX) and a.name != DECOMPILED for a in artifacts)
-    unit = None if ours else artifacts[0].unit
+    # In graph mode a frame is a whole step, and artifacts of ours show more than those of torch.
+    is_whole_step = any(a.name.startswith(PREFIX) and a.name != DECOMPILED for a in artifacts)
+    unit = None if is_whole_step else artifacts[0].unit
+    placed: tuple[str, str] | None  # phase and stage
     counts: dict[tuple[str, str], int] = {}
     ids: dict[str, int] = {}
     for artifact in artifacts:
-        placed = _our_stage(artifact.name) if ours else _torch_stage(artifact)
-        if artifact.name == DECOMPILED or artifact.name == "dynamo_output_graph":
-            placed = _TORCH_STAGES.get(artifact.name, ("dynamo", "decompiled"))
+        aot = _AOT_ID.search(artifact.text) if artifact.name == _CODE else None
+        if artifact.name in _DYNAMO_STAGES:
+            placed = _DYNAMO_STAGES[artifact.name]
+        elif is_whole_step:
+            phase, _, stage = artifact.name.removeprefix(PREFIX).partition(".")
+            placed = (phase, stage) if stage and artifact.name.startswith(PREFIX) else None
+        elif artifact.name == _CODE:
+            is_backward = aot is not None and aot[2] == "backward"
+            placed = ("backward" if is_backward else "forward", "inductor")
+        else:
+            placed = _AOT_STAGES.get(artifact.name)
         if placed is None:
             continue
         graph = counts.get(placed, 0)
         counts[placed] = graph + 1
-        aot = _AOT_ID.search(artifact.text) if artifact.name == _CODE else None
         # Inductor's segments are compiled in the order in which they run, so a backward's come in
         # reverse: the AOT id gives both phases of a segment the same number.
         if aot is not None:
             graph = ids.setdefault(aot[1], len(ids))
         text = artifact.text.replace("class <lambda>(", "class Graph(")  # to be valid Python
         yield Listing(unit, graph, *placed, text)
-
-
-def _our_stage(name: str) -> tuple[str, str] | None:
-    phase, bar, stage = name.removeprefix(PREFIX).partition(".")
-    return (phase, stage) if bar and name.startswith(PREFIX) else None
-
-
-def _torch_stage(artifact: Artifact) -> tuple[str, str] | None:
-    if artifact.name != _CODE:
-        return _TORCH_STAGES.get(artifact.name)
-    aot = _AOT_ID.search(artifact.text)
-    is_backward = aot is not None and aot[2] == "backward"
-    return ("backward" if is_backward else "forward", "inductor")
 
 
 def _listings_by_unit(whole: Listing) -> Iterator[Listing]:
