@@ -102,10 +102,11 @@ def _complete(saved: Future[Path], write: Callable[[], Path]) -> None:
     """Write a checkpoint, and give the future its result or exception."""
     try:
         path = write()
-    except Exception as error:  # noqa: BLE001  # the future raises it
-        warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
+    except BaseException as error:  # noqa: BLE001  # the future raises it
         failure = CheckpointError(error_text(error))
         failure.__cause__ = error
+        with suppress(UserWarning):  # a filter may raise it; the future completes nevertheless
+            warnings.warn(f"a checkpoint was not saved: {error_text(error)}", stacklevel=1)
         saved.set_exception(failure)
     else:
         saved.set_result(path)

@@ -548,6 +548,17 @@ def test_saving_after_one_that_failed(ranks: RankPool, tmp_path: Path) -> None:
         assert "went away" in told
 
 
+def test_a_failed_save_completes_if_warnings_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.Writer, "write_data", _gone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a checkpoint was not saved")
+        failed = checkpoint.async_save(tmp_path, _model()[0], step=1)
+        with pytest.raises(CheckpointError, match="removed by another process"):
+            failed.result(60)
+
+
 def _moving(rank: int, world_size: int, folder: str) -> tuple[str, tuple[str, str]]:
     model, optimizer = _run(rank)
     elsewhere = Path(folder, "elsewhere")
