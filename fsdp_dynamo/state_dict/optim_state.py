@@ -1,8 +1,8 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
-An optimizer holds DTensors, by number. A state that is placed as its parameter is saved as the
-parameter is: as the unsharded tensor, as a DTensor, or as this rank's part of it. Other states
-(step counts, sums over rows of the unsharded parameter) stay as they are, the same on all ranks.
+An optimizer holds DTensors, by number. A state placed as its parameter is saved as the parameter
+is: unsharded, as a DTensor, or as this rank's part. All other states (step counts, row sums of the
+unsharded parameter) are saved unchanged, and are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fsdp_dynamo.state_dict.conversion import (
 )
 
 Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
-"""Raises if ranks of one of the groups have different texts."""
+"""Function that raises if ranks of one of the groups have different texts."""
 
 _WHERE = "optimizer state dict"
 STATES_NAME = "optimizer states"
@@ -58,10 +58,10 @@ class ParamPlace:
     """Place of an optimizer's parameter in the model.
 
     Attributes:
-        fqn: its plain FQN.
+        fqn: plain FQN.
         param: the parameter.
-        flat: the flat parameter that holds it; ``None`` if no unit does.
-        index: its position in the flat parameter.
+        flat: flat parameter that holds it, or ``None``.
+        index: index in the flat parameter.
     """
 
     fqn: str
@@ -78,7 +78,7 @@ class NamedParams:
     flats: Sequence[FlatParameter]
 
     def of(self, optim: torch.optim.Optimizer) -> Iterator[tuple[int, int, ParamPlace]]:
-        """Group number, number among all parameters, and place of each optimizer parameter."""
+        """Yield group number, overall number and place of each optimizer parameter."""
         number = 0
         for group_number, group in enumerate(optim.param_groups):
             for param in group["params"]:
@@ -124,11 +124,9 @@ def save(
     settings: StateDictSettings,
     compare: Compare | None = None,
 ) -> dict[str, Any]:
-    """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings.
+    """Convert ``given``, an ``optim.state_dict()``, to FQNs and the form of the settings.
 
-    Args:
-        compare: compares states that must be the same on all ranks, those of units; by default,
-            through the store.
+    ``compare`` compares units' states that must be equal on all ranks; default: through the store.
     """
     compare = compare or _compare_through_store
     places = list(named.of(optim))
@@ -150,7 +148,7 @@ def save(
 
 
 def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mapping[str, Any]:
-    """A parameter's state; of a named optimizer, by its name."""
+    """Return a parameter's state: by number, or by name for a named optimizer."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
     return found
@@ -172,7 +170,7 @@ def _groups_to_save(
 def _states_by_rank(
     states: Mapping[ParamPlace, Mapping[str, Any]], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Sharded or local states."""
+    """Return sharded or local states."""
     result: dict[str, Any] = {}
     to_cpu = settings.optim_state_dict_config.offload_to_cpu
     for place, state in states.items():
@@ -188,7 +186,7 @@ def _states_of_no_parameter(
     places: Sequence[tuple[int, int, ParamPlace]],
     settings: StateDictSettings,
 ) -> dict[Any, Any]:
-    """Entries that users have put beside those of the parameters: saved as they are."""
+    """Return entries that users have added beside those of parameters, unchanged."""
     known = {key for _, number, place in places for key in (number, place.fqn)}
     others = {key: value for key, value in given["state"].items() if key not in known}
     if others:
@@ -203,7 +201,7 @@ def save_several(
     settings: StateDictSettings,
     compare: Compare | None = None,
 ) -> dict[str, Any]:
-    """States of several optimizers in one state dict, as ``save`` gives them.
+    """Save the states of several optimizers in one state dict.
 
     Raises:
         FSDPValueError: two optimizers have the same parameter.
@@ -239,7 +237,7 @@ def _value_to_save(place: ParamPlace, value: Any, form: StateDictType) -> Any:
 
 
 def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
-    """A nested value with copies of its tensors; with ``is_deep``, of its other values as well."""
+    """Copy a nested value's tensors; with ``is_deep``, its other values too."""
 
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -255,10 +253,9 @@ def _full_state(
     states: Mapping[ParamPlace, Mapping[str, Any]],
     settings: StateDictSettings,
 ) -> dict[str, Any] | None:
-    """Unsharded states, gathered for one flat parameter, kind of state and dtype at a time.
+    """Gather unsharded states, one flat parameter, state name and dtype at a time.
 
-    Returns:
-        ``None`` on ranks that are to have none.
+    Returns ``None`` on ranks that are to have no states.
     """
     config = settings.optim_state_dict_config
     to_cpu = config.offload_to_cpu
@@ -273,7 +270,7 @@ def _full_state(
             having = {i: m for i, m in enumerate(members) if m is not None and name in states[m]}
             values = {number: states[m][name] for number, m in having.items()}
             parts = {n: v for n, v in values.items() if _is_like_param(having[n], v)}
-            # In a comprehension, as a variable would keep this buffer while the next is gathered.
+            # A comprehension: a loop variable would keep this buffer while the next is gathered.
             whole = {n: copied(v, to_cpu) for n, v in gather_states(flat, parts) if wanted}
             for number, value in values.items() if wanted else ():
                 kept = whole[number] if number in whole else copied(value, to_cpu)
@@ -287,7 +284,7 @@ def _full_state(
 def _states_by_groups(
     named: NamedParams, states: Mapping[ParamPlace, Mapping[str, Any]]
 ) -> dict[tuple[dist.ProcessGroup, ...], dict[ParamPlace, Mapping[str, Any]]]:
-    """States of units, by the groups that share them, in an order that all ranks have."""
+    """Group the states of units by the groups that share them, in an order equal on all ranks."""
     result: dict[Any, dict[ParamPlace, Mapping[str, Any]]] = {
         flat.groups.all: {} for flat in named.flats
     }
@@ -303,10 +300,10 @@ def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> No
 
 
 def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
-    """Text that all ranks must have in common, as JSON.
+    """Canonical JSON text that must be equal on all ranks.
 
-    It has the names of all states, the dtypes of this rank's parts, and fingerprints of the other
-    states: another sharding can use these only if they are the same on all ranks.
+    It contains the names of all states, the dtypes of this rank's parts, and fingerprints of all
+    other states: another sharding can use these only if they are the same on all ranks.
     """
     numbers = _scalar_values(v for state in states.values() for v in state.values())
 
@@ -321,11 +318,11 @@ def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
 
 
 def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
-    """Values of all tensors of one element, by ``id``, with one copy per device."""
+    """Read all one-element tensors with one copy per device; keyed by ``id``."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for value in values:
         if isinstance(value, DTensor):
-            continue  # a part, of one element in all
+            continue  # a parameter of one element
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             by_device.setdefault(value.device, []).append(value)
     result: dict[int, float] = {}
@@ -336,7 +333,7 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
 
 
 def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
-    """A JSON value that differs between different values."""
+    """Return a JSON value that differs between different values."""
     if isinstance(value, DTensor):
         raise UnsupportedError(
             f"{_WHERE}: expected states that are placed as the parameter, or plain tensors, got a "
@@ -368,13 +365,9 @@ def load(
     *,
     may_lack: bool = False,
 ) -> dict[str, Any]:
-    """A state dict under FQNs, converted to numbers and this rank's parts.
+    """Convert a state dict under FQNs to the argument of ``optim.load_state_dict``.
 
-    The result is what ``optim.load_state_dict`` takes.
-
-    Args:
-        is_named: FQNs instead of numbers, for an optimizer that loads these.
-        may_lack: accept parameters that are in no saved group.
+    ``is_named`` keeps FQNs instead of numbers. ``may_lack`` accepts parameters in no saved group.
     """
     if "state" not in given:
         raise _mismatch_error("a state dict with 'state'", f"{sorted(map(str, given))}")
@@ -411,7 +404,7 @@ def _loaded(
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):
             placing = place.flat.originals[place.index].placing
-            # Else the whole tensor, of which the part may be a view, would stay.
+            # The part may be a view: without a copy it would keep the whole tensor alive.
             copies = copies or not (isinstance(value, DTensor) and placing.holds(value))
             part = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
             return copied(part) if copies else part
@@ -420,7 +413,7 @@ def _loaded(
 
 
 def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a saved state is as large as its unsharded parameter."""
+    """Return whether a saved state has the shape of its unsharded parameter."""
     if place.flat is None or shape != place.flat.originals[place.index].placing.shape:
         return False
     return math.prod(shape) > 1 or name not in SCALAR_STATES
@@ -429,13 +422,7 @@ def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool
 def empty_like_saved(
     place: ParamPlace, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Memory for a saved state: for this rank's part of it if it is as large as its parameter.
-
-    Args:
-        place: of the parameter.
-        name: of the state.
-        shape, dtype: of the saved, unsharded state.
-    """
+    """Allocate a saved state, or this rank's part if it has the shape of its parameter."""
     if place.flat is None or not _is_like_whole(place, name, shape):
         return torch.empty(shape, dtype=dtype)
     local = torch.empty_like(place.param, dtype=dtype, requires_grad=False)
@@ -449,7 +436,7 @@ def _groups(
     saved: Sequence[Mapping[str, Any]],
     may_lack: bool,
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the settings that were saved for them."""
+    """Return the optimizer's groups with the settings that were saved for them."""
     fqns: list[list[str]] = [[] for _ in optim.param_groups]
     for group_number, _, place in places:
         fqns[group_number].append(place.fqn)
@@ -466,7 +453,7 @@ def _groups(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters and their names, which are the optimizer's own."""
+    """Return a group without its parameters and their names, which are the optimizer's own."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
@@ -475,16 +462,16 @@ def _sources(
     saved: Sequence[Mapping[str, Any]],
     settings: Sequence[Mapping[str, Any]],
 ) -> list[int | None]:
-    """Number of the saved group that has the settings of each of the optimizer's groups.
+    """Return, for each of the optimizer's groups, the number of the saved group with its settings.
 
-    A group has those of its parameters. A group without parameters has those of the saved one in
-    its place, counted from the optimizer's other groups, as groups of other optimizers may precede
-    them; where groups were reordered, the k-th of the optimizer's has those of the k-th saved one.
-    ``None``: no group without parameters was saved.
+    A group takes the settings of the saved group that contains its parameters. A group without
+    parameters takes those of the saved group in its place. Places are counted from the optimizer's
+    other groups, as groups of other optimizers may precede them. If groups were reordered, the k-th
+    empty group takes the settings of the k-th saved one. ``None``: no empty group was saved.
 
     Args:
         fqns: parameters of each of the optimizer's groups.
-        saved: groups of the optimizer, perhaps of others too.
+        saved: groups of the optimizer, perhaps of other optimizers too.
         settings: settings of the saved groups.
 
     Raises:
