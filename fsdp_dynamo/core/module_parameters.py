@@ -1,8 +1,8 @@
 """The entries of modules' ``_parameters`` that a flat parameter fills.
 
 Between steps they hold the original parameters, views of the shard; while the unit runs, views of
-the unsharded flat parameter. What the user puts there in between is noticed before the next
-forward, and either taken into the shard or refused.
+the unsharded buffer. Values that the user puts there in between are detected before the next
+forward, and copied into the shard or refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
 
 class ModuleParameters:
-    """Tensors that modules hold in the places of one flat parameter's original parameters.
-
-    Args:
-        originals: in traversal order.
+    """Tensors that modules hold in place of one flat parameter's original parameters.
 
     Attributes:
-        lacking: indices of originals that have no values yet: they stay on the meta device.
-        frozen: indices of originals that are not trained, as of the last forward.
-        views: what modules see in place of the originals; empty if they see these.
-        is_summoned: whether the originals are whole on the user's request, on some rank at least.
-        is_whole: whether they are on this rank.
-        paths: of its unit, for messages.
+        lacking: indices of uninitialized originals, which stay on the meta device.
+        frozen: indices of originals that were not trained in the last forward.
+        views: tensors that modules hold in place of the originals; empty: the originals.
+        is_summoned: whether ``summon_full_params`` has made the originals whole on any rank.
+        is_whole: whether it has on this rank.
+        paths: paths of the unit, for messages.
     """
 
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
@@ -53,17 +50,17 @@ class ModuleParameters:
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
-        self._gathered: list[tuple[OriginalParameter, int]] = []  # shown, with their versions
+        self._gathered: list[tuple[OriginalParameter, int]] = []  # with versions when shown
         self._put_since: list[tuple[nn.Module, str, nn.Parameter | None]] = []  # by the user
-        # For each place of an original: who holds it, its name, it, the tensor whose memory it has,
-        # that one's elements and address, and whether it is trained.
+        # For each site of an original: the module's `_parameters`, the name, the original, its
+        # local tensor, that tensor's numel and address, and `requires_grad`.
         self._as_left: list[_Facts] = []
 
     def as_parallel(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views with DTensors in place of those that tensor parallelism has split; differentiable.
+        """Wrap views that tensor parallelism has split in DTensors; differentiable.
 
-        Made once in a forward: its backward shows them again, with gradients off, to what
-        activation checkpointing recomputes.
+        Call this once per forward. Activation checkpointing recomputes with the same tensors: the
+        backward shows them again, when gradients are off.
         """
         if not self._has_parallel:
             return [*views]
@@ -73,11 +70,11 @@ class ModuleParameters:
         ]
 
     def set_views(self, views: Sequence[torch.Tensor]) -> None:
-        """Let every module see the views in place of its parameters.
+        """Make every module hold the views in place of its parameters.
 
-        A view is no ``nn.Parameter`` and cannot be registered; as a plain attribute AOTAutograd
-        would not see it. So it goes into ``_parameters`` directly. What the user has put there
-        since the forward is for the next forward: ``unset_views`` puts it back.
+        A view is no ``nn.Parameter`` and cannot be registered, and AOTAutograd would not see a
+        plain attribute. So it goes into ``_parameters`` directly. A value that the user has put
+        there since the forward is meant for the next forward: ``unset_views`` restores it.
         """
         for original, view in zip(self._originals, views, strict=True):
             for module, name, _ in original.sites:
@@ -96,13 +93,13 @@ class ModuleParameters:
         self.views = views
 
     def show_stand_ins(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let modules that hold views hold other tensors, until ``hide_stand_ins``."""
+        """Replace the views in modules by ``of(view)``, until ``hide_stand_ins``."""
         if self.views and self._stood_in_for is None:
             self._stood_in_for = self.views
             self._exchange([of(view) for view in self.views])
 
     def hide_stand_ins(self) -> None:
-        """Let modules hold the views again."""
+        """Put the views back into modules."""
         if self._stood_in_for is not None:
             self._exchange(self._stood_in_for)
             self._stood_in_for = None
@@ -110,16 +107,12 @@ class ModuleParameters:
     def _exchange(self, views: Sequence[torch.Tensor]) -> None:
         for original, held, view in zip(self._originals, self.views, views, strict=True):
             for module, name, _ in original.sites:
-                if module._parameters.get(name) is held:  # the user may have put another there
+                if module._parameters.get(name) is held:  # not if the user has replaced it
                     module._parameters[name] = view  # type: ignore[assignment]
         self.views = views
 
     def require_kept_views(self) -> None:
-        """Raise at the end of a forward that has not put its parameters back.
-
-        Raises:
-            FSDPStateError: names one that is gone, or has a new value.
-        """
+        """Raise after a forward that has removed or replaced its parameters."""
         for original, view in zip(self._originals, self.views, strict=False):
             for module, name, _ in original.sites:
                 if name in module._parameters or (_has(module, name) and not _was_moved(view)):
@@ -133,22 +126,22 @@ class ModuleParameters:
                 )
 
     def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
-        """Let modules hold whole, plain parameters in place of DTensors, to be read."""
+        """Make modules hold whole, plain parameters in place of DTensors, for reading."""
         self.hide_gathered()
         for original, view in zip(self._originals, views, strict=True):
-            value = view.data  # has a version of its own
+            value = view.data  # own version counter: tells writes by the user
             if original.parallel is not None:
                 value = original.parallel.as_dtensor(value)
             whole = original.show_whole(value, self.paths.fqn_of(original.fqn))
             self._gathered.append((original, whole._version))
 
     def hide_gathered(self) -> None:
-        """Let modules hold DTensors again.
+        """Make modules hold DTensors again.
 
         Raises:
-            FSDPStateError: a whole one was written, or has a gradient, which would be lost.
+            FSDPStateError: a whole parameter was written or has a gradient, which would be lost.
         """
-        if not self._gathered:  # as before every forward, mostly
+        if not self._gathered:  # the common case, before every forward
             return
         shown, self._gathered = self._gathered, []
         lost = [
@@ -157,7 +150,7 @@ class ModuleParameters:
             if original.held._version != version or original.held.grad is not None
         ]
         for original, _ in shown:
-            set_readable(original.held, False)  # its memory is about to go
+            set_readable(original.held, False)  # its memory is about to be freed
             original.end_whole()
         if lost:
             raise FSDPStateError(
@@ -168,7 +161,7 @@ class ModuleParameters:
             )
 
     def unset_views(self) -> None:
-        """Put the original parameters back."""
+        """Put the original parameters back into modules."""
         if not self.views:
             return
         for original in self._originals:
@@ -184,11 +177,9 @@ class ModuleParameters:
 
     @torch.no_grad()
     def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
-        """Let each original parameter be this rank's part of the shard.
+        """Make each original parameter this rank's part of the shard.
 
-        Args:
-            parts: views of the shard, one per original.
-            frees_grad_dtype: whether gradients may have another dtype than the parameters.
+        ``frees_grad_dtype`` lets gradients have another dtype than the parameters.
         """
         self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
         for i, (original, part) in enumerate(zip(self._originals, parts, strict=True)):
@@ -199,7 +190,7 @@ class ModuleParameters:
         self._remember()
 
     def _remember(self) -> None:
-        """Note how the originals are left, and which of them are frozen."""
+        """Record the state of the originals, with which ``are_as_left`` compares."""
         self._times_noted += 1
         self._params = [original.param for original in self._originals]
         self._as_left = []
@@ -212,22 +203,22 @@ class ModuleParameters:
         self.frozen = self.frozen_now()
 
     def frozen_now(self) -> frozenset[int]:
-        """Indices of originals that are not trained at the moment."""
+        """Indices of originals that are not trained now."""
         return frozenset([i for i, param in enumerate(self._params) if not param.requires_grad])
 
     def add_versions(self, versions: list[int]) -> None:
-        """Add numbers that are others once an original was written in place, moved or replaced."""
+        """Append numbers that change when an original is written in place, moved or replaced."""
         versions.append(self._times_noted)
         versions += [param._version for param in self._params]
         if self._parts:
-            versions.append(self._parts[0]._version)  # of all: what is written through DTensors
+            versions.append(self._parts[0]._version)  # shared by all parts: writes to local tensors
 
     def check(self) -> None:
-        """Make sure before a forward that the shard holds the originals' values.
+        """Check before a forward that the shard holds the originals' values.
 
         Raises:
-            FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
-                was removed, or has no values.
+            FSDPStateError: inside ``summon_full_params``, a parameter was removed or is
+                uninitialized, or ``write_back`` raises.
         """
         if self.is_summoned:
             raise FSDPStateError(
@@ -247,11 +238,7 @@ class ModuleParameters:
         self._remember()
 
     def require_values(self) -> None:
-        """Raise if originals are on the meta device still.
-
-        Raises:
-            FSDPStateError: names them.
-        """
+        """Raise if originals are still on the meta device."""
         if self.lacking:
             fqns = [self._originals[i].fqn for i in sorted(self.lacking)]
             raise FSDPStateError(
@@ -263,7 +250,7 @@ class ModuleParameters:
             )
 
     def end_lack(self, indices: set[int]) -> None:
-        """Let originals that had no values be their parts of the shard, to be written."""
+        """Materialize originals: make them their parts of the shard, to be written."""
         if indices & self.lacking:
             self.lacking -= indices
             self.show_shard(self._parts, self._frees_grad_dtype)
@@ -278,15 +265,15 @@ class ModuleParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Take into the shard what was put in the place of an original since it was last used.
+        """Copy values that the user has put in the place of an original into the shard.
 
-        That is other local memory, or another ``nn.Parameter``, whole or a DTensor: its values are
-        copied, and the original is in its place again. Of an original without values it is what is
-        not on the meta device any more.
+        The user may have put another ``nn.Parameter`` there, whole or a DTensor, or changed the
+        local tensor. The original is put back. An uninitialized original is written back once it is
+        no longer on the meta device.
 
         Raises:
-            FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
-                several places; what ``hide_gathered`` raises.
+            FSDPStateError: the value has another shape or dtype, is a parameter of a unit, or is in
+                only one of several tied places; or ``hide_gathered`` raises.
         """
         self.hide_gathered()
         if not (self.views or self.is_summoned):
@@ -294,7 +281,7 @@ class ModuleParameters:
 
     @torch.no_grad()
     def write_back_lacking(self) -> None:
-        """``write_back`` of those originals only that had no values."""
+        """Write back uninitialized originals only."""
         self._take([i for i in sorted(self.lacking) if self._is_replaced(i)])
 
     def _take(self, replaced: Sequence[int]) -> None:
@@ -303,7 +290,7 @@ class ModuleParameters:
         parts = self._parts
         originals = self._originals
         new = {i: self.replacement(originals[i]) for i in replaced}
-        # Copies: a new value may lie in another one's place.
+        # Copies: a new value may be a view of the shard, in the place of another parameter.
         values = [originals[i].part_of(param).clone() for i, param in new.items()]
         for (i, param), value in zip(new.items(), values, strict=True):
             if param is not originals[i].param:
@@ -314,9 +301,9 @@ class ModuleParameters:
         self.show_shard(parts, self._frees_grad_dtype)
 
     def are_in_place(self) -> bool:
-        """Whether modules hold the originals, trained or frozen as before: the same on all ranks.
+        """Return whether modules hold the originals, trained or frozen as before (on all ranks).
 
-        Not whether they have other storage: a rank without elements of one could not tell.
+        Storages are not compared: a rank without elements of a parameter could not tell.
         """
         for holder, name, param, *_, requires_grad in self._as_left:
             if holder.get(name) is not param or param.requires_grad is not requires_grad:
@@ -324,7 +311,10 @@ class ModuleParameters:
         return True
 
     def are_as_left(self) -> bool:
-        """Whether all originals are where and what they were; runs before every unshard."""
+        """Return whether all originals are unchanged objects with unchanged storage.
+
+        This runs before every unshard.
+        """
         for holder, name, param, memory, numel, address, requires_grad in self._as_left:
             if (
                 holder.get(name) is not param
@@ -337,7 +327,7 @@ class ModuleParameters:
         return True
 
     def _replaced(self) -> list[int]:
-        """Positions of originals that are other objects now, or have other storage."""
+        """Indices of originals that were replaced or have other storage."""
         return [i for i in range(len(self._originals)) if self._is_replaced(i)]
 
     def _is_replaced(self, index: int) -> bool:
@@ -353,10 +343,10 @@ class ModuleParameters:
         )
 
     def replacement(self, original: OriginalParameter) -> nn.Parameter:
-        """The parameter in the place of an original now.
+        """Return the parameter that modules hold in place of an original now.
 
         Raises:
-            FSDPStateError: it is none that can be the original.
+            FSDPStateError: it cannot replace the original.
         """
         param, *others = original.present() or [original.held]
         if others:
@@ -390,22 +380,22 @@ class ModuleParameters:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Whether a module holds a parameter or what the forward has put in its place.
+    """Return whether a module holds a parameter, or what the forward has put in its place.
 
-    ``remove_parametrizations`` makes a buffer of a view, and an assignment a plain attribute.
+    ``remove_parametrizations`` turns a view into a buffer, and an assignment into an attribute.
     """
     return name in module._parameters or name in module._buffers or name in module.__dict__
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Put a tensor in the place of a parameter, which is in one of the tables of ``_has``."""
+    """Replace a parameter that is in one of the tables of ``_has`` by a tensor."""
     module._parameters[name] = tensor  # type: ignore[assignment]
     module._buffers.pop(name, None)
     module.__dict__.pop(name, None)
 
 
 def _was_moved(view: torch.Tensor) -> bool:
-    """Whether ``set_()`` has given a view other memory."""
+    """Return whether ``set_()`` has given a view other memory."""
     base = view._base
     return (
         base is not None and view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
@@ -413,18 +403,18 @@ def _was_moved(view: torch.Tensor) -> bool:
 
 
 def set_readable(tensor: torch.Tensor, readable: bool) -> None:
-    """Let autograd unpack what it has saved of a tensor, or refuse to."""
+    """Allow or forbid autograd to unpack what it has saved of a tensor."""
     version = tensor._version % UNREADABLE
     set_version(tensor, version if readable else version + UNREADABLE)
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the number by which autograd sees that what it has saved was changed."""
+    """Set the version counter that autograd compares for saved tensors."""
     _set_versions((tensor,), (version,))
 
 
 def note_version(unsharded: torch.Tensor) -> None:
-    """Note the version of a buffer of which views are made, before a parametrization raises it."""
+    """Record the version of a buffer of which views are made: a parametrization may raise it."""
     setattr(unsharded, _NOTED, unsharded._version)
 
 
@@ -432,29 +422,28 @@ _NOTED = "_fsdp_dynamo_version"
 
 
 def put_version_back(unsharded: torch.Tensor) -> None:
-    """Let a buffer have the version that was noted, if it was raised by one since."""
+    """Reset the version of a buffer to the recorded version, if it was raised by one since."""
     noted = getattr(unsharded, _NOTED, None)
     if noted is not None and unsharded._version == noted + 1:
         set_version(unsharded, noted)
 
 
 # -- late parameters -------------------------------------------------------------------------------
-# Parameters added to a unit's modules after wrapping, which nothing would synchronise.
 
 
 Walk = Callable[[], Iterable[tuple[str, nn.Module]]]
 
 
 class LateParameterCheck:
-    """Check that no trainable parameter was added to a unit's modules.
+    """Check that no trainable parameter was added to a unit's modules after wrapping.
 
-    A full walk takes as long as the hooks of a forward, so before each forward only the sizes and
-    the children of the known modules are compared with those at the last walk.
+    A full walk takes as long as the hooks of a forward. So a check compares only the sizes and
+    children of known modules with those of the last walk.
 
     Args:
         modules: walks over the unit's modules with their FQNs, without nested units and ignored
             modules.
-        ignored: parameters that the user synchronises.
+        ignored: parameters that the user synchronizes.
     """
 
     def __init__(self, modules: Walk, ignored: set[nn.Parameter]) -> None:
@@ -463,11 +452,7 @@ class LateParameterCheck:
         self._remember()
 
     def check(self, paths: UnitPaths) -> None:
-        """Raise if modules have changed and one now has a trainable parameter of no unit.
-
-        Raises:
-            FSDPStateError: names the parameter.
-        """
+        """Raise if a changed module has a trainable parameter that no unit holds."""
         if self._is_as_remembered():
             return
         for fqn, module in self._modules():

@@ -23,7 +23,7 @@ from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
 
 MAX_REDUCES = 2
-"""Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
+"""Reductions in flight. Each keeps an unsharded gradient alive, almost two on gloo."""
 
 
 @dataclass
@@ -34,14 +34,14 @@ class PendingReduce:
         flat: owner of the gradient.
         in_flight: the collective issued last.
         sharded_grad: its output.
-        over_replicas: starts the reduction over replicas, or between nodes, once; ``None`` where
-            there is none.
-        held: what an earlier collective may still read.
-        beside: the streams, where the second collective was issued on one of its own.
-        stream: where it was issued; ``None`` where the host does not run ahead. It is finished
-            there, too, as the memory of the gradient is that stream's.
+        over_replicas: starts the second collective, over replicas or between nodes; ``None`` if
+            there is none or it has started.
+        unused: indices of parameters without a gradient on this rank.
         is_partial: whether the reduction over replicas is left to a later backward.
-        unused: indices of parameters of which this rank has no gradient.
+        held: buffers that an earlier collective may still read.
+        beside: side streams, if the second collective was issued on one of them.
+        stream: stream on which it was issued, or ``None`` on CPUs. It is finished there too,
+            because the gradient's memory belongs to that stream.
     """
 
     flat: FlatParameter
@@ -55,32 +55,34 @@ class PendingReduce:
     stream: Any = None
 
     def advance(self) -> None:
-        """Start the reduction over replicas, if there is one."""
+        """Wait for the first collective and start the second one, if there is one."""
         if self.over_replicas is not None:
             self.in_flight.wait()
             self.in_flight, self.over_replicas = self.over_replicas(), None
 
     def advance_beside(self, streams: SideStreams) -> None:
-        """Advance without holding back the stream that computes."""
+        """Advance on the stream of replicas, so that the current stream does not wait."""
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
         self.beside = streams
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Enqueue what is issued inside where it was issued; the current stream follows."""
+        """Enqueue the work inside on the issuing stream; the current stream then follows it."""
         streams = side_streams(self.flat.device)
         if streams is None or self.stream is None:
             return nullcontext()
         return streams.on_followed(self.stream)
 
     def finish(self) -> torch.Tensor | None:
-        """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
+        """Wait; return the reduced gradient, ``None`` if it still waits for replicas."""
         self.advance()
         flat = self.flat
         if self.beside is None or (flat.hierarchy is None and flat.replica_wire is None):
             self.in_flight.wait()
-        else:  # messages in a format have memory of the stream beside
+        else:
+            # The second collective has buffers of the replicas' stream: that stream must not reuse
+            # them before the current stream, which reads them in wait(), has passed.
             self.held = (*self.held, *self.in_flight.buffers)
             self.in_flight.wait()
             self.beside.replicas_follow()
@@ -99,7 +101,7 @@ class PendingReduce:
 def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = True) -> PendingReduce:
     """Start the mean over ranks of an unsharded gradient.
 
-    ``may_lack``: whether parameters may have none in it.
+    ``may_lack``: whether parameters may have no gradient in it.
     """
     if flat.hierarchy is not None:
         return _issue_on_levels(flat, flat.hierarchy, given, may_lack)
@@ -135,7 +137,7 @@ def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = Tru
 def _issue_on_levels(
     flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
 ) -> PendingReduce:
-    """Start the mean inside a node; that between nodes, which may have a format, follows."""
+    """Start the mean in the node; the mean between nodes follows, in the wire format."""
     in_node, plan = flat.reduce_plans(flat.wires(flat.is_full_precision))
     secondary = in_node.new_shard(given.flat)
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
@@ -155,10 +157,10 @@ def _issue_on_levels(
 
 @torch.no_grad()
 def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
-    """Reduce what waits for a reduction of parameters that are frozen by now.
+    """Reduce pending gradients of parameters that were frozen since.
 
-    Nothing is added to it any more, and what comes with later gradients is not theirs. Every rank
-    must call it, before a forward and before a sum goes into a gradient.
+    Later gradients are not theirs, so their sums are complete. Every rank must call it, before a
+    forward and before a sum is added to a gradient.
     """
     for flat in flats:
         waiting = flat.grad_sum
@@ -179,9 +181,9 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
 def without_frozen(
     grads: Mapping[FlatParameter, list[torch.Tensor | None]],
 ) -> list[tuple[FlatParameter, list[torch.Tensor | None]]]:
-    """Leave out gradients of parameters that were frozen since the forward, as autograd does.
+    """Drop gradients of parameters that were frozen since the forward, as autograd does.
 
-    What waits for a reduction of them is reduced first. Every rank must call it.
+    Their pending gradients are reduced first. Every rank must call it.
     """
     found = []
     for flat, own in grads.items():
@@ -196,7 +198,7 @@ def without_frozen(
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:
-    """Reduce over replicas a frozen parameter's sum that its shard group has reduced."""
+    """Reduce the ``partial`` gradient over replicas if one of its parameters is frozen."""
     waiting = flat.grad_sum
     frozen = waiting.frozen_in_partial()
     if not frozen:
@@ -212,7 +214,7 @@ def _reduce_frozen_partial(flat: FlatParameter) -> None:
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    """Indices of parameters that have no gradient."""
+    """Return the indices of parameters without a gradient."""
     return frozenset([index for index, grad in enumerate(grads) if grad is None])
 
 
@@ -225,7 +227,7 @@ def _issue_over_replicas(
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
-    """Add what earlier backwards have left to the reduction over replicas."""
+    """Add the gradient that earlier backwards have left to this reduction over replicas."""
     partial_grad = flat.grad_sum.take_partial()
     if partial_grad is not None:
         grad.add_(partial_grad)
@@ -273,7 +275,8 @@ def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> eve
 class ReduceQueue:
     """Reductions in flight, at most ``MAX_REDUCES``, finished in order of issue.
 
-    Gradients that are offloaded then go to the host, which adds those that have arrived.
+    Gradients of offloaded parameters are then copied to the host, which adds those that have
+    arrived.
     """
 
     def __init__(self) -> None:
@@ -281,7 +284,7 @@ class ReduceQueue:
         self._copies: deque[tuple[FlatParameter, Collection[int], HostCopy]] = deque()
 
     def advance(self) -> None:
-        """Start the reductions over replicas that follow those in flight."""
+        """Start pending second collectives, and add gradients that have arrived on the host."""
         for pending in self._pending:
             if pending.over_replicas is not None:
                 with pending.on_stream():
@@ -290,7 +293,7 @@ class ReduceQueue:
             self._accumulate_copy()
 
     def make_room(self) -> None:
-        """Finish the oldest until another one may be issued."""
+        """Finish the oldest reductions until another may be issued."""
         while len(self._pending) >= MAX_REDUCES:
             self._finish_oldest()
 
@@ -312,9 +315,9 @@ class ReduceQueue:
     def issue(
         self, flat: FlatParameter, unsharded_grad: UnshardedGrad, unused: Collection[int]
     ) -> None:
-        """Start another one; ``unused`` are indices of parameters without a gradient."""
+        """Start a reduction; ``unused`` are indices of parameters without a gradient."""
         if flat.grad_sum.partial is not None:
-            unused = set(unused) - flat.grad_sum.in_partial  # by each of the backwards
+            unused = set(unused) - flat.grad_sum.in_partial  # unused in each of the backwards
         pending = issue_reduce(flat, unsharded_grad, bool(unused))
         pending.unused = unused
         self._pending.append(pending)
@@ -322,30 +325,31 @@ class ReduceQueue:
         if streams is None:
             return
         pending.stream = streams.current()
-        # What earlier backwards have left was made on the stream that computes.
+        # A partial gradient of earlier backwards was made on the computing stream: then the second
+        # collective is issued there, by `advance`.
         if pending.over_replicas and flat.grad_sum.partial is None:
             pending.advance_beside(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
-        """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""
+        """Start the reduction of the gradients that steps under ``no_sync()`` have left, if any."""
         unused = set(range(len(flat.originals))) - flat.grad_sum.used()
         total = flat.grad_sum.take()
         if total is not None:
             self.make_room()
             grad = total.to(flat.reduce_dtype, copy=True)
             given = UnshardedGrad(grad)
-            self.issue(flat, given, unused)  # by each of the steps
-            total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
+            self.issue(flat, given, unused)
+            # A graph whose backward is still to come may hold the sum: it must not add it again.
+            total.data.fill_(NO_VALUE)
 
     def finish(self) -> None:
-        """Finish all."""
         while self._pending:
             self._finish_oldest()
         while self._copies:
             self._accumulate_copy()
 
     def abandon(self) -> None:
-        """Drop all after an error."""
+        """Drop all reductions after an error."""
         while self._pending:
             self._pending.popleft().in_flight.abandon()
         while self._copies:

@@ -1,7 +1,7 @@
-"""summon_full_params: original parameters with their unsharded values inside a context.
+"""``summon_full_params``: original parameters with their unsharded values inside a context.
 
-Inside the context modules of the units named hold whole, plain parameters in the place of DTensors.
-At the end the parts that this rank holds are taken from them.
+Inside the context, modules of the given units hold whole, plain parameters in place of DTensors. At
+its end, each rank copies its part of them back into the shards.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class SummonOptions:
     """Arguments of ``summon_full_params``.
 
     Attributes:
-        writeback: keep what was changed.
-        rank0_only: only rank 0 has whole values; what it changes is sent to all.
-        offload_to_cpu: whole values are in host memory.
-        with_grads: gradients are whole too.
+        writeback: keep changes of the values.
+        rank0_only: only rank 0 has whole values; its changes are sent to all ranks.
+        offload_to_cpu: keep whole values in host memory.
+        with_grads: make gradients whole too.
     """
 
     writeback: bool = True
@@ -46,11 +46,11 @@ class SummonOptions:
 def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator[None]:
     """Give original parameters their whole values; every rank must enter and leave the context.
 
-    Units that are summoned already stay as they are.
+    Units that are summoned already do not change.
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.
-        UnsupportedError: tensor parallelism has split a parameter too.
+        UnsupportedError: tensor parallelism has split a parameter.
     """
     units = [unit for unit in units if not unit.is_summoned]
     for unit in units:
@@ -61,7 +61,7 @@ def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator
         whole = [(unit, _open(unit, options, undo)) for unit in units]
         undo.pop_all()
     with ExitStack() as stack:
-        # Also behind an exception: the others leave the context too, and wait here.
+        # Runs on exceptions too: the other ranks also exit and block here.
         for unit, flats in whole:
             stack.callback(_close, unit, flats, options)
         yield
@@ -84,7 +84,7 @@ def _close(unit: Unit, flats: Sequence[_SummonedFlat], options: SummonOptions) -
     with ExitStack() as stack:
         stack.callback(unit.machine.advance, UnitState.IDLE)
         if options.writeback:
-            stack.callback(unit.reshard, "forward")  # what was gathered before is out of date
+            stack.callback(unit.reshard, "forward")  # earlier gathers are outdated
         for one in flats:
             stack.callback(one.close)
 
@@ -111,7 +111,7 @@ class _SummonedFlat:
                 original.held.grad = grads[i]
 
     def _any_rank_has_grad(self) -> list[bool]:
-        """Whether any rank has a gradient, per original parameter."""
+        """Return for each original whether any rank has a gradient."""
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
         with watched(self._flat.group, "all_reduce", _USE, flags.numel()):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
@@ -123,7 +123,7 @@ class _SummonedFlat:
         )
 
     def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Whole tensors made of every rank's shard; copies, on every rank."""
+        """Return copies of whole tensors, made of every rank's shard."""
         flat = self._flat
         whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
         if self._has_whole and self._options.offload_to_cpu:
@@ -131,14 +131,14 @@ class _SummonedFlat:
         return flat.layout.split(whole)
 
     def restore(self) -> None:
-        """Point the originals at this rank's parts again, unchanged."""
+        """Show this rank's parts again, without changes."""
         flat_parameters = self._flat.module_parameters
         flat_parameters.is_summoned = flat_parameters.is_whole = False
         self._flat.point_originals_to_shard()
 
     @torch.no_grad()
     def close(self) -> None:
-        """Point the originals at this rank's parts again; with writeback, of the present values."""
+        """Show this rank's parts again; with ``writeback``, of the current whole values."""
         originals = self._flat.originals
         try:
             self._hold_replacements()
@@ -156,7 +156,7 @@ class _SummonedFlat:
             self._take_grads(grads)
 
     def _hold_replacements(self) -> None:
-        """Take parameters that the user has put into modules meanwhile for the values."""
+        """Use parameters that the user has put into modules as the whole values."""
         for original in self._flat.originals:
             param = self._flat.module_parameters.replacement(original)
             if param is not original.held:
@@ -178,11 +178,12 @@ class _SummonedFlat:
             self._take_from_first(shard, values)
             return
         taken = flat.layout.shard_of(self._as_flat(shard, values), flat.rank).to(shard.device)
-        if not torch.equal(shard, taken):  # a backward that is still to come may have saved it
+        # A backward that is still to come may have saved the shard: write only real changes.
+        if not torch.equal(shard, taken):
             shard.copy_(taken)
 
     def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write rank 0's values: to the ranks of its replica, then to the others."""
+        """Write rank 0's values: scatter in its replica, then broadcast to the other replicas."""
         flat, kept = self._flat, shard
         shard = torch.empty_like(kept, device=flat.device)
         replicate = flat.groups.replicate
@@ -205,7 +206,7 @@ class _SummonedFlat:
         kept.copy_(shard)
 
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Whole values in their places of an unsharded tensor ``(padded_numel,)``."""
+        """Copy whole values into an unsharded tensor ``(padded_numel,)``."""
         numel = self._flat.layout.padded_numel
         whole = torch.empty(numel, dtype=like.dtype, device=self._flat.device)
         self._flat.layout.fill(whole, values)
@@ -213,10 +214,8 @@ class _SummonedFlat:
 
 
 # -- whole updates ---------------------------------------------------------------------------------
-# Updates of whole tensors of which every rank has a part, each made on one rank.
-#
-# Muon and Shampoo work on matrices, not on elements. Each matrix is brought to one rank, updated
-# there, and every rank gets its part of the result::
+# Muon and Shampoo update matrices, not elements. Each matrix is sent to one rank and updated there,
+# and every rank gets its part of the result::
 #
 #     rank 0   W[0:6]   V[0:2]            W -> rank 0: update(W) -> parts back to all
 #     rank 1   W[6:9]   V[2:8]    ==>     V -> rank 1: update(V) -> parts back to all
@@ -230,11 +229,11 @@ class _Whole:
     """A tensor to be updated.
 
     Attributes:
-        fqn: of its parameter.
-        shape: of the whole tensor.
-        part: this rank's, where collectives work.
-        ranges: what each rank of the group has of it.
-        owner: the rank of the group that updates it.
+        fqn: FQN of its parameter.
+        shape: whole shape.
+        part: this rank's part, on the device of the collectives.
+        ranges: part of each rank of the group.
+        owner: rank of the group that updates it.
         updated: this rank's part of the result.
     """
 
@@ -250,24 +249,24 @@ class _Whole:
 def update_whole(
     units: Sequence[Unit], parts: Mapping[str, torch.Tensor], update: WholeUpdate
 ) -> dict[str, torch.Tensor]:
-    """Let one rank each update whole tensors of which every rank has its part.
+    """Update whole tensors, each on one rank, from the parts of all ranks.
 
-    Every rank of the groups must call it with the same names. Which rank gets which tensor is
-    settled by size, so that all have about as much to do. Each element travels to the updating
-    rank and back once; nothing is padded.
+    Every rank of the groups must call it with the same names. Tensors are assigned to ranks by
+    size, so that all have about as much to do. Each element is sent to the updating rank and back
+    once, without padding.
 
     Args:
-        units: whose parameters they are.
-        parts: by plain FQN, DTensors placed as the parameter: its gradient, a momentum, itself.
-        update: called with the FQN and the whole tensor, on one rank (on all where a parameter is
-            not sharded); returns a tensor of the same shape.
+        units: units that hold the parameters.
+        parts: DTensors placed as their parameter (its gradient, a momentum, itself), by plain FQN.
+        update: called with the FQN and the whole tensor on one rank (on all ranks if the parameter
+            is not sharded); returns a tensor of the same shape.
 
     Returns:
-        What ``update`` returned, by FQN, as DTensors like those of ``parts``.
+        Results of ``update`` by FQN, as DTensors placed like ``parts``.
 
     Raises:
-        FSDPValueError: an unknown name, or a tensor that is placed or shaped otherwise.
-        UnsupportedError: tensor parallelism has split a parameter, too.
+        FSDPValueError: an unknown name, or a tensor of other placements or shape.
+        UnsupportedError: tensor parallelism has split a parameter.
     """
     places = {
         unit.paths.fqn_of(original.fqn): (flat, index)
@@ -315,7 +314,7 @@ def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor
 
 
 def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeUpdate) -> None:
-    """Update tensors that are sharded over a group, in one exchange there and one back."""
+    """Update tensors that are sharded over a group with one exchange there and one back."""
     loads = [0] * group.size()
     for one in sorted(wholes, key=lambda one: (-one.shape.numel(), one.fqn)):
         one.owner = loads.index(min(loads))
@@ -343,13 +342,13 @@ def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeU
 def _exchange(
     tensors: Sequence[torch.Tensor], sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send each rank its part of some tensors; returns, as one, what all ranks have sent.
+    """Send each rank its part of some tensors; return the concatenation of all received parts.
 
     Args:
-        tensors: for the ranks, in their order.
+        tensors: parts to send, in the order of ranks.
         sent: elements for each rank.
         received: elements from each rank.
-        group: the ranks.
+        group: ranks that exchange.
     """
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     arrived = message.new_empty(sum(received))
