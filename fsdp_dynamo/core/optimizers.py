@@ -32,9 +32,6 @@ from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 
-FORMER_ORIGIN = "fsdp_dynamo_parts_of"
-"""Key in parameter groups that versions with 1-D parameters have saved."""
-
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """Scalar states of torch's optimizers; only the name tells them from states of one element."""
 
@@ -90,7 +87,7 @@ def check_optimizer(optimizer: Optimizer, may_have_sums: bool = False) -> None:
         _refuse_sums(optimizer)
 
 
-def note_checked(optimizer: Optimizer) -> None:
+def mark_checked(optimizer: Optimizer) -> None:
     """Treat the optimizer's current state as checked."""
     _checked[optimizer] = optimizer.state
 
@@ -99,7 +96,6 @@ def note_checked(optimizer: Optimizer) -> None:
 def _check(optimizer: Optimizer) -> None:
     _refuse_replaced(optimizer)
     managed = list(_managed_parameters(optimizer))
-    _refuse_former_states(optimizer)
     for param, flat, index in managed:
         if param in optimizer.state:
             _fit(optimizer, flat, index, param)
@@ -120,18 +116,6 @@ def _managed_parameters(
         for param in group["params"]:
             if id(param) in places:
                 yield param, *places[id(param)]
-
-
-def _refuse_former_states(optimizer: Optimizer) -> None:
-    """Raise for state of 1-D parts, which a former version has saved by number."""
-    for group in optimizer.param_groups:
-        if FORMER_ORIGIN in group:
-            raise FSDPStateError(
-                f"{type(optimizer).__name__}.step(): expected state of DTensors, got state of 1-D "
-                f"parts, {group[FORMER_ORIGIN]}, as former versions saved it. Load it with the "
-                "version that has saved it, save what FSDP.optim_state_dict(model, optimizer) "
-                "gives there, and load that."
-            )
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
@@ -295,7 +279,7 @@ class _Locals:
         try:
             self._show_grads()
             optimizer.state = self._states
-            note_checked(optimizer)
+            mark_checked(optimizer)
             for group, plains in zip(groups, self._groups, strict=True):
                 group["params"] = plains
             yield
@@ -303,7 +287,7 @@ class _Locals:
             for group, own in zip(groups, held, strict=True):
                 group["params"] = own
             optimizer.state = state
-            note_checked(optimizer)
+            mark_checked(optimizer)
             for _, plain in self._plains.values():
                 plain.grad = None
             increment_version(list(self._plains))  # units notice the writes
