@@ -133,7 +133,7 @@ class UnshardedSum:
             for original, view in zip(self._originals, self._views, strict=True)
         ]
         self._shown = [(original, original.param) for original in self._originals]
-        self._note_trained()
+        self._record_trained()
         if unused is None:
             unused = [index for index, has in enumerate(has_value(self._views)) if not has]
         self._show({index for index in unused if grads[index] is None})
@@ -144,15 +144,15 @@ class UnshardedSum:
         if self.total is None:
             self.put(grad, unused)
             return
-        self.drop_dropped()
+        self.remove_dropped()
         self.total.data.add_(grad)  # `.data`: a graph may have saved `total` for its backward
-        self._note_trained()
+        self._record_trained()
         self._show(unused)
 
     def add_reduced(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Add this rank's parts of a reduced gradient to the sum."""
         assert self.total is not None
-        self.drop_dropped()
+        self.remove_dropped()
         self._add_parts(self.total, parts)
 
     def used(self) -> set[int]:
@@ -173,7 +173,7 @@ class UnshardedSum:
         """Remove and return the sum; ``None`` if there is none or all its ``.grad`` are dropped."""
         if self.total is None:
             return None
-        self.drop_dropped()
+        self.remove_dropped()
         has_grad = any(param.grad is not None for _, param in self._shown)
         for (original, param), reduced in zip(self._shown, self._reduced, strict=True):
             param.grad = None
@@ -186,7 +186,7 @@ class UnshardedSum:
 
     # -- gradients that wait for the reduction over replicas --------------------------------------
 
-    def leave_to_replicas(self, grad: torch.Tensor, unused: Collection[int]) -> None:
+    def keep_partial(self, grad: torch.Tensor, unused: Collection[int]) -> None:
         """Add a gradient that the shard group has reduced to ``partial``."""
         self.in_partial.update({*range(len(self._originals))}.difference(unused))
         if self.partial is not None:
@@ -194,7 +194,7 @@ class UnshardedSum:
         self.partial = grad
         self._trained_in_partial.update(self._now_trained())
 
-    def take_partial(self) -> torch.Tensor | None:
+    def pop_partial(self) -> torch.Tensor | None:
         """Remove and return ``partial``."""
         partial, self.partial = self.partial, None
         self._trained_in_partial, self.in_partial = set(), set()
@@ -204,7 +204,7 @@ class UnshardedSum:
         """Indices of parameters that were trained when ``partial`` was made and are frozen now."""
         return self._trained_in_partial.difference(self._now_trained())
 
-    def give_partial(
+    def accumulate_partial(
         self, parts: Sequence[torch.Tensor], frozen: Collection[int], used: Collection[int]
     ) -> None:
         """Add ``partial``, reduced over replicas, to the gradients, also of frozen parameters.
@@ -225,7 +225,7 @@ class UnshardedSum:
     def _now_trained(self) -> list[int]:
         return [index for index, one in enumerate(self._originals) if one.param.requires_grad]
 
-    def _note_trained(self) -> None:
+    def _record_trained(self) -> None:
         self._trained.update(self._now_trained())
 
     def frozen_since(self) -> set[int]:
@@ -235,7 +235,7 @@ class UnshardedSum:
     def take_of(self, indices: Collection[int]) -> torch.Tensor:
         """Move the gradients of some parameters from the sum to a new sum ``(padded_numel,)``."""
         assert self.total is not None
-        self.drop_dropped()
+        self.remove_dropped()
         taken = torch.full_like(self.total.data, NO_VALUE)
         for index, (own, view) in enumerate(
             zip(self._layout.split(taken), self._views, strict=True)
@@ -262,7 +262,7 @@ class UnshardedSum:
     # -- the user's changes -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def drop_dropped(self) -> None:
+    def remove_dropped(self) -> None:
         """Remove gradients from the sum whose ``.grad`` the user has set to ``None``.
 
         Raises:

@@ -158,14 +158,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def with_local(value: DTensor, local: torch.Tensor) -> DTensor:
     """Return a copy of a DTensor with another local tensor, perhaps on another device."""
     made: Any = DTensor.__new__(DTensor, local, value._spec, requires_grad=False)
-    return note_copy(made, value)  # type: ignore[return-value]
+    return mark_copy(made, value)  # type: ignore[return-value]
 
 
 _given = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 """DTensors that our state dicts have returned."""
 
 
-def note_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def mark_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Mark a copy as a value of our state dicts if the original is one; return the copy."""
     if is_given(value):
         _given[copied] = True
@@ -326,7 +326,7 @@ def as_local_parameter(param: nn.Parameter) -> tuple[nn.Parameter, TensorParalle
         return param, None
     spec = TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
     local = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
-    hand_over_hooks(param, local)
+    share_hooks(param, local)
     return local, spec
 
 
@@ -383,7 +383,7 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
         param.grad = None
 
 
-def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Share the gradient hooks of a parameter with its replacement; handles work for both."""
     hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if hooks:

@@ -426,15 +426,7 @@ def make_layout(
             ends.append(starts[index] + numels[index])
         packed_start = packed_start if not wanted else -(-ends[-1] // align_numel) * align_numel
     slots = tuple(
-        Slot(
-            fqn,
-            tuple(shape),
-            world_size * start,
-            start,
-            numel,
-            number,
-            dim,
-        )
+        Slot(fqn, tuple(shape), world_size * start, start, numel, number, dim)
         for fqn, shape, start, numel, number, dim in zip(
             fqns, shapes, starts, numels, copies, dims, strict=True
         )

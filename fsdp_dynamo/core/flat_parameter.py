@@ -7,7 +7,7 @@ tensor                     shape                lifetime
 =========================  ===================  =============================================
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
                                                 (in host memory where it is offloaded)
-``piece``                  (padded_numel / M,)  post-forward shard: between a forward and its
+``kept_shard``             (padded_numel / M,)  post-forward shard: between a forward and its
                                                 backward, where M of N ranks gather again;
                                                 secondary shard: one step, or several steps that
                                                 accumulate
@@ -59,7 +59,7 @@ from fsdp_dynamo.core.dtensors import (
     run_post_accumulate_hooks,
 )
 from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, has_value, make_layout
-from fsdp_dynamo.core.module_parameters import ModuleParameters, note_version, set_readable
+from fsdp_dynamo.core.module_parameters import ModuleParameters, record_version, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
@@ -78,8 +78,8 @@ class Dtypes(NamedTuple):
         return torch.promote_types(self.param, self.reduce)
 
 
-class Piece(NamedTuple):
-    """Part of an unsharded buffer, spread over fewer ranks than its shards.
+class KeptShard(NamedTuple):
+    """Post-forward or secondary shard: fewer, larger parts of an unsharded buffer than its shards.
 
     Attributes:
         tensor: this rank's part.
@@ -104,6 +104,17 @@ class UnshardedGrad(NamedTuple):
 
     flat: torch.Tensor
     has_message: bool = False
+
+
+class Wires(NamedTuple):
+    """Wire formats of all-gather, reduce-scatter and all-reduce; ``None``: uncompressed."""
+
+    gather: WireFormat | None = None
+    reduce: WireFormat | None = None
+    replicas: WireFormat | None = None
+
+
+_UNCOMPRESSED = Wires()
 
 
 class FlatParameter:
@@ -174,7 +185,7 @@ class FlatParameter:
         self._is_readable = False
         self.unsharded: torch.Tensor  # set by make_buffer
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
-        self.piece: Piece | None = None
+        self.kept_shard: KeptShard | None = None
 
     def rename(self, paths: UnitPaths) -> None:
         """Set the unit's paths below the root."""
@@ -271,22 +282,23 @@ class FlatParameter:
     @property
     def gather_wire(self) -> WireFormat | None:
         """Wire format of the all-gather; ``None``: uncompressed."""
-        return self.wires(self.is_full_precision).gather
+        return self.current_wires.gather
 
     @property
-    def reduce_wire(self) -> WireFormat | None:
-        """Wire format of the reduce-scatter; ``None``: uncompressed."""
-        return self.wires(self.is_full_precision).reduce
-
-    @property
-    def replica_wire(self) -> WireFormat | None:
-        """Wire format of the all-reduce over replicas; ``None``: uncompressed."""
-        return self.wires(self.is_full_precision).replicas
+    def current_wires(self) -> Wires:
+        return self.wires(self.is_full_precision)
 
     def wires(self, is_full_precision: bool) -> Wires:
         """Wire formats in low or in full precision."""
+        precision = self.collective_precision
+        if precision is None:
+            return _UNCOMPRESSED
         dtypes = self.dtypes(is_full_precision)
-        return wires_of(self.collective_precision, dtypes.param, dtypes.reduce, self.is_sharded)
+        return Wires(
+            precision.wire_of("all_gather", dtypes.param) if self.is_sharded else None,
+            precision.wire_of("reduce_scatter", dtypes.reduce) if self.is_sharded else None,
+            precision.wire_of("all_reduce", dtypes.reduce),
+        )
 
     # -- sizes -------------------------------------------------------------------------
 
@@ -322,7 +334,7 @@ class FlatParameter:
         return None if least is None else least // self.param_dtype.itemsize
 
     def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
-        """Gather plan for a send buffer of ``numel`` elements: a shard, or a piece."""
+        """Gather plan for a send buffer of ``numel`` elements: a shard, or a kept shard."""
         plan = self.layout.plan.all_packed if is_packed else self.layout.plan
         return plan.scaled(numel // self.layout.shard_numel)
 
@@ -347,7 +359,7 @@ class FlatParameter:
     @property
     def reduce_plan(self) -> GatherPlan:
         """The first of the current ``reduce_plans``."""
-        return self.reduce_plans(self.wires(self.is_full_precision))[0]
+        return self.reduce_plans(self.current_wires)[0]
 
     @property
     def unsharded_bytes(self) -> int:
@@ -395,28 +407,29 @@ class FlatParameter:
         storage = self.unsharded.untyped_storage()
         return [storage] if self.needs_storage and storage.nbytes() else []
 
-    def keep_piece(self, group: dist.ProcessGroup) -> None:
+    def keep_shard(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's part of the unsharded buffer; the ranks of ``group`` gather it again."""
         if self.is_sharded:
             size = group.size()
             plan = self.layout.plan.scaled(self.layout.world_size // size)
-            piece = plan.shard_of(self.unsharded.data, group.rank(), size)
+            kept = plan.shard_of(self.unsharded.data, group.rank(), size)
             streams = side_streams(self.device)
-            self.piece = Piece(piece, group, None if streams is None else streams.after_current())
+            copied = None if streams is None else streams.after_current()
+            self.kept_shard = KeptShard(kept, group, copied)
 
-    def take_piece(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
-        """Return the piece and its group for a gather, or ``None`` if there is none in this dtype.
+    def kept_shard_to_gather(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
+        """Return the kept shard and its group, or ``None`` if there is none in this dtype.
 
-        A secondary shard stays; any other piece is gathered once.
+        A post-forward shard is gathered once; a secondary shard stays for later gathers.
         """
-        piece = self.piece
+        kept = self.kept_shard
         if self.hierarchy is None:
-            self.piece = None
-        if piece is None or piece.tensor.dtype != self.param_dtype:
+            self.kept_shard = None
+        if kept is None or kept.tensor.dtype != self.param_dtype:
             return None
-        if piece.made is not None:
-            piece.made.wait()
-        return piece.tensor, piece.group
+        if kept.made is not None:
+            kept.made.wait()
+        return kept.tensor, kept.group
 
     def shard_to_gather(self) -> torch.Tensor:
         """Return the send buffer: the shard itself, or its low-precision copy."""
@@ -439,7 +452,7 @@ class FlatParameter:
 
     def make_views(self) -> list[torch.Tensor]:
         """Return one view of the unsharded buffer for each original parameter."""
-        note_version(self.unsharded)
+        record_version(self.unsharded)
         return self.layout.split(self.unsharded)
 
     def point_originals_to_shard(self) -> None:
@@ -583,7 +596,7 @@ class FlatParameter:
         )
         for storage in self.storages_to_free():
             storage.resize_(0)
-        self._other_unsharded = self.piece = None
+        self._other_unsharded = self.kept_shard = None
         self._is_readable = False
         self.dtype = shard.dtype
         if not self.is_offloaded:
@@ -593,39 +606,6 @@ class FlatParameter:
         self.sharded = shard.detach().contiguous().requires_grad_(self.requires_grad)
         self.make_buffer()
         self.point_originals_to_shard()
-
-
-# -- wire formats ----------------------------------------------------------------------------------
-
-
-class Wires(NamedTuple):
-    """Wire formats of all-gather, reduce-scatter and all-reduce; ``None``: uncompressed."""
-
-    gather: WireFormat | None = None
-    reduce: WireFormat | None = None
-    replicas: WireFormat | None = None
-
-
-_AS_THEY_ARE = Wires()
-
-
-def wires_of(
-    precision: CollectivePrecision | None,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    is_sharded: bool,
-) -> Wires:
-    """Return the wire formats that a user chose, for the given dtypes."""
-    if precision is None:
-        return _AS_THEY_ARE
-    of_replicas = precision.wire_of("all_reduce", reduce_dtype)
-    if not is_sharded:
-        return Wires(replicas=of_replicas)
-    return Wires(
-        precision.wire_of("all_gather", param_dtype),
-        precision.wire_of("reduce_scatter", reduce_dtype),
-        of_replicas,
-    )
 
 
 # -- shard conversion ------------------------------------------------------------------------------

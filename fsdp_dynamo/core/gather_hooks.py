@@ -28,7 +28,7 @@ from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.core.dtensors import local_of, mesh_of
 from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, size_per_rank
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.module_parameters import note_version, set_readable, set_version
+from fsdp_dynamo.core.module_parameters import record_version, set_readable, set_version
 from fsdp_dynamo.core.original_parameter import wraps_one
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
@@ -173,7 +173,7 @@ class HookedFlatParameter(FlatParameter):
         """One message, in which each tensor that a hook returned is a packed piece."""
         return plan_of((), (), self._widths, 0)
 
-    def keep_piece(self, group: dist.ProcessGroup) -> None:
+    def keep_shard(self, group: dist.ProcessGroup) -> None:
         """Keep nothing: the backward gathers among all ranks, by the hooks."""
 
     # -- behind a gather ---------------------------------------------------------------
@@ -246,6 +246,6 @@ class HookedFlatParameter(FlatParameter):
 
     def make_views(self) -> list[torch.Tensor]:
         """Return the unsharded parameters, as new tensor objects."""
-        note_version(self.unsharded)
+        record_version(self.unsharded)
         assert self._gathered is not None
         return [value.detach() for value in self._gathered.values]

@@ -29,7 +29,7 @@ class ModuleParameters:
     """Tensors that modules hold in place of one flat parameter's original parameters.
 
     Attributes:
-        lacking: indices of uninitialized originals, which stay on the meta device.
+        uninitialized: indices of uninitialized originals, which stay on the meta device.
         frozen: indices of originals that were not trained in the last forward.
         views: tensors that modules hold in place of the originals; empty: the originals.
         is_summoned: whether ``summon_full_params`` has made the originals whole on any rank.
@@ -40,7 +40,7 @@ class ModuleParameters:
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
         self._originals = originals
         self._has_parallel = any(original.parallel is not None for original in originals)
-        self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
+        self.uninitialized = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
         self.views: Sequence[torch.Tensor] = ()
         self._stood_in_for: Sequence[torch.Tensor] | None = None
@@ -183,7 +183,7 @@ class ModuleParameters:
         """
         self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
         for i, (original, part) in enumerate(zip(self._originals, parts, strict=True)):
-            original.show_part(part.to("meta") if i in self.lacking else part)
+            original.show_part(part.to("meta") if i in self.uninitialized else part)
             original.end_whole()
             if frees_grad_dtype:
                 original.param.grad_dtype = None
@@ -228,7 +228,7 @@ class ModuleParameters:
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
-        if self.views or (self.are_as_left() and not self.lacking):
+        if self.views or (self.are_as_left() and not self.uninitialized):
             return
         self.write_back()
         self.require_values()
@@ -239,8 +239,8 @@ class ModuleParameters:
 
     def require_values(self) -> None:
         """Raise if originals are still on the meta device."""
-        if self.lacking:
-            fqns = [self._originals[i].fqn for i in sorted(self.lacking)]
+        if self.uninitialized:
+            fqns = [self._originals[i].fqn for i in sorted(self.uninitialized)]
             raise FSDPStateError(
                 f"{unit_name(self.paths.name)}: expected values for all parameters before they "
                 f"are used, got none for {', '.join(map(repr, fqns))}: they are on the meta "
@@ -249,10 +249,10 @@ class ModuleParameters:
                 see="no-values-on-the-meta-device",
             )
 
-    def end_lack(self, indices: set[int]) -> None:
+    def materialize(self, indices: set[int]) -> None:
         """Materialize originals: make them their parts of the shard, to be written."""
-        if indices & self.lacking:
-            self.lacking -= indices
+        if indices & self.uninitialized:
+            self.uninitialized -= indices
             self.show_shard(self._parts, self._frees_grad_dtype)
 
     def require_gathered_values(self) -> None:
@@ -280,9 +280,9 @@ class ModuleParameters:
             self._take(self._replaced())
 
     @torch.no_grad()
-    def write_back_lacking(self) -> None:
+    def write_back_uninitialized(self) -> None:
         """Write back uninitialized originals only."""
-        self._take([i for i in sorted(self.lacking) if self._is_replaced(i)])
+        self._take([i for i in sorted(self.uninitialized) if self._is_replaced(i)])
 
     def _take(self, replaced: Sequence[int]) -> None:
         if not replaced:
@@ -297,7 +297,7 @@ class ModuleParameters:
                 originals[i].replace(param)
             mark_managed(originals[i].param, self.paths.fqn_of(originals[i].fqn))
             parts[i].copy_(value)
-        self.lacking -= new.keys()
+        self.uninitialized -= new.keys()
         self.show_shard(parts, self._frees_grad_dtype)
 
     def are_in_place(self) -> bool:
@@ -333,13 +333,14 @@ class ModuleParameters:
     def _is_replaced(self, index: int) -> bool:
         original, part = self._originals[index], self._parts[index]
         present = original.present()
-        if index in self.lacking:
+        if index in self.uninitialized:
             return any(not param.is_meta for param in present)
+        own = original.part
         return (
             any(param is not original.param for param in present)
-            or original.part.dtype != part.dtype
-            or original.address != part.data_ptr()
-            or original.part.numel() != part.numel()
+            or own.dtype != part.dtype
+            or own.data_ptr() != part.data_ptr()
+            or own.numel() != part.numel()
         )
 
     def replacement(self, original: OriginalParameter) -> nn.Parameter:
@@ -413,7 +414,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     _set_versions((tensor,), (version,))
 
 
-def note_version(unsharded: torch.Tensor) -> None:
+def record_version(unsharded: torch.Tensor) -> None:
     """Record the version of a buffer of which views are made: a parametrization may raise it."""
     setattr(unsharded, _NOTED, unsharded._version)
 
@@ -421,7 +422,7 @@ def note_version(unsharded: torch.Tensor) -> None:
 _NOTED = "_fsdp_dynamo_version"
 
 
-def put_version_back(unsharded: torch.Tensor) -> None:
+def restore_version(unsharded: torch.Tensor) -> None:
     """Reset the version of a buffer to the recorded version, if it was raised by one since."""
     noted = getattr(unsharded, _NOTED, None)
     if noted is not None and unsharded._version == noted + 1:

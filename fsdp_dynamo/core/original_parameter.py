@@ -16,9 +16,9 @@ from fsdp_dynamo.core.dtensors import (
     Placing,
     TensorParallel,
     as_local_parameter,
-    hand_over_hooks,
     local_of,
     move_to,
+    share_hooks,
 )
 from fsdp_dynamo.errors import FSDPStateError
 
@@ -128,7 +128,7 @@ class OriginalParameter:
         """Make ``new`` the parameter in all places, with the old one's hooks and ``attributes``."""
         old, self.param = self.param, new
         new.__dict__.update(attributes)
-        hand_over_hooks(old, new)
+        share_hooks(old, new)
         setattr(old, REPLACED, self.fqn)
         self._put_into_modules(new)
 
@@ -154,10 +154,6 @@ class OriginalParameter:
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a tensor that has the parameter's shape."""
         return self.placing.part_of(value.detach())
-
-    @property
-    def address(self) -> int:
-        return self.part.data_ptr()
 
     def show_part(self, part: torch.Tensor) -> None:
         """Make ``part`` the parameter's local elements."""
@@ -239,7 +235,7 @@ class OriginalParameter:
     def _swap(self, new: nn.Parameter) -> None:
         """Swap the parameter's content with ``new``; the object and its identity stay."""
         new.__dict__.update({**self.param.__dict__, **new.__dict__})
-        hand_over_hooks(self.param, new)
+        share_hooks(self.param, new)
         torch.utils.swap_tensors(self.param, new)
 
     # -- its places ------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class PendingReduce:
         """Wait; return the reduced gradient, ``None`` if it still waits for replicas."""
         self.advance()
         flat = self.flat
-        if self.beside is None or (flat.hierarchy is None and flat.replica_wire is None):
+        if self.beside is None or (flat.hierarchy is None and flat.current_wires.replicas is None):
             self.in_flight.wait()
         else:
             # The second collective has buffers of the replicas' stream: that stream must not reuse
@@ -89,7 +89,7 @@ class PendingReduce:
         self.held = ()
         waiting = flat.grad_sum
         if self.is_partial:
-            waiting.leave_to_replicas(self.sharded_grad, self.unused)
+            waiting.keep_partial(self.sharded_grad, self.unused)
             return None
         if waiting.settings.all_reduce_hook is not None:
             waiting.settings.all_reduce_hook(self.sharded_grad)
@@ -126,7 +126,8 @@ def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = Tru
         flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
         events.complete(event, began_ns)
         return PendingReduce(flat, InFlight([]), output)
-    wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
+    wires = flat.current_wires
+    wire = wires.reduce if flat.is_sharded else wires.replicas
     in_flight = _issue_mean(flat, groups[0], output, given, wire, may_lack, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
@@ -138,7 +139,7 @@ def _issue_on_levels(
     flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
 ) -> PendingReduce:
     """Start the mean in the node; the mean between nodes follows, in the wire format."""
-    in_node, plan = flat.reduce_plans(flat.wires(flat.is_full_precision))
+    in_node, plan = flat.reduce_plans(flat.current_wires)
     secondary = in_node.new_shard(given.flat)
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
     output = plan.new_shard(given.flat)
@@ -148,7 +149,7 @@ def _issue_on_levels(
         hierarchy.across,
         output,
         UnshardedGrad(secondary),
-        flat.reduce_wire,
+        flat.current_wires.reduce,
         may_lack,
         plan,
     )
@@ -204,13 +205,13 @@ def _reduce_frozen_partial(flat: FlatParameter) -> None:
     if not frozen:
         return
     used = waiting.in_partial
-    grad = waiting.take_partial()
+    grad = waiting.pop_partial()
     assert grad is not None
     in_flight = _issue_over_replicas(flat, flat.groups.reductions[-1], grad)
     reduced = PendingReduce(flat, in_flight, grad).finish()
     assert reduced is not None
     parts = flat.shard_layout.split(flat.as_grad(reduced).to(flat.home))
-    waiting.give_partial(parts, frozen, used)
+    waiting.accumulate_partial(parts, frozen, used)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
@@ -223,12 +224,12 @@ def _issue_over_replicas(
 ) -> InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
-    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.replica_wire)
+    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.current_wires.replicas)
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
     """Add the gradient that earlier backwards have left to this reduction over replicas."""
-    partial_grad = flat.grad_sum.take_partial()
+    partial_grad = flat.grad_sum.pop_partial()
     if partial_grad is not None:
         grad.add_(partial_grad)
 
@@ -336,9 +337,7 @@ class ReduceQueue:
         total = flat.grad_sum.take()
         if total is not None:
             self.make_room()
-            grad = total.to(flat.reduce_dtype, copy=True)
-            given = UnshardedGrad(grad)
-            self.issue(flat, given, unused)
+            self.issue(flat, UnshardedGrad(total.to(flat.reduce_dtype, copy=True)), unused)
             # A graph whose backward is still to come may hold the sum: it must not add it again.
             total.data.fill_(NO_VALUE)
 

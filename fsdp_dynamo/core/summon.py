@@ -98,16 +98,18 @@ class _SummonedFlat:
         self._is_first = is_first_of(flat.groups.all)
         self._has_whole = self._is_first or not options.rank0_only
         self._grads = [original.param.grad for original in flat.originals]
-        self._has_grads = self._any_rank_has_grad() if options.with_grads else None
+        self._has_grads = [False] * len(self._grads)
+        if options.with_grads:
+            self._has_grads = self._any_rank_has_grad()
         values = self._gathered(flat.shard_on_device())
-        grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
+        grads = self._gathered(self._sharded_grad()) if any(self._has_grads) else ()
         flat.module_parameters.is_summoned = True
         flat.module_parameters.is_whole = self._has_whole
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
             original.show_whole(values[i], flat.paths.fqn_of(original.fqn))
-            if grads is not None and self._has_grads is not None and self._has_grads[i]:
+            if self._has_grads[i]:
                 original.held.grad = grads[i]
 
     def _any_rank_has_grad(self) -> list[bool]:
@@ -152,7 +154,7 @@ class _SummonedFlat:
         if not self._options.writeback:
             return
         self._take(shard, values)
-        if self._has_grads is not None and any(self._has_grads):
+        if any(self._has_grads):
             self._take_grads(grads)
 
     def _hold_replacements(self) -> None:
@@ -163,7 +165,6 @@ class _SummonedFlat:
                 original.replace(param)
 
     def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
-        assert self._has_grads is not None
         sharded_grad = self._sharded_grad()
         self._take(sharded_grad, grads)
         parts = self._flat.shard_layout.split(sharded_grad.to(self._flat.home))

@@ -32,7 +32,7 @@ from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups, Hierarchy
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
 from fsdp_dynamo.core.accumulation import UnitSettings
-from fsdp_dynamo.core.flat_parameter import FlatParameter, Piece
+from fsdp_dynamo.core.flat_parameter import FlatParameter, KeptShard
 from fsdp_dynamo.core.module_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -128,7 +128,7 @@ class Unit:
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
         self._readers: list[Any] = []  # streams that have waited for these gathers
-        self._has_pieces = False  # post-forward shards are kept
+        self._has_kept_shards = False  # post-forward shards are kept
         self._gathered_versions: list[int] = []  # of the parameters, at the last gather
         self._secondary_versions: list[int] = []  # at the last gather of secondary shards
 
@@ -236,20 +236,20 @@ class Unit:
             streams.settle()  # frees the storage: it holds outdated values
         elif retired and streams.take_back(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
-            self.drop_pieces()
+            self.drop_kept_shards()
             return
         self._readers = []
         with streams.gathering():
-            pieces = self._issue_gathers(phase)
+            kept = self._issue_gathers(phase)
             if any(flat.needs_copy_out for flat in self.flats):
                 # Copy out on this stream too: the computing stream waits for the result only.
-                self._gathers = [one.handed_over(streams, *pieces) for one in self._gathers]
+                self._gathers = [one.handed_over(streams, *kept) for one in self._gathers]
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> list[torch.Tensor]:
-        """Start the gathers; return the pieces that are sent, memory of the computing stream."""
-        pieces = []
+        """Start the gathers; return the kept shards sent, which the computing stream allocated."""
+        sent = []
         outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
         if events.recorder is not None and outputs:
             num_bytes = sum(output.nbytes for _, output in outputs)
@@ -257,17 +257,17 @@ class Unit:
         for flat, output in outputs:
             if flat.hierarchy is not None:
                 self._gather_secondary(flat, flat.hierarchy, phase)
-            has_piece = self._has_pieces or flat.hierarchy is not None
-            piece = flat.take_piece() if has_piece else None
-            shard, group = piece or (flat.shard_to_gather(), flat.group)
-            pieces += [shard] if piece else []
+            has_kept = self._has_kept_shards or flat.hierarchy is not None
+            kept = flat.kept_shard_to_gather() if has_kept else None
+            shard, group = kept or (flat.shard_to_gather(), flat.group)
+            sent += [shard] if kept else []
             if flat.is_sharded:
-                wire = None if piece else flat.gather_wire
+                wire = None if kept else flat.gather_wire
                 gather = self._issue_gather(flat, output, shard, group, phase, wire)
                 self._gathers.append(gather)
             else:
                 output.copy_(shard)
-        return pieces
+        return sent
 
     def _issue_gather(
         self,
@@ -291,13 +291,13 @@ class Unit:
         finish = partial(plan.copy_out, output, message, group.size())
         return collectives.issue_custom(custom, message, shard, group, event=event, finish=finish)
 
-    def keep_pieces(self) -> None:
+    def keep_shards(self) -> None:
         """Keep this rank's post-forward shards before a reshard, if the user asked for them."""
         group = self.settings.regathers_among
         if group is not None and self.is_unsharded:
-            self._has_pieces = True
+            self._has_kept_shards = True
             for flat in self.flats:
-                flat.keep_piece(group)
+                flat.keep_shard(group)
 
     # -- secondary shards --------------------------------------------------------------------
 
@@ -318,14 +318,14 @@ class Unit:
     def _gather_secondary(
         self, flat: FlatParameter, hierarchy: Hierarchy, phase: events.Phase
     ) -> None:
-        if flat.piece is not None and flat.piece.tensor.dtype == flat.param_dtype:
+        if flat.kept_shard is not None and flat.kept_shard.tensor.dtype == flat.param_dtype:
             return
         shard = flat.shard_to_gather()
         secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
         in_flight = self._issue_gather(
             flat, secondary, shard, hierarchy.across, phase, flat.gather_wire
         )
-        flat.piece = Piece(secondary, hierarchy.node, in_flight)
+        flat.kept_shard = KeptShard(secondary, hierarchy.node, in_flight)
 
     @property
     def is_secondary_current(self) -> bool:
@@ -337,24 +337,24 @@ class Unit:
     def drop_secondary(self) -> None:
         """Free the secondary shards: the next gather includes the one between nodes."""
         for flat in self.flats:
-            if flat.hierarchy is not None and flat.piece is not None:
-                if flat.piece.made is not None:
-                    flat.piece.made.wait()
-                flat.piece = None
+            if flat.hierarchy is not None and flat.kept_shard is not None:
+                if flat.kept_shard.made is not None:
+                    flat.kept_shard.made.wait()
+                flat.kept_shard = None
 
     # -- unsharded between steps -------------------------------------------------------------
 
-    def drop_pieces(self) -> None:
+    def drop_kept_shards(self) -> None:
         """Free post-forward shards: the next gather is among all ranks."""
-        if self._has_pieces:
-            self._has_pieces = False
+        if self._has_kept_shards:
+            self._has_kept_shards = False
             for flat in self.flats:
-                flat.piece = None
+                flat.kept_shard = None
 
     def unshard_ahead(self) -> None:
         """Start to gather for a later forward, on the user's request."""
         self.set_full_precision(self.wants_full_precision)
-        self.settle()
+        self.sync_gathers()
         self.drop_secondary()  # parameters may have changed since
         self.issue_unshard("forward")
         self.stay_unsharded()
@@ -422,7 +422,7 @@ class Unit:
             in_flight.wait()
         self._gathers = []
 
-    def settle(self) -> None:
+    def sync_gathers(self) -> None:
         """Make later gathers wait for all work enqueued so far; nothing on CPUs."""
         streams = self._side_streams()
         if streams is not None:
@@ -472,9 +472,9 @@ class Unit:
             in_flight.abandon()
         self.reshard("forward")
         for flat in self.flats:
-            if flat.piece is not None and isinstance(flat.piece.made, InFlight):
-                flat.piece.made.abandon()
-            flat.piece = None
+            if flat.kept_shard is not None and isinstance(flat.kept_shard.made, InFlight):
+                flat.kept_shard.made.abandon()
+            flat.kept_shard = None
 
     # -- views -----------------------------------------------------------------------------
 
@@ -518,17 +518,17 @@ class Unit:
         for flat in self.flats:
             flat.module_parameters.write_back()
 
-    def write_back_lacking(self) -> None:
+    def write_back_uninitialized(self) -> None:
         """Write back uninitialized parameters only."""
         for flat in self.flats:
-            flat.module_parameters.write_back_lacking()
+            flat.module_parameters.write_back_uninitialized()
 
-    def end_lack(self, module: nn.Module, fqns: Collection[str]) -> None:
+    def materialize(self, module: nn.Module, fqns: Collection[str]) -> None:
         """Materialize parameters that are among ``fqns``, which are relative to ``module``."""
         for flat in self.flats:
             names = [{self.below(module, site) for *_, site in o.sites} for o in flat.originals]
             found = {i for i, of_one in enumerate(names) if not of_one.isdisjoint(fqns)}
-            flat.module_parameters.end_lack(found)
+            flat.module_parameters.materialize(found)
 
     # -- parameters ------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.module_parameters import put_version_back
+from fsdp_dynamo.core.module_parameters import restore_version
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import never_compiled_itself
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
@@ -175,4 +175,4 @@ def _buffer_registered(module: nn.Module, name: str, tensor: torch.Tensor | None
 @untraced("Dynamo traces no registration of a parametrization")
 def _registered(tensor: torch.Tensor) -> None:
     if tensor._base is not None:
-        put_version_back(tensor._base)
+        restore_version(tensor._base)

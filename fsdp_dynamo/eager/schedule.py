@@ -83,17 +83,17 @@ class Root:
         self.accumulation.refresh()
         self.secondary = SecondaryShards(self.units, self.accumulation)
 
-    def note_trained(self) -> None:
+    def record_trained(self) -> None:
         """Update ``trained``."""
         originals = (original for unit in self.units for original in unit.originals())
         self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
         if self.variable:
             self.trained += f", without {', '.join(self.variable)}"
 
-    def note_variable(self, names: Sequence[str]) -> None:
+    def record_variable(self, names: Sequence[str]) -> None:
         """Make graphs of hooks mode end at these unit modules from now on: their output varies."""
         self.variable = list(dict.fromkeys([*self.variable, *names]))
-        self.note_trained()
+        self.record_trained()
 
     @property
     def is_outside(self) -> bool:
@@ -105,11 +105,11 @@ class Root:
         """Whether the backward is running."""
         return self.machine.state is RootState.BACKWARD
 
-    def _settle(self) -> None:
+    def _sync_gathers(self) -> None:
         """Make later gathers wait for all work enqueued so far; free retired storage."""
         for unit in self.units:
             if unit.flats:
-                unit.settle()
+                unit.sync_gathers()
                 return
 
     # -- forward -----------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Root:
         """
         if unit in self._open and not self.in_backward:
             self._depth += 1
-            return self._join(unit)
+            return self._continue_call(unit)
         recomputes = self.in_backward
         if self.is_outside:
             self._begin_forward()
@@ -137,23 +137,23 @@ class Root:
         if not recomputes:
             self.execution_order.add(unit)
             self._prefetch_forward(unit)
-        call = begin_call(unit, self, self._tie(unit))
+        call = begin_call(unit, self, self._end_if_tracked(unit))
         if len(unit.modules) > 1 and not recomputes:
             self._open[unit] = call
         unit.event = events.begin(unit.fqn, "forward", "forward")
         self._depth += 1  # last: after an error above, no `fail_forward` follows for this unit
         return call
 
-    def _join(self, unit: Unit) -> ForwardCall:
+    def _continue_call(self, unit: Unit) -> ForwardCall:
         """Return the open call of a unit with several modules for its next module."""
         call = self._open[unit]
         if call.is_tracked or not torch.is_grad_enabled():
             call.show_views()  # a trace may have replaced them
             return call
-        call = self._open[unit] = begin_call(unit, self, self._tie(unit), call.left)
+        call = self._open[unit] = begin_call(unit, self, self._end_if_tracked(unit), call.left)
         return call
 
-    def _tie(self, unit: Unit) -> EndOfCalls | None:
+    def _end_if_tracked(self, unit: Unit) -> EndOfCalls | None:
         """Return the end of the unit's calls if autograd is to track this call."""
         return self._end_of_calls(unit) if torch.is_grad_enabled() and unit.flats else None
 
@@ -189,7 +189,7 @@ class Root:
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 if torch.is_grad_enabled():
-                    unit.keep_pieces()
+                    unit.keep_shards()
                 self._in_a_row.keep(unit, "forward", unit in self.execution_order.repeated)
             else:
                 unit.stay_unsharded()
@@ -202,14 +202,14 @@ class Root:
         self._around = events.begin_forward(self.accumulation.model)
         self.execution_order.begin()
         if self.trained is not None:
-            self.note_trained()
+            self.record_trained()
         self.secondary.begin_forward()
         for unit in self.units:
             reduce_frozen(unit.flats)
-            unit.drop_pieces()  # left over from a forward that no backward followed
+            unit.drop_kept_shards()  # left over from a forward that no backward followed
             if not unit.outlives_forwards and not self._stays_unsharded:
                 unit.reshard("forward")
-        self._settle()  # gathers must see what the optimizer wrote on the computing stream
+        self._sync_gathers()  # gathers must see what the optimizer wrote on the computing stream
         self.secondary.gather()
 
     def _end_forward(self) -> None:
@@ -218,7 +218,7 @@ class Root:
         root = self.units[0]
         self.secondary.end_forward()
         if not torch.is_grad_enabled():  # else the last unit's storage is kept for its backward
-            self._settle()
+            self._sync_gathers()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
         events.end_forward(self._around)
 
@@ -359,10 +359,10 @@ class Root:
             if not self._stays_unsharded:
                 unit.end_backward()
             unit.pending_calls = 0
-            unit.drop_pieces()
+            unit.drop_kept_shards()
             unit.machine.advance(UnitState.IDLE)
         self.secondary.end_backward()
-        self._settle()
+        self._sync_gathers()
         if not self._stays_unsharded:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
@@ -423,10 +423,10 @@ class Root:
         for unit in self.units:
             unit.use_sharded_views()
             unit.abandon()
-            unit.drop_pieces()
+            unit.drop_kept_shards()
             unit.pending_calls = 0
             unit.machine.reset()
-        self._settle()
+        self._sync_gathers()
         self.execution_order.begin()
         self._depth = 0
         self.machine.reset()

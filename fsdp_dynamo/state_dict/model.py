@@ -8,7 +8,7 @@ communication, and torch's code copies it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def save_unit(
     unit.check_late_parameters()
     unit.write_back()
     for flat in unit.flats:
-        values = _VALUES[settings.state_dict_type](flat)
+        values = _values(flat, settings.state_dict_type)
         for original in flat.originals:
             value = _value_to_keep(next(values), flat, settings)
             for _, _, fqn in original.sites:
@@ -126,20 +126,12 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
             state_dict[key] = state_dict[key].to("cpu", copy=True)
 
 
-def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    for index, original in enumerate(flat.originals):
-        yield as_value(flat, index, original.part)
-
-
-def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    return (mark_rank_local(flat, original.part) for original in flat.originals)
-
-
-_VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {
-    StateDictType.FULL_STATE_DICT: gather_params,
-    StateDictType.SHARDED_STATE_DICT: _sharded,
-    StateDictType.LOCAL_STATE_DICT: _local,
-}
+def _values(flat: FlatParameter, form: StateDictType) -> Iterator[torch.Tensor]:
+    if form is StateDictType.FULL_STATE_DICT:
+        return gather_params(flat)
+    if form is StateDictType.LOCAL_STATE_DICT:
+        return (mark_rank_local(flat, original.part) for original in flat.originals)
+    return (as_value(flat, i, original.part) for i, original in enumerate(flat.originals))
 
 
 def _plain_prefix(prefix: str) -> str:
@@ -175,7 +167,7 @@ def load_unit(
     return keys
 
 
-def end_lack(
+def materialize(
     unit: Unit,
     module: nn.Module,
     modules: Iterable[tuple[str, nn.Module]],
@@ -192,7 +184,7 @@ def end_lack(
         keys: its keys by plain FQN.
     """
     given = {fqn for fqn, key in keys.items() if not getattr(state_dict[key], "is_meta", True)}
-    unit.end_lack(module, given)
+    unit.materialize(module, given)
     for prefix, holder in modules:
         for name, buffer in holder._buffers.items():
             if buffer is not None and buffer.is_meta and join_fqn(prefix, name) in given:

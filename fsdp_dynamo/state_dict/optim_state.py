@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.comm.process_groups import is_first_of
-from fsdp_dynamo.core.dtensors import local_of, note_copy
+from fsdp_dynamo.core.dtensors import local_of, mark_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.optimizers import SCALAR_STATES
 from fsdp_dynamo.core.original_parameter import owner_of
@@ -242,7 +242,7 @@ def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             own = leaf.detach().to("cpu" if to_cpu else leaf.device, copy=True)
-            return note_copy(own, leaf)
+            return mark_copy(own, leaf)
         return copy.deepcopy(leaf) if is_deep else leaf
 
     return tree_map(copy_leaf, value)

@@ -447,8 +447,8 @@ def _finish_without_waiting(pending: PendingReduce) -> Any:
 
 
 def _take_without_waiting(flat: FlatParameter) -> Any:
-    assert flat.piece is not None
-    return flat.piece.tensor, flat.piece.group
+    assert flat.kept_shard is not None
+    return flat.kept_shard.tensor, flat.kept_shard.group
 
 
 COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
@@ -479,7 +479,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "replicas: the reduce-scatter is not waited for": (
         "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
     "nodes: a secondary shard is not waited for": (
-        "on nodes", _replace(FlatParameter, "take_piece", _take_without_waiting)),
+        "on nodes", _replace(FlatParameter, "kept_shard_to_gather", _take_without_waiting)),
     "nodes: a secondary shard is gathered before the optimizer is done": (
         "on nodes", _replace(Root, "_settle", _settle_but_at_the_start)),
     "offload: a copy does not wait for the gradient": (
