@@ -76,7 +76,6 @@ class Accumulation:
         return ADDS_SUMS if self.sync else ACCUMULATES
 
     def refresh(self) -> None:
-        """Recompute ``sync`` and ``has_sums`` after a change of sums or settings."""
         self.has_sums = any(one.total is not None for one in self._sums)
         self.sync = all(one.settings.reduces for one in self._sums)
 
@@ -150,7 +149,6 @@ class UnshardedSum:
         self._show(unused)
 
     def add_reduced(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Add this rank's parts of a reduced gradient to the sum."""
         assert self.total is not None
         self.remove_dropped()
         self._add_parts(self.total, parts)
@@ -195,7 +193,6 @@ class UnshardedSum:
         self._trained_in_partial.update(self._now_trained())
 
     def pop_partial(self) -> torch.Tensor | None:
-        """Remove and return ``partial``."""
         partial, self.partial = self.partial, None
         self._trained_in_partial, self.in_partial = set(), set()
         return partial

@@ -59,7 +59,6 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """End in the unsharded buffer."""
         return self.offset + self.numel * self.copies
 
     @property
@@ -86,7 +85,6 @@ class ShardRange:
         return self.view_of(param_like).contiguous()
 
     def view_of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """Cut the part from a tensor of the parameter's shape, as a view."""
         if not self.shape:
             return param_like
         return param_like.narrow(self.dim, self.start, self.shape[self.dim])
@@ -180,7 +178,6 @@ class FlatLayout:
 
     @property
     def split_slots(self) -> tuple[int, ...]:
-        """Position of each slot in ``split_sizes``."""
         return self._pieces[1]
 
     @cached_property
@@ -228,7 +225,6 @@ class FlatLayout:
         return ShardLayout(self.shard_numel, ranges)
 
     def whole(self) -> ShardLayout:
-        """Layout of the unsharded buffer as one shard."""
         parts = (ShardRange(0, s.offset, s.numel, s.shape, s.dim) for s in self.slots)
         return ShardLayout(self.padded_numel, tuple(parts))
 

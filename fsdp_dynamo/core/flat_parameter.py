@@ -188,7 +188,6 @@ class FlatParameter:
         self.kept_shard: KeptShard | None = None
 
     def rename(self, paths: UnitPaths) -> None:
-        """Set the unit's paths below the root."""
         self.paths, self.unit_fqn = paths, paths.name
         for original in self.originals:
             original.placing.fqn = paths.fqn_of(original.fqn)
@@ -256,7 +255,6 @@ class FlatParameter:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Current dtype of the unsharded buffer."""
         return self.dtypes(self.is_full_precision).param
 
     @property
@@ -358,7 +356,6 @@ class FlatParameter:
 
     @property
     def reduce_plan(self) -> GatherPlan:
-        """The first of the current ``reduce_plans``."""
         return self.reduce_plans(self.current_wires)[0]
 
     @property
@@ -403,7 +400,6 @@ class FlatParameter:
             set_readable(self.unsharded, readable)
 
     def storages_to_free(self) -> list[torch.UntypedStorage]:
-        """Storages that a reshard frees."""
         storage = self.unsharded.untyped_storage()
         return [storage] if self.needs_storage and storage.nbytes() else []
 
@@ -456,7 +452,6 @@ class FlatParameter:
         return self.layout.split(self.unsharded)
 
     def point_originals_to_shard(self) -> None:
-        """Make each original parameter this rank's part of ``sharded``."""
         keeps = self.keep_low_precision_grads and self.requires_grad
         self.module_parameters.show_shard(self.shard_layout.split(self.sharded.data), keeps)
 
@@ -522,7 +517,6 @@ class FlatParameter:
         return flat
 
     def as_grad(self, sharded_grad: torch.Tensor) -> torch.Tensor:
-        """Cast a reduced gradient to ``grad_dtype``."""
         wanted = self.grad_dtype
         return sharded_grad if sharded_grad.dtype == wanted else sharded_grad.to(wanted)
 

@@ -43,11 +43,7 @@ def has_gather_hooks(param: torch.Tensor) -> bool:
 def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows: bool) -> None:
     """Raise for a parameter with gather hooks that a unit cannot hold.
 
-    Args:
-        param: parameter of a class with the hooks, or a DTensor of it.
-        fqn: its FQN.
-        groups: groups of its unit.
-        by_rows: whether it is sharded along its first dimension.
+    ``by_rows`` says whether it is sharded along its first dimension.
     """
     local: Any = local_of(param)
     expected = fix = ""
@@ -105,7 +101,6 @@ class HookedFlatParameter(FlatParameter):
         return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def set_full_precision(self, wanted: bool) -> None:
-        """Make the hooks return tensors of the shard's dtype, or of the low-precision dtype."""
         if wanted is not self.is_full_precision:
             self.set_readable(False)
             self.is_full_precision = wanted
@@ -161,7 +156,6 @@ class HookedFlatParameter(FlatParameter):
         return [width for size in sizes for width in (size, -size % ALIGN_BYTES)]
 
     def shard_to_gather(self) -> torch.Tensor:
-        """Return the message: what the hooks returned, as bytes."""
         pieces = []
         for tensor in (one for tensors in self._sent for one in tensors):
             gap = torch.zeros(-tensor.nbytes % ALIGN_BYTES, dtype=torch.uint8, device=self.device)
@@ -245,7 +239,6 @@ class HookedFlatParameter(FlatParameter):
         return super().storages_to_free() + [one for one in made if one.nbytes()]
 
     def make_views(self) -> list[torch.Tensor]:
-        """Return the unsharded parameters, as new tensor objects."""
         record_version(self.unsharded)
         assert self._gathered is not None
         return [value.detach() for value in self._gathered.values]

@@ -27,18 +27,12 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``.
+    """Scale all gradients so that their global norm is at most ``max_norm``; return the norm.
 
-    Args:
-        flats: all flat parameters. Norms of sharded ones are summed over the ranks that shard them.
-        others: parameters that no unit manages, whole on every rank and counted once.
-        groups: groups of the root, whose ranks must agree on the norm.
-        max_norm: upper bound.
-        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
-
-    Returns:
-        The norm before clipping: a scalar in the real dtype that gradients of all units are
-        promoted to (computed in float32 at least), equal on all ranks.
+    ``flats`` are all flat parameters, ``others`` parameters that no unit manages, whole on every
+    rank and counted once. The ranks of ``groups``, the root's, must agree on the norm. The result
+    is the norm before clipping: a scalar in the real dtype that gradients of all units are promoted
+    to, computed in float32 at least.
 
     Raises:
         UnsupportedError: ranks of the root have different norms, as they train different
@@ -104,11 +98,7 @@ def require_one_norm(
 ) -> None:
     """Raise on all ranks of the groups if their norms differ by more than rounding.
 
-    Args:
-        norm: norm that this rank computed.
-        groups: groups that compare.
-        fewest: number of ranks of the unit on fewer ranks, for the message.
-        where: subject of the message.
+    ``fewest`` is the number of ranks of the smallest unit, for the message.
     """
     bounds = _reduced(torch.stack([norm, -norm]), groups, dist.ReduceOp.MAX)
     most, least = bounds[0], -bounds[1]

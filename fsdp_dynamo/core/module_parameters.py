@@ -99,7 +99,6 @@ class ModuleParameters:
             self._exchange([of(view) for view in self.views])
 
     def hide_stand_ins(self) -> None:
-        """Put the views back into modules."""
         if self._stood_in_for is not None:
             self._exchange(self._stood_in_for)
             self._stood_in_for = None
@@ -203,7 +202,6 @@ class ModuleParameters:
         self.frozen = self.frozen_now()
 
     def frozen_now(self) -> frozenset[int]:
-        """Indices of originals that are not trained now."""
         return frozenset([i for i, param in enumerate(self._params) if not param.requires_grad])
 
     def add_versions(self, versions: list[int]) -> None:
@@ -256,7 +254,6 @@ class ModuleParameters:
             self.show_shard(self._parts, self._frees_grad_dtype)
 
     def require_gathered_values(self) -> None:
-        """Raise if an original was given other values since they were gathered."""
         if self.views or self.are_as_left():
             return
         for index in self._replaced():
@@ -281,7 +278,6 @@ class ModuleParameters:
 
     @torch.no_grad()
     def write_back_uninitialized(self) -> None:
-        """Write back uninitialized originals only."""
         self._take([i for i in sorted(self.uninitialized) if self._is_replaced(i)])
 
     def _take(self, replaced: Sequence[int]) -> None:
@@ -327,7 +323,6 @@ class ModuleParameters:
         return True
 
     def _replaced(self) -> list[int]:
-        """Indices of originals that were replaced or have other storage."""
         return [i for i in range(len(self._originals)) if self._is_replaced(i)]
 
     def _is_replaced(self, index: int) -> bool:
@@ -389,14 +384,12 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Replace a parameter that is in one of the tables of ``_has`` by a tensor."""
     module._parameters[name] = tensor  # type: ignore[assignment]
     module._buffers.pop(name, None)
     module.__dict__.pop(name, None)
 
 
 def _was_moved(view: torch.Tensor) -> bool:
-    """Return whether ``set_()`` has given a view other memory."""
     base = view._base
     return (
         base is not None and view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()

@@ -296,7 +296,6 @@ class _Locals:
 
     @untraced(_COMPARED)
     def _make(self, held: list[list[Any]], state: Any) -> None:
-        """Make plain parameters, and states with the local tensors of the DTensors' states."""
         params = [p for own in held for p in own if isinstance(p, DTensor)]
         known, self._plains = self._plains, {}
         for param in params:
@@ -315,7 +314,6 @@ class _Locals:
         self._states_seen = _objects_of(self._states)
 
     def _show_grads(self) -> None:
-        """Give the plain parameters the local tensors of the DTensors' gradients."""
         for param, (_, plain) in self._plains.items():
             grad: Any = param.grad
             if grad is None:
@@ -350,7 +348,6 @@ def _objects_of(state: Any) -> list[Any]:
 
 
 def _are_same(objects: list[Any], others: list[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 

@@ -139,7 +139,6 @@ class OriginalParameter:
         return local if self.tensor_class is None else self.tensor_class.memory(local)
 
     def _parameter_around(self, part: torch.Tensor) -> nn.Parameter:
-        """Make a DTensor parameter whose local elements are ``part``."""
         made: Any = self.placing.dtensor(self._local(part))
         param: Any = nn.Parameter(made, requires_grad=self.param.requires_grad)
         param._spec = made._spec  # shared with gradients: torch compares identity first
@@ -152,11 +151,9 @@ class OriginalParameter:
         return self.tensor_class.around(own, before if self.tensor_class.has(before) else None)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a tensor that has the parameter's shape."""
         return self.placing.part_of(value.detach())
 
     def show_part(self, part: torch.Tensor) -> None:
-        """Make ``part`` the parameter's local elements."""
         if self.param.is_meta is not part.is_meta:
             self._swap(self._parameter_around(part))
         else:
@@ -178,7 +175,6 @@ class OriginalParameter:
         self.param.grad = None if part is None else self.as_param(part)
 
     def add_grad(self, part: torch.Tensor) -> None:
-        """Add this rank's elements of a gradient; ``part`` may become the gradient."""
         if self.param.grad is None:
             self.param.grad = self.as_param(part)
         else:
@@ -190,7 +186,6 @@ class OriginalParameter:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank of the shard group holds the whole parameter."""
         return self.placing.is_replicated
 
     def copy(self, memo: dict[int, Any]) -> None:

@@ -199,7 +199,6 @@ def without_frozen(
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:
-    """Reduce the ``partial`` gradient over replicas if one of its parameters is frozen."""
     waiting = flat.grad_sum
     frozen = waiting.frozen_in_partial()
     if not frozen:
@@ -294,7 +293,6 @@ class ReduceQueue:
             self._accumulate_copy()
 
     def make_room(self) -> None:
-        """Finish the oldest reductions until another may be issued."""
         while len(self._pending) >= MAX_REDUCES:
             self._finish_oldest()
 
@@ -348,7 +346,6 @@ class ReduceQueue:
             self._accumulate_copy()
 
     def abandon(self) -> None:
-        """Drop all reductions after an error."""
         while self._pending:
             self._pending.popleft().in_flight.abandon()
         while self._copies:

@@ -113,7 +113,6 @@ class _SummonedFlat:
                 original.held.grad = grads[i]
 
     def _any_rank_has_grad(self) -> list[bool]:
-        """Return for each original whether any rank has a gradient."""
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
         with watched(self._flat.group, "all_reduce", _USE, flags.numel()):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
@@ -125,7 +124,6 @@ class _SummonedFlat:
         )
 
     def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return copies of whole tensors, made of every rank's shard."""
         flat = self._flat
         whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
         if self._has_whole and self._options.offload_to_cpu:
@@ -133,7 +131,6 @@ class _SummonedFlat:
         return flat.layout.split(whole)
 
     def restore(self) -> None:
-        """Show this rank's parts again, without changes."""
         flat_parameters = self._flat.module_parameters
         flat_parameters.is_summoned = flat_parameters.is_whole = False
         self._flat.point_originals_to_shard()
@@ -173,7 +170,6 @@ class _SummonedFlat:
                 original.grad = part
 
     def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write this rank's part of whole values into ``shard``."""
         flat = self._flat
         if not self._has_whole or self._options.rank0_only:
             self._take_from_first(shard, values)
@@ -207,7 +203,6 @@ class _SummonedFlat:
         kept.copy_(shard)
 
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy whole values into an unsharded tensor ``(padded_numel,)``."""
         numel = self._flat.layout.padded_numel
         whole = torch.empty(numel, dtype=like.dtype, device=self._flat.device)
         self._flat.layout.fill(whole, values)
@@ -227,15 +222,10 @@ WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
 
 @dataclass(eq=False)
 class _Whole:
-    """A tensor to be updated.
+    """A whole tensor to be updated on rank ``owner`` of its group.
 
-    Attributes:
-        fqn: FQN of its parameter.
-        shape: whole shape.
-        part: this rank's part, on the device of the collectives.
-        ranges: part of each rank of the group.
-        owner: rank of the group that updates it.
-        updated: this rank's part of the result.
+    ``part`` is this rank's part, on the device of the collectives, ``ranges`` are those of all
+    ranks, ``updated`` is this rank's part of the result.
     """
 
     fqn: str
@@ -315,7 +305,6 @@ def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor
 
 
 def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeUpdate) -> None:
-    """Update tensors that are sharded over a group with one exchange there and one back."""
     loads = [0] * group.size()
     for one in sorted(wholes, key=lambda one: (-one.shape.numel(), one.fqn)):
         one.owner = loads.index(min(loads))
@@ -345,11 +334,7 @@ def _exchange(
 ) -> torch.Tensor:
     """Send each rank its part of some tensors; return the concatenation of all received parts.
 
-    Args:
-        tensors: parts to send, in the order of ranks.
-        sent: elements for each rank.
-        received: elements from each rank.
-        group: ranks that exchange.
+    ``sent`` and ``received`` are elements per rank; ``tensors`` are in the order of ranks.
     """
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     arrived = message.new_empty(sum(received))

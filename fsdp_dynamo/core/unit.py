@@ -70,10 +70,8 @@ class UnitConfig:
 def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
     """Raise if the user's own collective would replace one that has a wire format.
 
-    Args:
-        units: units of the collectives.
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        where: the user's call, for the message.
+    ``kind`` is ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, ``where`` the user's
+    call.
     """
     for unit in units:
         precision = unit.config.collective_precision
@@ -133,7 +131,6 @@ class Unit:
         self._secondary_versions: list[int] = []  # at the last gather of secondary shards
 
     def rename(self, paths: UnitPaths) -> None:
-        """Set the paths of the unit's modules below its root."""
         self.paths, self.fqn = paths, paths.name
         self.machine.fqn = self.fqn
         for flat in self.flats:
@@ -204,7 +201,6 @@ class Unit:
     # -- unshard and reshard -----------------------------------------------------------------
 
     def set_full_precision(self, wanted: bool) -> None:
-        """Unshard in full precision from now on, or in that of ``MixedPrecision`` again."""
         if self.config.full_precision_in_eval:
             if any(flat.is_full_precision is not wanted for flat in self.flats):
                 self.reshard("forward")
@@ -329,7 +325,6 @@ class Unit:
 
     @property
     def is_secondary_current(self) -> bool:
-        """Whether parameters have not changed since the secondary shards were gathered."""
         return self._secondary_versions == self._versions() and all(
             flat.module_parameters.are_as_left() for flat in self.flats
         )
@@ -377,7 +372,6 @@ class Unit:
         self.is_ahead = self.is_unsharded
 
     def show_gathered(self) -> None:
-        """Make modules hold whole parameters in place of DTensors until a forward begins."""
         if self.is_unsharded and self.machine.state is UnitState.IDLE:
             for flat in self.flats:
                 flat.module_parameters.show_gathered(flat.make_views())
@@ -519,7 +513,6 @@ class Unit:
             flat.module_parameters.write_back()
 
     def write_back_uninitialized(self) -> None:
-        """Write back uninitialized parameters only."""
         for flat in self.flats:
             flat.module_parameters.write_back_uninitialized()
 
@@ -632,5 +625,4 @@ class StateMachine(Generic[StateT]):
         self.state = wanted
 
     def reset(self) -> None:
-        """Return to the initial state, after an error or at the end of a pass."""
         self.state = self._initial

@@ -74,7 +74,6 @@ class EndOfCalls:
         self._grads[flat] = list(grads) if before is None else sums(before, grads)
 
     def take(self) -> dict[FlatParameter, Grads]:
-        """Remove and return the sums by flat parameter."""
         grads, self._grads = self._grads, {}
         return grads
 
@@ -141,5 +140,4 @@ class CallsInARow:
             unit.end_backward()
 
     def forget(self) -> None:
-        """Keep nothing, without a reshard."""
         self._kept = None

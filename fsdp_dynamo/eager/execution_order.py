@@ -39,12 +39,10 @@ class ExecutionOrder:
         self._warned = False
 
     def begin(self) -> None:
-        """Start a step without units."""
         self._began = []
         self._ended = []
 
     def add(self, unit: Unit) -> None:
-        """Record a unit whose forward begins."""
         if self._began and self._began[-1] is unit:
             self.repeated.add(unit)
         else:
@@ -58,7 +56,6 @@ class ExecutionOrder:
         return self._last[position]
 
     def end_call(self, call: ForwardCall) -> None:
-        """Record a call whose forward ends and whose backward may follow."""
         if not self._ended or self._ended[-1] is not call.unit:
             self._ended.append(call.unit)
         call.order = len(self._ended) - 1
@@ -91,7 +88,6 @@ class ExecutionOrder:
         self._agreed.add(calls)
 
     def forget_calls(self) -> None:
-        """Drop the calls of a step whose backward is done."""
         self._ended = []
 
     def end(self, group: dist.ProcessGroup, is_training: bool) -> None:

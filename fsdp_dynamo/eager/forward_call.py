@@ -57,7 +57,6 @@ class ForwardCall:
     step: Step | None = field(default_factory=current_step)
 
     def show_views(self) -> None:
-        """Make the unit's modules hold the views of this call."""
         for flat, views in zip(self.unit.flats, self.views, strict=True):
             flat.module_parameters.set_views(views)
 
@@ -72,7 +71,6 @@ class ForwardCall:
             position = end
 
     def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients that one segment gives the views."""
         before = self.segment_grads
         self.segment_grads = list(grads) if before is None else sums(before, grads)
 

@@ -162,18 +162,13 @@ def cast_output(dtype: torch.dtype | None, output: Any) -> Any:
 
 
 def keep_module_precision(module: nn.Module, own: torch.dtype) -> None:
-    """Make one module of a mixed-precision unit compute in its own dtype.
-
-    Its floating-point inputs are cast to ``own``, its outputs back to the inputs' dtype.
-    """
+    """Make one module of a mixed-precision unit compute in ``own``; cast inputs and outputs."""
     casts = _Casts(own)
     module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
     module.register_forward_hook(casts.output)
 
 
 class _Casts:
-    """Forward hooks of a module that computes in its own dtype."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.given: torch.dtype | None = None  # dtype of the last call's inputs

@@ -84,7 +84,6 @@ class Root:
         self.secondary = SecondaryShards(self.units, self.accumulation)
 
     def record_trained(self) -> None:
-        """Update ``trained``."""
         originals = (original for unit in self.units for original in unit.originals())
         self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
         if self.variable:
@@ -97,12 +96,10 @@ class Root:
 
     @property
     def is_outside(self) -> bool:
-        """Whether neither a forward nor a backward is running."""
         return self.machine.state is RootState.IDLE
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward is running."""
         return self.machine.state is RootState.BACKWARD
 
     def _sync_gathers(self) -> None:
@@ -154,7 +151,6 @@ class Root:
         return call
 
     def _end_if_tracked(self, unit: Unit) -> EndOfCalls | None:
-        """Return the end of the unit's calls if autograd is to track this call."""
         return self._end_of_calls(unit) if torch.is_grad_enabled() and unit.flats else None
 
     def _end_of_calls(self, unit: Unit) -> EndOfCalls:
@@ -471,7 +467,6 @@ class Root:
 
     @torch.no_grad()
     def wait_ended(self) -> None:
-        """Finish the reductions of ``finalize_backward``."""
         self._reduces.finish()
         self.secondary.drop()
         self.accumulation.refresh()
@@ -517,7 +512,6 @@ class SecondaryShards:
         self._units = [unit for unit in units if unit.config.groups.hierarchy is not None]
 
     def begin_forward(self) -> None:
-        """Free secondary shards that may be outdated."""
         accumulates = self._accumulation.has_sums or not self._accumulation.sync
         keeps = accumulates and torch.is_grad_enabled()
         if not (keeps and all(unit.is_secondary_current for unit in self._units)):
@@ -529,18 +523,15 @@ class SecondaryShards:
             unit.gather_secondary()
 
     def end_forward(self) -> None:
-        """Free the secondary shards of an evaluation."""
         if not torch.is_grad_enabled():
             self.drop()
 
     def end_backward(self) -> None:
-        """Free the secondary shards of units that reduce their gradients."""
         for unit in self._units:
             if unit.settings.reduces:
                 unit.drop_secondary()
 
     def abandon(self) -> None:
-        """Free all after an error, with gathers in any state."""
         for unit in self._units:
             unit.abandon()
 

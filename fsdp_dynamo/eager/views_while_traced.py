@@ -60,8 +60,6 @@ def _is_operator(value: Any) -> bool:
 
 
 class ViewsWhileTraced:
-    """A context in which Dynamo sees stand-ins for a unit's views."""
-
     def __init__(self, unit: Unit) -> None:
         self._shown = [flat.module_parameters for flat in unit.flats]
         self._thread = get_ident()

@@ -201,7 +201,6 @@ def _load_optim_state(
 
 
 def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
-    """Raise if a flat state dict cannot say to which optimizer a group belongs."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if len(optimizers) > 1 and not all(group["params"] for group in groups):
         raise FSDPValueError(
@@ -225,7 +224,6 @@ def _require_states(
 
 
 def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
-    """Return this rank's state dict, or that of the model's first rank if it is broadcast."""
     if not info.broadcast_from_rank0:
         return state_dict
     received: dict[str, Any] = broadcast_from_first(state_dict, _groups_of(model))
@@ -233,12 +231,10 @@ def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[s
 
 
 def _is_first(model: nn.Module) -> bool:
-    """Return whether this is the first of all ranks of a model."""
     return is_first_of(_groups_of(model))
 
 
 def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """Return groups that make up all ranks of a model."""
     units = units_in(model)
     if any(original.parallel for unit in units for original in unit.originals()):
         assert dist.group.WORLD is not None

@@ -386,7 +386,6 @@ def _optimizer(
 
 
 def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
-    """Return plain FQNs of an optimizer's parameters, by number."""
     by_param = {param: plain_fqn(name) for name, param in model.named_parameters()}
     return [by_param[param] for group in optim.param_groups for param in group["params"]]
 

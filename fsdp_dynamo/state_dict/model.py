@@ -59,13 +59,8 @@ def save_unit(
 ) -> None:
     """Replace a unit's local parameters by values of the chosen form, under plain names.
 
-    Args:
-        unit: owner of the parameters.
-        module: the module of the unit that is saved.
-        state_dict: state dict with the module's local parameters.
-        prefix: prefix of the module's keys.
-        is_root: also remove the names that ``torch.compile`` has inserted from ``prefix``.
-        buffer_dtypes: original dtypes of buffers that mixed precision has cast, by FQN.
+    ``module`` is the saved module of the unit. For the root, names that ``torch.compile`` has
+    inserted are removed from ``prefix`` too. Buffers get back their dtypes before mixed precision.
     """
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
@@ -93,7 +88,6 @@ def save_unit(
 
 
 def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
-    """Return a value as the settings require; ``None`` if this rank omits values."""
     config = settings.state_dict_config
     if _is_omitted(flat.groups, config):
         return None
@@ -135,7 +129,6 @@ def _values(flat: FlatParameter, form: StateDictType) -> Iterator[torch.Tensor]:
 
 
 def _plain_prefix(prefix: str) -> str:
-    """Remove wrappers' names from a prefix, which is empty or ends in a dot."""
     name = plain_fqn(prefix.rstrip("."))
     return f"{name}." if name else ""
 
@@ -176,12 +169,7 @@ def materialize(
 ) -> None:
     """Materialize parameters and buffers on the meta device for which there are values.
 
-    Args:
-        unit: owner of the parameters.
-        module: the module of the unit that is loaded.
-        modules: the modules below it with their FQNs.
-        state_dict: state dict with this rank's values.
-        keys: its keys by plain FQN.
+    ``modules`` are those below ``module``, with FQNs; ``keys`` are the state dict's, by plain FQN.
     """
     given = {fqn for fqn, key in keys.items() if not getattr(state_dict[key], "is_meta", True)}
     unit.materialize(module, given)
@@ -203,12 +191,6 @@ def assign_in_place(
 
     Parameters must stay the same objects: they are views of the shard, and optimizers hold them.
     Values of another shape are left to torch's code, which reports them.
-
-    Args:
-        modules: modules of a unit with their FQNs.
-        state_dict: state dict with this rank's values.
-        keys: its keys by plain FQN.
-        buffer_dtypes: original dtypes of buffers that mixed precision has cast, by FQN.
 
     Raises:
         FSDPValueError: a value has another dtype, or is on the meta device.
@@ -276,10 +258,7 @@ def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: s
 def plain_names_after_load(prefix: str, keys: Sequence[list[str]], messages: list[str]) -> None:
     """Rename keys below ``prefix`` in the report of ``load_state_dict``, in place.
 
-    Args:
-        prefix: prefix of the module whose hook runs.
-        keys: lists of missing and of unexpected keys.
-        messages: error messages that name keys.
+    ``keys`` are the lists of missing and of unexpected keys, ``messages`` errors that name keys.
     """
     for names in keys:
         names[:] = [plain_fqn(name) if name.startswith(prefix) else name for name in names]

@@ -55,14 +55,7 @@ SAME_STATES_FIX = (
 
 @dataclass(frozen=True, eq=False)
 class ParamPlace:
-    """Place of an optimizer's parameter in the model.
-
-    Attributes:
-        fqn: plain FQN.
-        param: the parameter.
-        flat: flat parameter that holds it, or ``None``.
-        index: index in the flat parameter.
-    """
+    """Place of an optimizer's parameter; ``flat`` holds it, ``None`` if no unit does."""
 
     fqn: str
     param: nn.Parameter
@@ -148,7 +141,6 @@ def save(
 
 
 def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mapping[str, Any]:
-    """Return a parameter's state: by number, or by name for a named optimizer."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
     return found
@@ -170,7 +162,6 @@ def _groups_to_save(
 def _states_by_rank(
     states: Mapping[ParamPlace, Mapping[str, Any]], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Return sharded or local states."""
     result: dict[str, Any] = {}
     to_cpu = settings.optim_state_dict_config.offload_to_cpu
     for place, state in states.items():
@@ -333,7 +324,6 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
 
 
 def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
-    """Return a JSON value that differs between different values."""
     if isinstance(value, DTensor):
         raise UnsupportedError(
             f"{_WHERE}: expected states that are placed as the parameter, or plain tensors, got a "
@@ -413,7 +403,6 @@ def _loaded(
 
 
 def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a saved state has the shape of its unsharded parameter."""
     if place.flat is None or shape != place.flat.originals[place.index].placing.shape:
         return False
     return math.prod(shape) > 1 or name not in SCALAR_STATES
@@ -436,7 +425,6 @@ def _groups(
     saved: Sequence[Mapping[str, Any]],
     may_lack: bool,
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with the settings that were saved for them."""
     fqns: list[list[str]] = [[] for _ in optim.param_groups]
     for group_number, _, place in places:
         fqns[group_number].append(place.fqn)
