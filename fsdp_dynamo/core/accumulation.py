@@ -62,10 +62,10 @@ class Accumulation:
         whole = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
         if not whole and not torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{unit_name(fqn)}: expected a backward of inputs and weights at once: a unit's "
-                "gradients come together, got one of the inputs alone, as zero-bubble schedules of "
-                "pipelines split it. Pass dw_builder=lambda: lambda: None to every PipelineStage: "
-                "both then run where the inputs' would, and nothing is left for the weights'. "
+                f"{unit_name(fqn)}: expected a backward of inputs and weights at once, because a "
+                "unit reduces all its gradients together, got a backward of the inputs alone, as "
+                "in zero-bubble pipeline schedules. Pass dw_builder=lambda: lambda: None to every "
+                "PipelineStage: its backward of the inputs then includes the weights. "
                 "Outside of pipelines call set_is_last_backward(True) before torch.autograd.grad()."
             )
 

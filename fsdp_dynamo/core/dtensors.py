@@ -9,11 +9,11 @@ too, as in FSDP2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -114,9 +114,10 @@ class Placing:
         places = zip(self.placements, own or (), made_at or (), strict=False)
         if any(here != there for placed, here, there in places if not placed.is_replicate()):
             raise FSDPValueError(
-                f"parameter '{self.fqn}': expected what the rank at {own} of the mesh has saved, "
-                f"got what the one at {made_at} has. Let each rank load its own file, or save with "
-                "torch.distributed.checkpoint, fsdp_dynamo.checkpoint or a full state dict."
+                f"parameter '{self.fqn}': expected a DTensor saved by the rank at {own} of the "
+                f"mesh, got one saved by the rank at {made_at}. Let each rank load its own file, "
+                "or save with torch.distributed.checkpoint, fsdp_dynamo.checkpoint or a full state "
+                "dict."
             )
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
@@ -177,34 +178,26 @@ def is_given(value: object) -> bool:
     return isinstance(value, DTensor) and value in _given
 
 
-_Meshes = WeakKeyDictionary[dist.ProcessGroup, ReferenceType[DeviceMesh]]
-_meshes: _Meshes = WeakKeyDictionary()
-_grids: _Meshes = WeakKeyDictionary()
-"""Meshes in use, by group; weak, as meshes hold their groups."""
+_meshes: WeakValueDictionary[tuple[dist.ProcessGroup, ...], DeviceMesh] = WeakValueDictionary()
+"""Meshes in use, by the groups of their dimensions."""
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """Return the 1-D mesh of a group, the same object as long as it is in use."""
-    return _kept(_meshes, group, lambda: DeviceMesh.from_group(group, device.type))
+    mesh = _meshes.get((group,))
+    if mesh is None:
+        mesh = _meshes[(group,)] = DeviceMesh.from_group(group, device.type)
+    return mesh
 
 
 def mesh_of_levels(hierarchy: Hierarchy, device: torch.device) -> DeviceMesh:
     """Return the 2-D mesh (position in the node, node), in the order of the shards."""
-    levels = [hierarchy.node, hierarchy.across]
-    grid, names = torch.tensor(hierarchy.grid), ("position", "node")
-    return _kept(
-        _grids,
-        hierarchy.node,
-        lambda: DeviceMesh.from_group(levels, device.type, mesh=grid, mesh_dim_names=names),
-    )
-
-
-def _kept(meshes: _Meshes, group: dist.ProcessGroup, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    known = meshes.get(group)
-    mesh = known() if known is not None else None
+    levels = hierarchy.node, hierarchy.across
+    mesh = _meshes.get(levels)
     if mesh is None:
-        mesh = make()
-        meshes[group] = ref(mesh)
+        grid, names = torch.tensor(hierarchy.grid), ("position", "node")
+        mesh = DeviceMesh.from_group([*levels], device.type, mesh=grid, mesh_dim_names=names)
+        _meshes[levels] = mesh
     return mesh
 
 
@@ -315,8 +308,8 @@ def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) 
         if parallel is not None:
             raise UnsupportedError(
                 f"{what}, parameter '{fqn}': expected parameters that no tensor parallelism has "
-                f"split, got one of placements {parallel.placements}. Use state_dict(), which "
-                "gives whole tensors, and load_state_dict()."
+                f"split, got one of placements {parallel.placements}. Use state_dict() and "
+                "load_state_dict(), which handle whole tensors."
             )
 
 

@@ -48,7 +48,7 @@ def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows
     local: Any = local_of(param)
     expected = fix = ""
     if not all(hasattr(local, name) for name in _HOOKS):
-        expected, fix = f"both {' and '.join(_HOOKS)}", "Define the other one."
+        expected, fix = f"both {' and '.join(_HOOKS)}", "Define both."
     elif not is_traceable_wrapper_subclass(local) or not wraps_one(local):
         expected = "a class that wraps one tensor of its own shape and dtype (__tensor_flatten__)"
         fix = "Leave it whole on every rank: ignored_states=[...]."

@@ -154,9 +154,9 @@ class ModuleParameters:
         if lost:
             raise FSDPStateError(
                 f"parameter '{self.paths.fqn_of(lost[0].fqn)}': expected parameters unsharded by "
-                "hand to be read only, got one that was written, or has a gradient: it would be "
-                "lost. Write values inside summon_full_params(), or a state dict; compute what has "
-                "gradients in a forward (register_forward_method for other methods)."
+                "hand to be read only, got one that was written or has a gradient, which would be "
+                "lost. Write values inside summon_full_params() or with a state dict. Use "
+                "parameters with gradients in a forward (or a method of register_forward_method)."
             )
 
     def unset_views(self) -> None:
@@ -494,7 +494,7 @@ class LateParameterCheck:
 def _late_error(fqn: str) -> FSDPStateError:
     return FSDPStateError(
         f"parameter '{fqn}': expected all trainable parameters in place when the model is wrapped, "
-        "got one that came later: each rank would train it by itself. Add it before wrapping, or "
-        "wrap its module as a unit of its own (m.extra = FSDP(extra)); what you synchronise "
-        "yourself goes into ignored_states."
+        "got a parameter that was added later, which each rank would train by itself. Add it "
+        "before wrapping, or wrap its module as a unit of its own (m.extra = FSDP(extra)). If you "
+        "synchronize it yourself, pass it in ignored_states."
     )

@@ -125,9 +125,9 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             if hasattr(param, REPLACED):
                 raise FSDPStateError(
                     f"{type(optimizer).__name__}.step(): expected parameters of the sharded model, "
-                    f"got one of shape {tuple(param.shape)} in whose place a DTensor is now. Make "
-                    "the optimizer after the model is sharded, of its parameters(); where a "
-                    "parameter was put into a module since, after the forward that takes it."
+                    f"got a parameter of shape {tuple(param.shape)} that a DTensor has replaced. "
+                    "Make the optimizer of the sharded model's parameters(), and after the next "
+                    "forward if you have put a new parameter into a module."
                 )
 
 
@@ -144,9 +144,8 @@ def _refuse_sums(optimizer: Optimizer) -> None:
         if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == mesh):
             raise FSDPStateError(
                 f"{type(optimizer).__name__}.step(), a parameter of shape {tuple(param.shape)}: "
-                "expected gradients that are reduced, DTensors as their parameters, got a plain "
-                "tensor, as steps under no_sync() leave it. Run the last backward outside of "
-                "no_sync()."
+                "expected a reduced gradient, which is a DTensor, got a plain tensor, as steps "
+                "under no_sync() leave it. Run the last backward outside of no_sync()."
             )
 
 
@@ -222,18 +221,17 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     def step_on_locals(_: optim.Optimizer, closure: Any = None) -> Any:
         if closure is not None:
             raise UnsupportedError(
-                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no closure: "
-                "it would give gradients to the DTensors while a step is under way, got "
-                f"{closure!r}. Call backward() before the step."
+                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no closure, "
+                f"which would set gradients of DTensors during the step, got {closure!r}. Call "
+                "backward() before the step."
             )
         check_optimizer(optimizer)
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if any(hooks):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() after step_on_shards(): expected no hooks of a "
-                "step: they would see this rank's local tensors, got some of "
-                "register_step_pre_hook() or register_step_post_hook(). Do what they do before or "
-                "after the step."
+                "step, which would see local tensors, got hooks of register_step_pre_hook() or "
+                "register_step_post_hook(). Do their work before or after the step."
             )
         with locals_.shown():
             return step()

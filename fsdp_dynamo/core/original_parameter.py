@@ -269,9 +269,9 @@ class _WholeGradientGuard:
         def refuse(_grads: Sequence[torch.Tensor]) -> None:
             raise FSDPStateError(
                 f"parameter '{fqn}': expected a parameter outside of its unit's forward to be used "
-                "without gradients, while it is whole, got a backward that reaches it: nothing "
-                "would reduce its gradient. Use it in the forward of its unit, or in a method that "
-                "is one (register_forward_method), or detach it."
+                "without gradients, got a backward that reaches it: nothing would reduce its "
+                "gradient. Use it in its unit's forward, or in a method that is registered with "
+                "register_forward_method, or detach it."
             )
 
         self._node.register_prehook(refuse)

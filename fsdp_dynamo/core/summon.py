@@ -349,9 +349,9 @@ def _result(one: _Whole, update: WholeUpdate, whole: torch.Tensor) -> torch.Tens
     updated = update(one.fqn, whole)
     if updated.shape != one.shape:
         raise FSDPValueError(
-            f"update_whole(), what update returned: expected a tensor of shape {tuple(one.shape)} "
-            f"for '{one.fqn}', got {tuple(updated.shape)}. Return a tensor of the shape that was "
-            "passed."
+            f"update_whole(), result of update: expected a tensor of shape {tuple(one.shape)} "
+            f"for '{one.fqn}', got {tuple(updated.shape)}. Return a tensor of the same shape as "
+            "the argument."
         )
     return updated.to(whole.dtype)
 

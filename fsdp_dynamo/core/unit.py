@@ -77,9 +77,10 @@ def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
         precision = unit.config.collective_precision
         if precision is not None and getattr(precision, kind) is not None:
             raise UnsupportedError(
-                f"{where}, {unit_name(unit.fqn)}: expected a unit whose {kind.replace('_', '-')} "
-                f"travels as it is, got collective_precision with {getattr(precision, kind)!r}. "
-                "Leave one of the two out: a collective of your own sends what it chooses."
+                f"{where}, {unit_name(unit.fqn)}: expected an uncompressed "
+                f"{kind.replace('_', '-')}, got collective_precision with "
+                f"{getattr(precision, kind)!r}. Leave one of the two out: a collective of your own "
+                "chooses its format."
             )
 
 

@@ -121,9 +121,9 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
 
 def _reverse_mode_error(unit: Unit) -> UnsupportedError:
     return UnsupportedError(
-        f"{unit_name(unit.fqn)}: expected a backward that starts the unit's own: loss.backward() "
-        "or torch.autograd.grad(), got torch.func.grad, vjp or jacrev, whose backward runs none of "
-        "its hooks. Call torch.autograd.grad() in its place, or use torch.func.jvp or jacfwd."
+        f"{unit_name(unit.fqn)}: expected loss.backward() or torch.autograd.grad(), which run the "
+        "unit's hooks, got torch.func.grad, vjp or jacrev, which run none. Call "
+        "torch.autograd.grad() instead, or use torch.func.jvp or jacfwd."
     )
 
 

@@ -475,8 +475,8 @@ class Root:
         """Choose whether later steps reduce the units' gradients or sum them unsharded."""
         if not self.is_outside:
             raise FSDPStateError(
-                f"{unit_name('')}: expected gradients to be reduced or not for whole steps, got a "
-                f"change in state {self.machine.state.name}. Enter and leave no_sync(), or call "
+                f"{unit_name('')}: expected gradient synchronization to change between steps, got "
+                f"a change in state {self.machine.state.name}. Enter and leave no_sync(), or call "
                 "set_requires_gradient_sync(), before the forward or after the backward."
             )
         for unit in units:
@@ -487,9 +487,9 @@ class Root:
 def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
     return UnsupportedError(
         f"{unit_name(unit.fqn)}: expected gradients of inputs only, where they are to be "
-        "differentiated again, got create_graph=True in a backward that reaches parameters, which "
-        "are reduced. Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
-        "create_graph=True), and call backward() without create_graph."
+        "differentiated again, got create_graph=True in a backward that reaches parameters, whose "
+        "gradients are reduced. Use torch.autograd.grad(loss, inputs, create_graph=True) for "
+        "inputs or activations, and call backward() without create_graph."
     )
 
 

@@ -151,8 +151,8 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
     """
     if not optimizer.state and _needs_closure(optimizer):
         raise UnsupportedError(
-            f"{type(optimizer).__name__}: expected an optimizer that has made a step, or makes one "
-            "without a closure, got no states, and no step without a closure. Load with "
+            f"{type(optimizer).__name__}: expected an optimizer that has states or whose step() "
+            "works without a closure, got no states and a step() that needs one. Load with "
             "fsdp_dynamo.checkpoint, or set a full state dict."
         )
     of_units = [place for _, _, place in named.of(optimizer) if place.flat is not None]
@@ -167,8 +167,8 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
             raise FSDPStateError(
                 f"{type(optimizer).__name__}, parameter '{with_grad[0].fqn}': expected an "
                 "optimizer that has made a step, or parameters without gradients, got gradients "
-                "and no states, which would be missing in the state dict. Call "
-                "optimizer.zero_grad() before, or optimizer.step()."
+                "and no states: the state dict would lack the states. Call optimizer.zero_grad() "
+                "or optimizer.step() first."
             )
 
 
@@ -287,11 +287,10 @@ def _require_all_states(template: Any, saved: Any) -> None:
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()
         if lost:
             raise FSDPValueError(
-                f"parameter '{fqn}': expected all states that the file has of a parameter, got no "
-                f"{sorted(map(str, lost))} in the optimizer's state dict that is read into: the "
-                "parameter was frozen, perhaps. Call requires_grad_(True) on it while the state "
-                "dict is made, load with fsdp_dynamo.checkpoint, or pass "
-                "DefaultLoadPlanner(allow_partial_load=True)."
+                f"parameter '{fqn}': expected the optimizer's state dict to have all states in the "
+                f"file, got none for {sorted(map(str, lost))}; the parameter may be frozen. Call "
+                "requires_grad_(True) on it while the state dict is made, load with "
+                "fsdp_dynamo.checkpoint, or pass DefaultLoadPlanner(allow_partial_load=True)."
             )
 
 

@@ -41,7 +41,7 @@ def test_made_before_wrapping(rank: int, strategy: str) -> None:
     loss_of(model, batch(rank, 0)).backward()
     message = error_of(optimizer.step)
     assert "expected parameters of the sharded model" in message
-    assert "Make the optimizer after the model is sharded" in message
+    assert "Make the optimizer of the sharded model's parameters()" in message
 
 
 @on_ranks(2)
