@@ -38,48 +38,58 @@ def clip_grad_norm(
         UnsupportedError: ranks of the root have different norms, as they train different
             parameters in a unit on fewer ranks.
     """
-    # Gradients by the groups over which their elements are spread. The keys' order is equal on all
-    # ranks: one all-reduce each follows.
-    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
-        (): [p.grad for p in others if p.grad is not None and p.grad.numel()]
-    }
-    num_ranks = math.prod(group.size() for group in groups)
-    dtypes = [grad.dtype for grad in spread[()]]
-    partial: FlatParameter | None = None
-    device = torch.device("cpu")
+    flats = [*flats]
+    loose = [p.grad for p in others if p.grad is not None and p.grad.numel()]
+    spread = _by_groups(flats, loose)
+    dtypes = [grad.dtype for grad in loose]
     for flat in flats:
-        device = flat.device
-        if math.prod(group.size() for group in flat.groups.all) < num_ranks:
-            partial = partial or flat
+        if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
+            dtypes.append(flat.grad_dtype)  # also where this rank holds no elements
+    wanted = norm_dtype_of(dtypes or [torch.float32])
+    dtype = torch.promote_types(wanted, torch.float32)
+    device = flats[-1].device if flats else torch.device("cpu")
+    norm_type = float(norm_type)
+    totals = torch.stack(
+        [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
+    )
+    norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
+    for flat in flats:
+        if _num_ranks(flat.groups.all) < _num_ranks(groups):
+            where = f"clip_grad_norm_(), {unit_name(flat.unit_fqn)}"
+            require_one_norm(norm, groups, _num_ranks(flat.groups.all), where)
+            break
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grads in by_kind(grad for same in spread.values() for grad in same):
+        torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+    has_grads = any(spread.values())
+    if not has_grads and not norm:  # the host reads the norm only if this rank has no gradient
+        warnings.warn(
+            f"clip_grad_norm_() found no gradient that is not zero: its norm is 0, in {wanted}",
+            stacklevel=4,
+        )
+    return norm.to(wanted)
+
+
+def _by_groups(
+    flats: Sequence[FlatParameter], loose: list[torch.Tensor]
+) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
+    """Sort gradients by the groups over which their elements are spread; ``loose``: over none.
+
+    The order of the keys is equal on all ranks, which issue one all-reduce for each.
+    """
+    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): [*loose]}
+    for flat in flats:
         shard = (flat.group,) if flat.is_sharded else ()
         for original in flat.originals:
             splits = () if original.parallel is None else original.parallel.splitting_groups
             same = spread.setdefault((() if original.is_replicated else shard) + splits, [])
             if (grad := original.grad) is not None and grad.numel():
                 same.append(grad)
-        if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
-            dtypes.append(flat.grad_dtype)  # also where this rank holds no elements
-    has_grads = any(spread.values())
-    wanted = norm_dtype_of(dtypes or [torch.float32])
-    dtype = torch.promote_types(wanted, torch.float32)
-    norm_type = float(norm_type)
-    totals = torch.stack(
-        [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
-    )
-    norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
-    if partial is not None:
-        on_ranks = math.prod(group.size() for group in partial.groups.all)
-        where = f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}"
-        require_one_norm(norm, groups, on_ranks, where)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in by_kind(grad for same in spread.values() for grad in same):
-        torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
-    if not has_grads and not norm:  # read on the host only where this rank has no gradient
-        warnings.warn(
-            f"clip_grad_norm_() found no gradient that is not zero: its norm is 0, in {wanted}",
-            stacklevel=4,
-        )
-    return norm.to(wanted)
+    return spread
+
+
+def _num_ranks(groups: Iterable[dist.ProcessGroup]) -> int:
+    return math.prod([group.size() for group in groups])
 
 
 # -- norms -----------------------------------------------------------------------------------------
