@@ -89,7 +89,7 @@ class Placing:
         spec = self._specs[dtype] = DTensorSpec(self.mesh, self.placements, meta)
         return spec
 
-    def without_address(self, local: torch.Tensor) -> DTensor:
+    def for_state_dict(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor for a state dict, which torch can copy.
 
         A DTensor has the storage offset of its local tensor. ``deepcopy()`` and torch's checkpoints
@@ -98,7 +98,7 @@ class Placing:
         """
         made: Any = self.dtensor(local.as_strided(local.shape, local.stride(), 0))
         made._local_tensor = local
-        _given[made] = True
+        _state_dict_values[made] = True
         return made  # type: ignore[no-any-return]
 
     def holds(self, value: DTensor) -> bool:
@@ -106,7 +106,7 @@ class Placing:
         same: bool = value.placements == self.placements and value.device_mesh == self.mesh
         return same and value.shape == self.shape
 
-    def require_own(self, value: torch.Tensor) -> None:
+    def require_same_rank(self, value: torch.Tensor) -> None:
         """Raise for a DTensor that another rank has saved, though its placements match."""
         if not isinstance(value, DTensor) or not self.holds(value):
             return
@@ -126,7 +126,7 @@ class Placing:
         Every rank must call it with a DTensor of other placements, which is gathered.
 
         Raises:
-            FSDPValueError: another shape, or a DTensor of another rank (``require_own``).
+            FSDPValueError: another shape, or a DTensor of another rank (``require_same_rank``).
         """
         if value.shape != self.shape:
             raise FSDPValueError(
@@ -135,14 +135,14 @@ class Placing:
             )
         if isinstance(value, DTensor):
             if self.holds(value):
-                self.require_own(value)
+                self.require_same_rank(value)
                 local: torch.Tensor = value._local_tensor
                 return local.detach().contiguous()
             value = whole_of(value)
         return self._part.of(value if self._parallel is None else self._parallel.local(value))
 
 
-def move_to(param: Any, local: torch.Tensor, placing: Placing) -> None:
+def set_local(param: Any, local: torch.Tensor, placing: Placing) -> None:
     """Make ``local``, of any dtype and device, the memory of a DTensor."""
     if local.dtype != param.dtype or local.device != param.device:
         made: Any = placing.dtensor(local)
@@ -162,20 +162,20 @@ def with_local(value: DTensor, local: torch.Tensor) -> DTensor:
     return mark_copy(made, value)  # type: ignore[return-value]
 
 
-_given = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_state_dict_values = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 """DTensors that our state dicts have returned."""
 
 
 def mark_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Mark a copy as a value of our state dicts if the original is one; return the copy."""
-    if is_given(value):
-        _given[copied] = True
+    if is_state_dict_value(value):
+        _state_dict_values[copied] = True
     return copied
 
 
-def is_given(value: object) -> bool:
+def is_state_dict_value(value: object) -> bool:
     """Return whether a tensor is a value of one of our state dicts."""
-    return isinstance(value, DTensor) and value in _given
+    return isinstance(value, DTensor) and value in _state_dict_values
 
 
 _meshes: WeakValueDictionary[tuple[dist.ProcessGroup, ...], DeviceMesh] = WeakValueDictionary()

@@ -46,7 +46,7 @@ class ModuleParameters:
         self._stood_in_for: Sequence[torch.Tensor] | None = None
         self.is_summoned = self.is_whole = False
         self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
-        self._times_noted = 0
+        self._num_records = 0
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
@@ -54,7 +54,7 @@ class ModuleParameters:
         self._put_since: list[tuple[nn.Module, str, nn.Parameter | None]] = []  # by the user
         # For each site of an original: the module's `_parameters`, the name, the original, its
         # local tensor, that tensor's numel and address, and `requires_grad`.
-        self._as_left: list[_Facts] = []
+        self._recorded: list[_Facts] = []
 
     def as_parallel(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Wrap views that tensor parallelism has split in DTensors; differentiable.
@@ -186,19 +186,19 @@ class ModuleParameters:
             original.end_whole()
             if frees_grad_dtype:
                 original.param.grad_dtype = None
-        self._remember()
+        self._record()
 
-    def _remember(self) -> None:
-        """Record the state of the originals, with which ``are_as_left`` compares."""
-        self._times_noted += 1
+    def _record(self) -> None:
+        """Record the state of the originals, with which ``are_unchanged`` compares."""
+        self._num_records += 1
         self._params = [original.param for original in self._originals]
-        self._as_left = []
+        self._recorded = []
         for original in self._originals:
             param = original.param
             memory = local_of(param)
             facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
-                self._as_left.append((module._parameters, name, *facts))
+                self._recorded.append((module._parameters, name, *facts))
         self.frozen = self.frozen_now()
 
     def frozen_now(self) -> frozenset[int]:
@@ -206,7 +206,7 @@ class ModuleParameters:
 
     def add_versions(self, versions: list[int]) -> None:
         """Append numbers that change when an original is written in place, moved or replaced."""
-        versions.append(self._times_noted)
+        versions.append(self._num_records)
         versions += [param._version for param in self._params]
         if self._parts:
             versions.append(self._parts[0]._version)  # shared by all parts: writes to local tensors
@@ -226,14 +226,14 @@ class ModuleParameters:
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
-        if self.views or (self.are_as_left() and not self.uninitialized):
+        if self.views or (self.are_unchanged() and not self.uninitialized):
             return
         self.write_back()
         self.require_values()
         for original in self._originals:
             if not original.present():
                 raise self._changed_error(original, "no parameter")
-        self._remember()
+        self._record()
 
     def require_values(self) -> None:
         """Raise if originals are still on the meta device."""
@@ -254,7 +254,7 @@ class ModuleParameters:
             self.show_shard(self._parts, self._frees_grad_dtype)
 
     def require_gathered_values(self) -> None:
-        if self.views or self.are_as_left():
+        if self.views or self.are_unchanged():
             return
         for index in self._replaced():
             got = "other values after they were gathered"
@@ -274,13 +274,13 @@ class ModuleParameters:
         """
         self.hide_gathered()
         if not (self.views or self.is_summoned):
-            self._take(self._replaced())
+            self._copy_replacements(self._replaced())
 
     @torch.no_grad()
     def write_back_uninitialized(self) -> None:
-        self._take([i for i in sorted(self.uninitialized) if self._is_replaced(i)])
+        self._copy_replacements([i for i in sorted(self.uninitialized) if self._is_replaced(i)])
 
-    def _take(self, replaced: Sequence[int]) -> None:
+    def _copy_replacements(self, replaced: Sequence[int]) -> None:
         if not replaced:
             return
         parts = self._parts
@@ -301,17 +301,17 @@ class ModuleParameters:
 
         Storages are not compared: a rank without elements of a parameter could not tell.
         """
-        for holder, name, param, *_, requires_grad in self._as_left:
+        for holder, name, param, *_, requires_grad in self._recorded:
             if holder.get(name) is not param or param.requires_grad is not requires_grad:
                 return False
         return True
 
-    def are_as_left(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Return whether all originals are unchanged objects with unchanged storage.
 
         This runs before every unshard.
         """
-        for holder, name, param, memory, numel, address, requires_grad in self._as_left:
+        for holder, name, param, memory, numel, address, requires_grad in self._recorded:
             if (
                 holder.get(name) is not param
                 or param._local_tensor is not memory  # type: ignore[attr-defined]
@@ -443,26 +443,26 @@ class LateParameterCheck:
     def __init__(self, modules: Walk, ignored: set[nn.Parameter]) -> None:
         self._modules = modules
         self._ignored = ignored
-        self._remember()
+        self._record()
 
     def check(self, paths: UnitPaths) -> None:
         """Raise if a changed module has a trainable parameter that no unit holds."""
-        if self._is_as_remembered():
+        if self._is_unchanged():
             return
         for fqn, module in self._modules():
             for name, param in module._parameters.items():
                 if self._is_late(param) and param.requires_grad:
                     raise _late_error(paths.fqn_of(join_fqn(fqn, name)))
-        self._remember()
+        self._record()
 
     def _is_late(self, param: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
         is_parameter = isinstance(param, nn.Parameter)
         return is_parameter and owner_of(param) is None and param not in self._ignored
 
-    def _is_as_remembered(self) -> bool:
+    def _is_unchanged(self) -> bool:
         if sum(map(len, self._entries)) != self._num_entries:
             return False
-        for holder, name in self._absent:
+        for holder, name in self._empty_entries:
             if holder.get(name) is not None:
                 return False
         for param in self._frozen:
@@ -473,12 +473,12 @@ class LateParameterCheck:
                 return False
         return True
 
-    def _remember(self) -> None:
+    def _record(self) -> None:
         found = [module for _, module in self._modules()]
         self._entries: list[dict[str, Any]] = [module._parameters for module in found]
         self._entries += [module._modules for module in found]
         self._num_entries = sum(map(len, self._entries))
-        self._absent = [
+        self._empty_entries = [
             (module._parameters, name)
             for module in found
             for name, param in module._parameters.items()

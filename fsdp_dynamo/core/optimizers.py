@@ -98,7 +98,7 @@ def _check(optimizer: Optimizer) -> None:
     managed = list(_managed_parameters(optimizer))
     for param, flat, index in managed:
         if param in optimizer.state:
-            _fit(optimizer, flat, index, param)
+            _cut_states(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
     if managed:
         _of_dtensors.add(optimizer)
@@ -150,7 +150,7 @@ def _refuse_sums(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
+def _cut_states(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
     """Cut state of a whole parameter to this rank's part.
 
     Raises:
@@ -159,7 +159,7 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
     state = optimizer.state[param]
     whole = flat.layout.slots[index].shape
     for key, value in state.items():
-        flat.originals[index].placing.require_own(value)
+        flat.originals[index].placing.require_same_rank(value)
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.shape == whole and (value.dim() or key not in SCALAR_STATES):
             part = flat.shard_layout.ranges[index].of(value)
@@ -290,7 +290,7 @@ class _Locals:
                 plain.grad = None
             increment_version(list(self._plains))  # units notice the writes
             if not _are_same(_objects_of(self._states), self._states_seen):
-                self._take_back(state)
+                self._write_states_back(state)
 
     @untraced(_COMPARED)
     def _make(self, held: list[list[Any]], state: Any) -> None:
@@ -324,13 +324,13 @@ class _Locals:
             plain.grad = local_of(grad)
 
     @untraced(_COMPARED)
-    def _take_back(self, state: Any) -> None:
+    def _write_states_back(self, state: Any) -> None:
         """Copy changed states of the plain parameters to the DTensors."""
         self._seen, self._states_seen, self._dtensors, self._memories = [], [], [], []
         left = dict(self._states)
         for param, (_, plain) in self._plains.items():
             if (states := left.pop(plain, None)) is not None:
-                _take_states(state.setdefault(param, {}), states, param)
+                _copy_states(state.setdefault(param, {}), states, param)
         state.update(left)  # of plain parameters
 
 
@@ -349,7 +349,7 @@ def _are_same(objects: list[Any], others: list[Any]) -> bool:
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
-def _take_states(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
+def _copy_states(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
     """Make a DTensor's states those that a step has left for its local tensor."""
     for key, value in states.items():
         if key in own and local_of(own[key]) is value:

@@ -17,7 +17,7 @@ from fsdp_dynamo.core.dtensors import (
     TensorParallel,
     as_local_parameter,
     local_of,
-    move_to,
+    set_local,
     share_hooks,
 )
 from fsdp_dynamo.errors import FSDPStateError
@@ -102,19 +102,19 @@ class OriginalParameter:
     whole: nn.Parameter | None = None
     guard: _WholeGradientGuard | None = None
 
-    def take_local(self) -> None:
+    def unwrap_dtensor(self) -> None:
         """Replace a DTensor of tensor parallelism by a plain parameter of its local tensor."""
         self.param, self.parallel = as_local_parameter(self.param)
         if self.parallel is not None:
             self._put_into_modules(self.param)
 
-    def take_class(self) -> None:
+    def unwrap_subclass(self) -> None:
         """Replace a parameter of a tensor subclass by a plain parameter that shares its memory."""
         old = self.param
         self.tensor_class = TensorClass(old)
         plain = nn.Parameter(self.tensor_class.memory(old).detach(), old.requires_grad)
         own = self.tensor_class.around(plain.detach()).__dict__
-        self._succeed_by(plain, {k: v for k, v in old.__dict__.items() if k not in own})
+        self._replace_param(plain, {k: v for k, v in old.__dict__.items() if k not in own})
 
     # -- this rank's part --------------------------------------------------------------------------
 
@@ -122,9 +122,9 @@ class OriginalParameter:
         """Replace the parameter by a DTensor. Optimizers must not hold the parameter yet."""
         self.placing = placing
         new = self._parameter_around(part)
-        self._succeed_by(new, self.param.__dict__)
+        self._replace_param(new, self.param.__dict__)
 
-    def _succeed_by(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+    def _replace_param(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
         """Make ``new`` the parameter in all places, with the old one's hooks and ``attributes``."""
         old, self.param = self.param, new
         new.__dict__.update(attributes)
@@ -145,7 +145,7 @@ class OriginalParameter:
         return param  # type: ignore[no-any-return]
 
     def _local(self, part: torch.Tensor) -> torch.Tensor:
-        own, before = _of_its_own(part), local_of(self.param)
+        own, before = _as_own_object(part), local_of(self.param)
         if self.tensor_class is None:
             return own
         return self.tensor_class.around(own, before if self.tensor_class.has(before) else None)
@@ -157,7 +157,7 @@ class OriginalParameter:
         if self.param.is_meta is not part.is_meta:
             self._swap(self._parameter_around(part))
         else:
-            move_to(self.param, self._local(part), self.placing)
+            set_local(self.param, self._local(part), self.placing)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -182,7 +182,7 @@ class OriginalParameter:
 
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
         """Make a DTensor placed as the parameter whose local elements are ``part``."""
-        return self.placing.dtensor(_of_its_own(part))
+        return self.placing.dtensor(_as_own_object(part))
 
     @property
     def is_replicated(self) -> bool:
@@ -291,7 +291,7 @@ class _WholeGradientGuard:
         """Return nothing: a copy of the parameter is sharded."""
 
 
-def _of_its_own(part: torch.Tensor) -> torch.Tensor:
+def _as_own_object(part: torch.Tensor) -> torch.Tensor:
     """Return a part as its own tensor object.
 
     All empty parts are one object (``ShardLayout.split``): a trace would take parameters of which

@@ -60,7 +60,7 @@ class PendingReduce:
             self.in_flight.wait()
             self.in_flight, self.over_replicas = self.over_replicas(), None
 
-    def advance_beside(self, streams: SideStreams) -> None:
+    def advance_on_side_stream(self, streams: SideStreams) -> None:
         """Advance on the stream of replicas, so that the current stream does not wait."""
         self.held = self.in_flight.buffers
         with streams.over_replicas():
@@ -327,7 +327,7 @@ class ReduceQueue:
         # A partial gradient of earlier backwards was made on the computing stream: then the second
         # collective is issued there, by `advance`.
         if pending.over_replicas and flat.grad_sum.partial is None:
-            pending.advance_beside(streams)
+            pending.advance_on_side_stream(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
         """Start the reduction of the gradients that steps under ``no_sync()`` have left, if any."""

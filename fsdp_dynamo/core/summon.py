@@ -140,7 +140,7 @@ class _SummonedFlat:
         """Show this rank's parts again; with ``writeback``, of the current whole values."""
         originals = self._flat.originals
         try:
-            self._hold_replacements()
+            self._use_replacements()
         except FSDPStateError:
             self.restore()
             raise
@@ -150,36 +150,36 @@ class _SummonedFlat:
         self.restore()
         if not self._options.writeback:
             return
-        self._take(shard, values)
+        self._write(shard, values)
         if any(self._has_grads):
-            self._take_grads(grads)
+            self._write_grads(grads)
 
-    def _hold_replacements(self) -> None:
+    def _use_replacements(self) -> None:
         """Use parameters that the user has put into modules as the whole values."""
         for original in self._flat.originals:
             param = self._flat.module_parameters.replacement(original)
             if param is not original.held:
                 original.replace(param)
 
-    def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _write_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         sharded_grad = self._sharded_grad()
-        self._take(sharded_grad, grads)
+        self._write(sharded_grad, grads)
         parts = self._flat.shard_layout.split(sharded_grad.to(self._flat.home))
         for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
             if has:
                 original.grad = part
 
-    def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+    def _write(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         flat = self._flat
         if not self._has_whole or self._options.rank0_only:
-            self._take_from_first(shard, values)
+            self._write_from_first(shard, values)
             return
         taken = flat.layout.shard_of(self._as_flat(shard, values), flat.rank).to(shard.device)
         # A backward that is still to come may have saved the shard: write only real changes.
         if not torch.equal(shard, taken):
             shard.copy_(taken)
 
-    def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+    def _write_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Write rank 0's values: scatter in its replica, then broadcast to the other replicas."""
         flat, kept = self._flat, shard
         shard = torch.empty_like(kept, device=flat.device)

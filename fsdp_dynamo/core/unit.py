@@ -327,7 +327,7 @@ class Unit:
     @property
     def is_secondary_current(self) -> bool:
         return self._secondary_versions == self._versions() and all(
-            flat.module_parameters.are_as_left() for flat in self.flats
+            flat.module_parameters.are_unchanged() for flat in self.flats
         )
 
     def drop_secondary(self) -> None:

@@ -68,7 +68,7 @@ def run_unit(
         with profiler_range("forward", unit.fqn), views_while_traced(unit):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
         unit.require_kept_views()
-        output = _in_memory_of_its_own(unit, output)
+        output = _clone_freed_outputs(unit, output)
     except BaseException as error:
         cause = shared_inputs(error, unit.fqn)
         root.fail_forward(unit)
@@ -82,7 +82,7 @@ def run_unit(
     return output
 
 
-def _in_memory_of_its_own(unit: Unit, output: Any) -> Any:
+def _clone_freed_outputs(unit: Unit, output: Any) -> Any:
     """Clone outputs, differentiably, that lie in memory that is freed after the forward."""
     storages = [storage for flat in unit.flats for storage in flat.storages_to_free()]
     freed = [range(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]

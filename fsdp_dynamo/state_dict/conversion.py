@@ -61,7 +61,7 @@ def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tens
     """
     if not flat.layout.slots[index].numel:
         return local_of(local).view(flat.layout.slots[index].shape)
-    return flat.originals[index].placing.without_address(local_of(local))
+    return flat.originals[index].placing.for_state_dict(local_of(local))
 
 
 def mark_rank_local(flat: FlatParameter, value: Any) -> Any:

@@ -32,7 +32,7 @@ from fsdp_dynamo.api import (
     StateDictType,
 )
 from fsdp_dynamo.comm.process_groups import is_first_of
-from fsdp_dynamo.core.dtensors import is_given
+from fsdp_dynamo.core.dtensors import is_state_dict_value
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -281,7 +281,7 @@ def _require_all_states(template: Any, saved: Any) -> None:
     if not (isinstance(states, dict) and isinstance(groups, list)):
         return
     values = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
-    is_ours = any(map(is_given, values))
+    is_ours = any(map(is_state_dict_value, values))
     members = {fqn for group in groups if is_ours for fqn in group["params"]}
     for fqn, state in saved.get("state", {}).items():
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()

@@ -475,7 +475,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gradient is given back while it is sent": (
         "sharded", _replace(InFlight, "__init__", _forget_buffers)),
     "replicas: the gradient is given back while it is sent": (
-        "hybrid", _replace(PendingReduce, "advance_beside", _advance_without_holding)),
+        "hybrid", _replace(PendingReduce, "advance_on_side_stream", _advance_without_holding)),
     "replicas: the reduce-scatter is not waited for": (
         "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
     "nodes: a secondary shard is not waited for": (
