@@ -298,7 +298,7 @@ class ReduceQueue:
 
     def _finish_oldest(self) -> None:
         pending = self._pending.popleft()
-        with pending.on_stream():
+        with pending.on_stream():  # the gradient's memory belongs to that stream
             flat, grad = pending.flat, pending.finish()
             streams = side_streams(flat.device) if flat.is_offloaded else None
             if grad is not None and streams is not None:

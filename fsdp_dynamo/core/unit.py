@@ -410,6 +410,8 @@ class Unit:
         streams = self._side_streams()
         if streams is not None:
             streams.join(self._readers)
+            # Earlier units are enqueued completely: gathers issued from now on may reuse the
+            # storage that these have retired.
             streams.settle()
 
     def _wait_gathers(self) -> None:
@@ -430,10 +432,10 @@ class Unit:
         if self.is_ahead:
             self.hide_gathered()
         if self._gathers:
-            self._wait_gathers()
+            self._wait_gathers()  # a gather that nobody used may still write
         self.is_unsharded = self.is_ahead = self._is_unsharded_by_hand = False
         for flat in self.flats:
-            flat.set_readable(False)
+            flat.set_readable(False)  # also with `keeps_storage`: its values may become outdated
         if not self.settings.keeps_storage:
             self._free(phase)
 

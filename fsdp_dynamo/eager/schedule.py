@@ -125,14 +125,17 @@ class Root:
         if not recomputes:
             self._in_a_row.begin(unit)
             unit.drop_outdated()
-        if not recomputes and (unit.is_ahead or not unit.is_unsharded):
-            unit.check_originals()
+            # A prefetched unit was checked when its gather was issued.
+            if unit.is_ahead or not unit.is_unsharded:
+                unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
         unit.set_full_precision(unit.wants_full_precision)
         unit.issue_unshard("forward")
         unit.wait_unshard()
         if not recomputes:
             self.execution_order.add(unit)
+            # After the wait, so that the two gathers do not share the link; before the unit
+            # computes, so that the next gather runs beside it.
             self._prefetch_forward(unit)
         call = begin_call(unit, self, self._end_if_tracked(unit))
         if len(unit.modules) > 1 and not recomputes:
@@ -252,7 +255,7 @@ class Root:
         if self._step is None or (call.step and call.step.number > self._step.number):
             self._step = call.step
         if call.backward_id == self._backward_id:
-            return
+            return  # another output of the call has got a gradient before
         self._finish_segments(call)
         unit = call.unit
         self._in_a_row.begin(unit)
@@ -311,7 +314,7 @@ class Root:
         events.finish(unit.event)
         if unit.machine.state is UnitState.BACKWARD_PRE:
             unit.pending_calls -= 1
-        if unit.pending_calls <= 0:
+        if unit.pending_calls <= 0:  # no other call of the unit is in its backward
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
             if not self._stays_unsharded:
@@ -351,7 +354,7 @@ class Root:
             end.join()
         self._stays_unsharded = self._creates_graph
         for unit in self.units:
-            unit.use_sharded_views()
+            unit.use_sharded_views()  # also of units whose outputs got gradients and views none
             if not self._stays_unsharded:
                 unit.end_backward()
             unit.pending_calls = 0
@@ -383,7 +386,7 @@ class Root:
         events.enter_backward(self._step)  # newest step: the sum is of calls in all forwards
         end = self._end_of_calls(unit)
         with end.on_stream():
-            self._reduces.advance()
+            self._reduces.advance()  # second collectives of earlier units go first
             for flat, grads in without_frozen(end.take()):
                 if flat.grad_sum.settings.reduces:
                     self._reduces.make_room()  # before the next flat gradient is made
