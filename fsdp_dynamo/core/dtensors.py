@@ -79,15 +79,12 @@ class Placing:
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor whose local tensor is ``local``; memory is shared."""
-        spec = self._specs.get(local.dtype) or self._spec_of(local.dtype)
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+            meta = TensorMeta(self.shape, stride, local.dtype)
+            spec = self._specs[local.dtype] = DTensorSpec(self.mesh, self.placements, meta)
         return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
-
-    def _spec_of(self, dtype: torch.dtype) -> DTensorSpec:
-        shape = self.shape
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        meta = TensorMeta(shape, stride, dtype)
-        spec = self._specs[dtype] = DTensorSpec(self.mesh, self.placements, meta)
-        return spec
 
     def for_state_dict(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor for a state dict, which torch can copy.
@@ -287,7 +284,7 @@ def check_parallel(
                 "parallelize_module(model, mesh['tp'], ...), then FSDP(model, "
                 "device_mesh=mesh['dp'])."
             )
-    if mesh is None or not _have_one_root(mesh, param.device_mesh):
+    if mesh is None or not _share_named_root(mesh, param.device_mesh):
         raise FSDPValueError(
             f"{where}: expected a unit on named dimensions of the mesh that tensor parallelism "
             "uses: its DTensors have both, got "
@@ -297,7 +294,7 @@ def check_parallel(
         )
 
 
-def _have_one_root(*meshes: DeviceMesh) -> bool:
+def _share_named_root(*meshes: DeviceMesh) -> bool:
     roots = {mesh._get_root_mesh() for mesh in meshes}
     return len(roots) == 1 and all(mesh.mesh_dim_names for mesh in meshes)
 

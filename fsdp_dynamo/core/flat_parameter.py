@@ -178,7 +178,7 @@ class FlatParameter:
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
         self.paths = UnitPaths(("",))
-        self.ordinal = 0  # in its unit
+        self.ordinal = 0  # index in its unit
         self.runs_hooks = True
         self._show_dtensors(mesh)
         self.point_originals_to_shard()
@@ -235,7 +235,7 @@ class FlatParameter:
         """Make ``unsharded``; called once the originals' former storage is free."""
         self.unsharded = self._make_unsharded()
 
-    @torch.inference_mode(False)  # or the next training step could not save views of it
+    @torch.inference_mode(False)  # autograd cannot save views of inference tensors
     def _make_unsharded(self) -> torch.Tensor:
         """Return the unsharded buffer, without storage; the shard itself if nothing is gathered."""
         if not self.needs_storage:
@@ -581,7 +581,7 @@ class FlatParameter:
             for index in kept:
                 new[index].copy_(old[index])
         if self.layout.padding_numel and not shard.is_meta:
-            # What belongs to no parameter stays zero.
+            # Padding stays zero.
             given, shard = shard, torch.zeros_like(shard)
             for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
                 place.copy_(part)

@@ -135,7 +135,7 @@ class HookedFlatParameter(FlatParameter):
         self._sent, self._metadata = [], []
         for original, slot in zip(self.originals, self.layout.slots, strict=True):
             room = shard[slot.shard_start : slot.shard_start + slot.shard_numel]
-            rows = room.view(-1, *slot.shape[1:])  # as many on each rank
+            rows = room.view(-1, *slot.shape[1:])  # with padding: equal on all ranks
             own: Any = local_of(original.param)
             local = own
             if own.shape != rows.shape or own.device != rows.device:
@@ -208,7 +208,7 @@ class HookedFlatParameter(FlatParameter):
                 set_version(value, version)  # autograd may have saved it
                 continue
             value, own = hook(*given)
-            if value.shape[1:] == shape[1:] and len(value) > shape[0]:  # rows of no rank
+            if value.shape[1:] == shape[1:] and len(value) > shape[0]:  # padding
                 value = value.narrow(0, 0, shape[0])
             if value.shape != shape:
                 raise FSDPValueError(

@@ -45,7 +45,7 @@ class ModuleParameters:
         self.views: Sequence[torch.Tensor] = ()
         self._stood_in_for: Sequence[torch.Tensor] | None = None
         self.is_summoned = self.is_whole = False
-        self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
+        self._params: list[nn.Parameter] = []  # of the originals, at the last `_record`
         self._num_records = 0
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
@@ -167,7 +167,7 @@ class ModuleParameters:
             for module, name, _ in original.sites:
                 if name in module._parameters:
                     module._parameters[name] = original.param
-                elif _has(module, name):  # or the next forward raises
+                elif _has(module, name):  # if it is gone, the next forward raises
                     _put(module, name, original.param)
         for module, name, param in self._put_since:
             module._parameters[name] = param

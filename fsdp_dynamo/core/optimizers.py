@@ -288,7 +288,7 @@ class _Locals:
             mark_checked(optimizer)
             for _, plain in self._plains.values():
                 plain.grad = None
-            increment_version(list(self._plains))  # units notice the writes
+            increment_version(list(self._plains))  # from which units notice writes
             if not _are_same(_objects_of(self._states), self._states_seen):
                 self._write_states_back(state)
 
@@ -331,7 +331,7 @@ class _Locals:
         for param, (_, plain) in self._plains.items():
             if (states := left.pop(plain, None)) is not None:
                 _copy_states(state.setdefault(param, {}), states, param)
-        state.update(left)  # of plain parameters
+        state.update(left)  # states of parameters that no unit holds
 
 
 def _objects_of(state: Any) -> list[Any]:

@@ -263,7 +263,7 @@ class _WholeGradientGuard:
     """
 
     def __init__(self, original: OriginalParameter, fqn: str) -> None:
-        with torch.inference_mode(False):  # makes no nodes
+        with torch.inference_mode(False):  # which makes no autograd nodes
             self._node = get_gradient_edge(original.held).node
 
         def refuse(_grads: Sequence[torch.Tensor]) -> None:

@@ -57,7 +57,7 @@ def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator
         known = {unit.paths.fqn_of(o.fqn): o.parallel for o in unit.originals()}
         refuse_parallel(known, "summon_full_params()")
         unit.write_back()
-    with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
+    with ExitStack() as undo:  # of units opened before an error, without communication
         whole = [(unit, _open(unit, options, undo)) for unit in units]
         undo.pop_all()
     with ExitStack() as stack:

@@ -582,7 +582,7 @@ _LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
         (_U.BACKWARD_PRE, _U.BACKWARD_POST),
         (_U.IDLE, _U.BACKWARD_POST),  # no output had a hook
         (_U.BACKWARD_POST, _U.BACKWARD_PRE),  # a second forward call of the same step
-        (_U.BACKWARD_POST, _U.FORWARD),  # one is recomputed: activation checkpointing around it
+        (_U.BACKWARD_POST, _U.FORWARD),  # recomputed by activation checkpointing around it
         (_U.BACKWARD_POST, _U.BACKWARD_POST),
         (_U.BACKWARD_POST, _U.IDLE),
         (_U.BACKWARD_PRE, _U.IDLE),  # no parameter of the unit took part in the backward

@@ -350,7 +350,7 @@ def rekey_optim_state_dict(
     def new(key: Any) -> Any:
         if key not in known:
             if key in (ids if by_name else range(len(names))):
-                return key  # it is one already
+                return key  # of the wanted kind already
             raise _unknown_key(repr(key), "a parameter of the model and its optimizer")
         return known[key]
 

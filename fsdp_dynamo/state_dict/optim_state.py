@@ -375,8 +375,9 @@ def load(
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
+        # Sorted: ranks may gather values, so all need one order.
         for place in sorted((place for _, _, place in places), key=lambda place: place.fqn)
-        if place.fqn in given["state"]  # in one order on all ranks, which may gather
+        if place.fqn in given["state"]
     }
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
