@@ -98,45 +98,54 @@ class PendingReduce:
         return self.sharded_grad
 
 
-def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = True) -> PendingReduce:
+def issue_reduce(
+    flat: FlatParameter, given: UnshardedGrad, has_unused: bool = True
+) -> PendingReduce:
     """Start the mean over ranks of an unsharded gradient.
 
-    ``may_lack``: whether parameters may have no gradient in it.
+    ``has_unused``: whether parameters may have no gradient in it.
     """
     if flat.hierarchy is not None:
-        return _issue_on_levels(flat, flat.hierarchy, given, may_lack)
-    unsharded_grad = given.flat
+        return _issue_on_levels(flat, flat.hierarchy, given, has_unused)
     groups = flat.groups.reductions
     is_all_reduced = len(groups) > 1 or not flat.is_sharded
     is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
     if is_partial:
         groups = groups[:1] if flat.is_sharded else ()
     elif not flat.is_sharded:
-        _add_partial(flat, unsharded_grad)
-    output = unsharded_grad
+        _add_partial(flat, given.flat)
     if not groups:
-        return PendingReduce(flat, InFlight([]), output, is_partial=is_partial)
-    if flat.is_sharded:
-        output = flat.layout.plan.new_shard(unsharded_grad)
-        if flat.comm_hook is not None and not given.has_message:
-            unsharded_grad = flat.reduce_plan.message_of(unsharded_grad, flat.group.size())
+        return PendingReduce(flat, InFlight([]), given.flat, is_partial=is_partial)
     if flat.comm_hook is not None:
-        event = _begin(flat, output, unsharded_grad)
-        began_ns = events.blocked_since(event)
-        flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
-        events.complete(event, began_ns)
-        return PendingReduce(flat, InFlight([]), output)
+        return _call_comm_hook(flat, flat.comm_hook, given)
+    output = flat.layout.plan.new_shard(given.flat) if flat.is_sharded else given.flat
     wires = flat.current_wires
     wire = wires.reduce if flat.is_sharded else wires.replicas
-    in_flight = _issue_mean(flat, groups[0], output, given, wire, may_lack, flat.reduce_plan)
+    in_flight = _issue_mean(flat, groups[0], output, given, wire, has_unused, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
         over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
     return PendingReduce(flat, in_flight, output, over_replicas, is_partial=is_partial)
 
 
+def _call_comm_hook(
+    flat: FlatParameter, hook: Callable[..., object], given: UnshardedGrad
+) -> PendingReduce:
+    """Reduce with the user's hook, which blocks."""
+    grad = output = given.flat
+    if flat.is_sharded:
+        output = flat.layout.plan.new_shard(grad)
+        if not given.has_message:
+            grad = flat.reduce_plan.message_of(grad, flat.group.size())
+    event = _begin(flat, output, grad)
+    began_ns = events.blocked_since(event)
+    hook(*((grad, output) if flat.is_sharded else (grad,)))
+    events.complete(event, began_ns)
+    return PendingReduce(flat, InFlight([]), output)
+
+
 def _issue_on_levels(
-    flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
+    flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, has_unused: bool
 ) -> PendingReduce:
     """Start the mean in the node; the mean between nodes follows, in the wire format."""
     in_node, plan = flat.reduce_plans(flat.current_wires)
@@ -150,7 +159,7 @@ def _issue_on_levels(
         output,
         UnshardedGrad(secondary),
         flat.current_wires.reduce,
-        may_lack,
+        has_unused,
         plan,
     )
     return PendingReduce(flat, in_flight, output, between)
@@ -239,7 +248,7 @@ def _issue_mean(
     output: torch.Tensor,
     given: UnshardedGrad,
     wire: WireFormat | None = None,
-    may_lack: bool = True,
+    has_unused: bool = True,
     plan: GatherPlan | None = None,
 ) -> InFlight:
     grad = given.flat
@@ -254,7 +263,7 @@ def _issue_mean(
             flat.unit_fqn,
             sums_only=settings.sums_only,
             wire=wire,
-            may_lack=may_lack,
+            may_lack=has_unused,
             plan=plan,
             has_message=given.has_message,
         )

@@ -194,8 +194,10 @@ def _load_optim_state(
                 "state": {fqn: state for fqn, state in given["state"].items() if fqn in fqns},
                 "param_groups": given["param_groups"],
             }
-            may_lack = not info.strict
-            ready.append(optim_state.load(named, optimizer, own, settings, may_lack=may_lack))
+            allows_missing = not info.strict
+            ready.append(
+                optim_state.load(named, optimizer, own, settings, allows_missing=allows_missing)
+            )
     for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
 

@@ -353,11 +353,12 @@ def load(
     settings: StateDictSettings,
     is_named: bool = False,
     *,
-    may_lack: bool = False,
+    allows_missing: bool = False,
 ) -> dict[str, Any]:
     """Convert a state dict under FQNs to the argument of ``optim.load_state_dict``.
 
-    ``is_named`` keeps FQNs instead of numbers. ``may_lack`` accepts parameters in no saved group.
+    ``is_named`` keeps FQNs instead of numbers. ``allows_missing`` accepts parameters that are in no
+    saved group.
     """
     if "state" not in given:
         raise _mismatch_error("a state dict with 'state'", f"{sorted(map(str, given))}")
@@ -382,7 +383,7 @@ def load(
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
         saved = given["param_groups"]
-        result["param_groups"] = _groups(places, keys, optim, saved, may_lack)
+        result["param_groups"] = _groups(places, keys, optim, saved, allows_missing)
     return result
 
 
@@ -424,14 +425,14 @@ def _groups(
     keys: Mapping[str, str | int],
     optim: torch.optim.Optimizer,
     saved: Sequence[Mapping[str, Any]],
-    may_lack: bool,
+    allows_missing: bool,
 ) -> list[dict[str, Any]]:
     fqns: list[list[str]] = [[] for _ in optim.param_groups]
     for group_number, _, place in places:
         fqns[group_number].append(place.fqn)
     settings = [_settings(group) for group in saved]
     are_saved = {fqn for group in saved for fqn in group["params"]}
-    looked_up = [[f for f in own if f in are_saved or not may_lack] for own in fqns]
+    looked_up = [[f for f in own if f in are_saved or not allows_missing] for own in fqns]
     sources = _sources(looked_up, saved, settings)
     result: list[dict[str, Any]] = []
     for own, group, source in zip(fqns, optim.param_groups, sources, strict=True):
