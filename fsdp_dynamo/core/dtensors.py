@@ -214,10 +214,7 @@ def mesh_of_levels(hierarchy: Hierarchy, device: torch.device) -> DeviceMesh:
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """Split of one parameter over the ranks of another mesh than the unit's.
-
-    ``placements``, ``shape`` and ``stride`` are those of the whole parameter's DTensor.
-    """
+    """Split of one parameter, of this whole shape and stride, over another mesh than the unit's."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -262,10 +259,7 @@ class TensorParallel:
 def check_parallel(
     param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None
 ) -> None:
-    """Raise if a parameter is a DTensor that a unit on these groups cannot shard.
-
-    ``mesh`` is the unit's; ``None`` if the unit was given a process group.
-    """
+    """Raise if a parameter is a DTensor that a unit on these groups, or this mesh, cannot shard."""
     if not isinstance(param, DTensor):
         return
     where = f"parameter '{fqn}'"

@@ -69,10 +69,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Part of one parameter that one rank holds: ``shape[dim]`` rows from row ``start`` on.
-
-    ``shard_start`` is its first element in the rank's shard. ``numel`` may be 0.
-    """
+    """Part of one parameter on one rank: ``shape[dim]`` rows from row ``start`` on, or none."""
 
     start: int
     shard_start: int
@@ -149,10 +146,7 @@ def _cut(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, ...]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of one flat parameter over ``world_size`` shards.
-
-    ``plan`` says how shards become the unsharded buffer.
-    """
+    """Layout of one flat parameter over ``world_size`` shards, gathered by ``plan``."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -391,9 +385,7 @@ def make_layout(
     """Lay out parameters, directly gathered ones first.
 
     Args:
-        fqns: FQNs.
-        shapes: original shapes.
-        world_size: number of shards, at least 1.
+        fqns, shapes, world_size: as in ``Slot`` and ``FlatLayout``.
         align_numel: every parameter starts at a multiple of it.
         direct_numel: parameters with at least this many elements per rank are gathered directly;
             ``None``: all are packed.

@@ -96,11 +96,7 @@ class KeptShard(NamedTuple):
 
 
 class UnshardedGrad(NamedTuple):
-    """Unsharded gradient ``(padded_numel,)`` that is to be reduced.
-
-    ``has_message`` says whether its packed pieces are in rank-major order
-    (``FlatLayout.messages``).
-    """
+    """Unsharded gradient; with ``has_message``, packed pieces are rank-major (``messages``)."""
 
     flat: torch.Tensor
     has_message: bool = False
@@ -315,10 +311,9 @@ class FlatParameter:
         return self.groups.hierarchy if self.is_sharded else None
 
     def _undivided(self, num_shards: int) -> set[int]:
-        """Indices of parameters that two-level DTensors cannot divide.
+        """Indices of parameters that two-level DTensors cannot divide: rows not divisible by ranks.
 
-        torch divides rows among nodes first. Unless the ranks divide the rows, a rank's rows would
-        not be one contiguous part.
+        torch divides rows among nodes first, so a rank's rows would not be one contiguous part.
         """
         if self.groups.hierarchy is None or num_shards == 1:
             return set()
@@ -433,11 +428,7 @@ class FlatParameter:
         return shard if self.param_dtype == self.dtype else shard.to(self.param_dtype)
 
     def shard_on_device(self) -> torch.Tensor:
-        """Return the shard on the device of the collectives: a copy if it is offloaded.
-
-        Raises:
-            FSDPStateError: parameters have no values yet.
-        """
+        """Return the shard on the device of the collectives; parameters must have values."""
         self.module_parameters.require_values()
         shard = self.sharded.detach()
         if not self.is_offloaded:
@@ -482,10 +473,7 @@ class FlatParameter:
         self.grad_sum.keeps_reduced_apart = True
 
     def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> UnshardedGrad:
-        """Return the unsharded gradient in ``reduce_dtype``, ``grad_sum`` included.
-
-        Call this without gradient tracking.
-        """
+        """Return the unsharded gradient, ``grad_sum`` included, in ``reduce_dtype``."""
         total = None if self.grad_sum.total is None else self.grad_sum.take()
         if total is None and self.is_sharded:
             size = self.layout.world_size if self.hierarchy is None else self.hierarchy.node.size()
@@ -503,10 +491,7 @@ class FlatParameter:
     def keep_grads(
         self, grads: Sequence[torch.Tensor | None], unused: Collection[int] = frozenset()
     ) -> None:
-        """Add gradients to ``grad_sum``, for the reduction of a later step.
-
-        Call this without gradient tracking.
-        """
+        """Add gradients to ``grad_sum`` for the reduction of a later step, under ``no_grad``."""
         self.grad_sum.add(self._concatenated(grads, self.sum_dtype), unused)
 
     def _concatenated(

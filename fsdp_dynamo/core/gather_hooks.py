@@ -173,10 +173,7 @@ class HookedFlatParameter(FlatParameter):
     # -- behind a gather ---------------------------------------------------------------
 
     def set_readable(self, readable: bool) -> None:
-        """Allow or forbid autograd to unpack saved parameters.
-
-        If a gather has arrived, the hooks make the parameters first.
-        """
+        """Allow or forbid autograd to unpack parameters; make those that have arrived first."""
         if readable and self._has_arrived:
             self._has_arrived = False
             self._gathered = self._made()

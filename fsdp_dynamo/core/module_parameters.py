@@ -176,7 +176,7 @@ class ModuleParameters:
 
     @torch.no_grad()
     def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
-        """Make each original parameter this rank's part of the shard.
+        """Make each original its part of the shard.
 
         ``frees_grad_dtype`` lets gradients have another dtype than the parameters.
         """
@@ -307,10 +307,7 @@ class ModuleParameters:
         return True
 
     def are_unchanged(self) -> bool:
-        """Return whether all originals are unchanged objects with unchanged storage.
-
-        This runs before every unshard.
-        """
+        """Return whether originals and their storage are unchanged; runs before every unshard."""
         for holder, name, param, memory, numel, address, requires_grad in self._recorded:
             if (
                 holder.get(name) is not param
@@ -339,11 +336,7 @@ class ModuleParameters:
         )
 
     def replacement(self, original: OriginalParameter) -> nn.Parameter:
-        """Return the parameter that modules hold in place of an original now.
-
-        Raises:
-            FSDPStateError: it cannot replace the original.
-        """
+        """Return the parameter that modules hold in place of an original; raise if it is unfit."""
         param, *others = original.present() or [original.held]
         if others:
             raise self._changed_error(original, "two parameters in places that were tied")
@@ -376,7 +369,7 @@ class ModuleParameters:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Return whether a module holds a parameter, or what the forward has put in its place.
+    """Return whether a module holds a parameter or its replacement in a forward.
 
     ``remove_parametrizations`` turns a view into a buffer, and an assignment into an attribute.
     """

@@ -151,11 +151,7 @@ def _refuse_sums(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _cut_states(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
-    """Cut state of a whole parameter to this rank's part.
-
-    Raises:
-        FSDPValueError: state of another rank's part.
-    """
+    """Cut state of a whole parameter to this rank's part; raise for state of another rank."""
     state = optimizer.state[param]
     whole = flat.layout.slots[index].shape
     for key, value in state.items():

@@ -29,10 +29,7 @@ REPLACED = "_fsdp_dynamo_replaced"
 
 
 class TensorClass:
-    """Factory of tensors of a subclass around given memory.
-
-    ``like`` is a tensor of the class that wraps one tensor of its own shape and dtype.
-    """
+    """Factory of tensors of ``like``'s class, which wraps one tensor of its shape and dtype."""
 
     def __init__(self, like: Any) -> None:
         self._class, self._context = type(like), like.__tensor_flatten__()[1]

@@ -27,14 +27,7 @@ _USE = "summon_full_params()"
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """Arguments of ``summon_full_params``.
-
-    Attributes:
-        writeback: keep changes of the values.
-        rank0_only: only rank 0 has whole values; its changes are sent to all ranks.
-        offload_to_cpu: keep whole values in host memory.
-        with_grads: make gradients whole too.
-    """
+    """Arguments of ``FSDP.summon_full_params``, which documents them."""
 
     writeback: bool = True
     rank0_only: bool = False

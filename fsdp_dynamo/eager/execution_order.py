@@ -91,11 +91,7 @@ class ExecutionOrder:
         self._ended = []
 
     def end(self, group: dist.ProcessGroup, is_training: bool) -> None:
-        """Keep the step's order for the next step; in training, check it.
-
-        Raises:
-            DivergenceError: see ``_check``.
-        """
+        """Keep the step's order for the next step; in training, check it (see ``_check``)."""
         self._last = self._began
         if is_training and torch.is_grad_enabled():
             self._check(tuple([unit.fqn for unit in self._began]), group)
@@ -110,10 +106,10 @@ class ExecutionOrder:
             self._is_paused = before
 
     def _check(self, order: tuple[str, ...], group: dist.ProcessGroup) -> None:
-        """Record the first order; in debug mode compare later orders.
+        """Record the first order; in debug mode check later orders, as FSDP1 does.
 
-        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, as in FSDP1, warn once if the order changes, and
-        compare each new order between the ranks of ``group``.
+        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` warn once if the order changes, and compare each new
+        order between the ranks of ``group``.
 
         Raises:
             DivergenceError: ranks run their units in different orders.

@@ -55,10 +55,7 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
 
 
 def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
-    """Wrap a tensor of the size of this rank's part in a DTensor placed as the parameter.
-
-    Memory is shared. An empty parameter gives a plain tensor.
-    """
+    """Wrap this rank's part in a DTensor, without a copy; an empty parameter gives a tensor."""
     if not flat.layout.slots[index].numel:
         return local_of(local).view(flat.layout.slots[index].shape)
     return flat.originals[index].placing.for_state_dict(local_of(local))
@@ -141,10 +138,7 @@ def _local(where: str) -> UnsupportedError:
 
 
 def whole_tensor(value: Any) -> Any:
-    """Return the whole tensor of a ShardedTensor or DTensor, or any other value unchanged.
-
-    All ranks that share the value must call this together.
-    """
+    """Gather the whole of a ShardedTensor or DTensor, on all its ranks; return other values."""
     if isinstance(value, DTensor):
         return whole_of(value)
     return _gathered_shards(value) if isinstance(value, ShardedTensor) else value

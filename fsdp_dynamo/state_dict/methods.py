@@ -83,14 +83,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` inside the context, with the same errors.
-
-    Args:
-        module: a unit, or a module that contains units.
-        state_dict_type: the form.
-        state_dict_config: options of that form.
-        optim_state_dict_config: options for optimizers.
-    """
+    """Choose the form of state dicts inside the context; see ``set_state_dict_type``."""
     before = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
     )
@@ -227,16 +220,7 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, group: object = None
 ) -> dict[str, Any]:
-    """Return this rank's parts, for torch.distributed.checkpoint.
-
-    Args:
-        model: the outermost unit.
-        optim: an optimizer of its parameters.
-        group: ignored.
-
-    Returns:
-        States by plain FQN; see ``optim_state_dict``.
-    """
+    """Return this rank's parts, for torch.distributed.checkpoint; see ``full_optim_state_dict``."""
     with state_dict_type(model, _SHARDED):
         return optim_state_dict(model, optim)
 
@@ -275,13 +259,8 @@ def flatten_sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """Convert this rank's parts to the argument of ``optim.load_state_dict``.
 
-    Args:
-        sharded_optim_state_dict: states by plain FQN.
-        model: the outermost unit.
-        optim: an optimizer of its parameters.
-
-    Raises:
-        FSDPValueError: see ``optim_state_dict_to_load``.
+    They are the result of ``sharded_optim_state_dict``. For other arguments and errors
+    see ``shard_full_optim_state_dict``.
     """
     with state_dict_type(model, _SHARDED):
         return optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
@@ -296,17 +275,8 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Convert whole states, which rank 0 alone has, to the argument of ``optim.load_state_dict``.
 
-    Every rank must call it.
-
-    Args:
-        full_optim_state_dict: states by plain FQN; ignored on other ranks than the first.
-        model: the outermost unit.
-        optim_input: see ``shard_full_optim_state_dict``.
-        optim: an optimizer of its parameters.
-        group: group whose first rank has the states; default: the model's.
-
-    Raises:
-        FSDPValueError: see ``optim_state_dict_to_load``.
+    Every rank must call it. The first rank of ``group`` has the states; default: of the model's
+    groups. For other arguments and errors see ``shard_full_optim_state_dict``.
     """
     groups = units_in(model)[0].config.groups.all if group is None else (group,)
     given = broadcast_from_first(full_optim_state_dict, groups)

@@ -86,11 +86,7 @@ class NamedParams:
 
 
 def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
-    """Find every parameter of a model under its plain FQN, tied ones under their first FQN.
-
-    Raises:
-        FSDPValueError: a parameter is held by a unit that is not among ``units``.
-    """
+    """Find every parameter under its first plain FQN; raise if an unknown unit holds one."""
     for unit in units:
         unit.write_back()
     flats = [flat for unit in units for flat in unit.flats]
@@ -192,11 +188,7 @@ def save_several(
     settings: StateDictSettings,
     compare: Compare | None = None,
 ) -> dict[str, Any]:
-    """Save the states of several optimizers in one state dict.
-
-    Raises:
-        FSDPValueError: two optimizers have the same parameter.
-    """
+    """Save several optimizers in one state dict; raise if two have the same parameter."""
     fqns = [place.fqn for optim in optimizers for _, _, place in named.of(optim)]
     twice = sorted(fqn for fqn, count in Counter(fqns).items() if count > 1)
     if twice:
@@ -244,7 +236,7 @@ def _full_state(
     states: Mapping[ParamPlace, Mapping[str, Any]],
     settings: StateDictSettings,
 ) -> dict[str, Any] | None:
-    """Gather unsharded states, one flat parameter, state name and dtype at a time.
+    """Gather unsharded states, one flat parameter, name and dtype at a time.
 
     Returns ``None`` on ranks that are to have no states.
     """
