@@ -80,6 +80,28 @@ class Accumulation:
         self.sync = all(one.settings.reduces for one in self._sums)
 
 
+@dataclass
+class _Entry:
+    """Gradient of one original parameter in a sum.
+
+    Attributes:
+        original: the parameter.
+        param: its object when the sum was made, which holds the gradient.
+        view: view of the sum.
+        grad: ``view`` as ``.grad``: a DTensor under tensor parallelism.
+        reduced: reduced gradient that is kept apart, or ``None``.
+    """
+
+    original: OriginalParameter
+    param: nn.Parameter
+    view: torch.Tensor
+    grad: torch.Tensor
+    reduced: torch.Tensor | None = None
+
+    def keep(self, part: torch.Tensor) -> None:
+        self.reduced = part if self.reduced is None else self.reduced.add_(part)
+
+
 class UnshardedSum:
     """Sum of the unsharded gradients of one flat parameter; the originals' ``.grad`` are its views.
 
@@ -108,11 +130,7 @@ class UnshardedSum:
         self._originals = originals
         self._layout = layout
         self._shard_layout = shard_layout
-        # One entry per original parameter while there is a sum, empty otherwise.
-        self._shown: list[tuple[OriginalParameter, nn.Parameter]] = []  # holders of the views
-        self._views: list[torch.Tensor] = []  # of `total`
-        self._grads: list[torch.Tensor] = []  # the views as `.grad`: DTensors where parallel
-        self._reduced: list[torch.Tensor | None] = []  # reduced gradients kept apart
+        self._entries: list[_Entry] = []  # empty without a sum
         self._trained: set[int] = set()  # parameters that may have a gradient in the sum
         self._trained_in_partial: set[int] = set()
 
@@ -124,17 +142,15 @@ class UnshardedSum:
         """
         grads = [original.grad for original in self._originals]
         self.total = total
-        self._reduced = [None] * len(grads)
+        self._entries = []
+        for original, view in zip(self._originals, self._layout.split(total.data), strict=True):
+            grad = view if original.parallel is None else original.parallel.as_dtensor(view)
+            self._entries.append(_Entry(original, original.param, view, grad))
         self._add_parts(total, grads)
-        self._views = self._layout.split(total.data)
-        self._grads = [
-            view if original.parallel is None else original.parallel.as_dtensor(view)
-            for original, view in zip(self._originals, self._views, strict=True)
-        ]
-        self._shown = [(original, original.param) for original in self._originals]
         self._record_trained()
         if unused is None:
-            unused = [index for index, has in enumerate(has_value(self._views)) if not has]
+            has = has_value([entry.view for entry in self._entries])
+            unused = [index for index, has_one in enumerate(has) if not has_one]
         self._show({index for index in unused if grads[index] is None})
         self.accumulation.has_sums = True
 
@@ -160,11 +176,13 @@ class UnshardedSum:
         """
         if self.total is None:
             return set()
-        ranges = enumerate(self._shard_layout.ranges)
-        without = [i for i, part in ranges if not part.numel]
-        has = has_value([self._views[i] for i in without])
-        shown = [self._shown[i][1].grad is not None for i in without]
-        return {i for i, *both in zip(without, has, shown, strict=True) if all(both)}
+        shown = [
+            index
+            for index, part in enumerate(self._shard_layout.ranges)
+            if not part.numel and self._entries[index].param.grad is not None
+        ]
+        has = has_value([self._entries[index].view for index in shown])
+        return {index for index, has_one in zip(shown, has, strict=True) if has_one}
 
     @torch.no_grad()
     def take(self) -> torch.Tensor | None:
@@ -172,14 +190,13 @@ class UnshardedSum:
         if self.total is None:
             return None
         self.remove_dropped()
-        has_grad = any(param.grad is not None for _, param in self._shown)
-        for (original, param), reduced in zip(self._shown, self._reduced, strict=True):
-            param.grad = None
-            if reduced is not None:
-                put_grad(param, original.as_param(reduced))
+        has_grad = any(entry.param.grad is not None for entry in self._entries)
+        for entry in self._entries:
+            entry.param.grad = None
+            if entry.reduced is not None:
+                put_grad(entry.param, entry.original.as_param(entry.reduced))
         total, self.total = self.total, None
-        self._shown, self._views, self._grads, self._reduced = [], [], [], []
-        self._trained = set()
+        self._entries, self._trained = [], set()
         return total if has_grad else None
 
     # -- gradients that wait for the reduction over replicas --------------------------------------
@@ -234,12 +251,10 @@ class UnshardedSum:
         assert self.total is not None
         self.remove_dropped()
         taken = torch.full_like(self.total.data, NO_VALUE)
-        for index, (own, view) in enumerate(
-            zip(self._layout.split(taken), self._views, strict=True)
-        ):
-            if index in indices:
-                own.copy_(view)
-                view.fill_(NO_VALUE)
+        views = self._layout.split(taken)
+        for index in indices:
+            views[index].copy_(self._entries[index].view)
+            self._entries[index].view.fill_(NO_VALUE)
         for flat in (taken, self.total.data):
             self._layout.repeat(flat)
         self._trained.difference_update(indices)
@@ -249,8 +264,7 @@ class UnshardedSum:
         """Keep reduced gradients apart until the sum is taken: now, if nothing is trained."""
         for index in indices:
             if has_value([parts[index]])[0]:
-                kept, part = self._reduced[index], parts[index].clone()
-                self._reduced[index] = part if kept is None else kept.add_(part)
+                self._entries[index].keep(parts[index].clone())
                 # A `.grad` of None would drop it: show the view.
                 self._show({*range(len(self._originals))} - {index})
         if not any(original.param.requires_grad for original in self._originals):
@@ -267,26 +281,26 @@ class UnshardedSum:
         """
         if self.total is None:
             return
-        grads = [param.grad for _, param in self._shown]
-        for original, grad, shown in zip(self._originals, grads, self._grads, strict=True):
-            if grad is not None and grad is not shown:
+        for entry in self._entries:
+            grad = entry.param.grad
+            if grad is not None and grad is not entry.grad:
                 raise FSDPStateError(
-                    f"parameter '{self.paths.fqn_of(original.fqn)}': expected the gradient that "
-                    "steps under no_sync() have left in .grad, got another tensor of shape "
+                    f"parameter '{self.paths.fqn_of(entry.original.fqn)}': expected the gradient "
+                    "that steps under no_sync() have left in .grad, got another tensor of shape "
                     f"{tuple(grad.shape)}. Change it in place (p.grad.mul_(...)), or drop it "
                     "(p.grad = None), until a step without no_sync() has reduced it."
                 )
-        for index, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
-            if grad is None:
-                view.fill_(NO_VALUE)
-                self._reduced[index] = None
+        for entry in self._entries:
+            if entry.param.grad is None:
+                entry.view.fill_(NO_VALUE)
+                entry.reduced = None
         # `.grad` shows the first copy of a replicated parameter: apply changes to all copies.
         self._layout.repeat(self.total.data)
 
     def _show(self, unused: Collection[int]) -> None:
-        for index, ((_, param), grad) in enumerate(zip(self._shown, self._grads, strict=True)):
-            if index not in unused and param.grad is not grad:
-                put_grad(param, grad)
+        for index, entry in enumerate(self._entries):
+            if index not in unused and entry.param.grad is not entry.grad:
+                put_grad(entry.param, entry.grad)
 
     def _add_parts(self, total: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
         """Add reduced gradients to an unsharded sum so that its mean over ranks has them once.
@@ -295,17 +309,16 @@ class UnshardedSum:
         frozen parameters stay apart: the reduction of the sum gives these parameters nothing.
         """
         own = self._layout.parts_of(total.data, self._shard_layout.ranges)
-        for index, (target, part) in enumerate(zip(own, parts, strict=True)):
+        slots = self._layout.slots
+        for slot, entry, target, part in zip(slots, self._entries, own, parts, strict=True):
             if part is None:
                 continue
+            if self.keeps_reduced_apart or not entry.original.param.requires_grad:
+                entry.keep(part)
+                continue
             # The mean divides by the number of shards, unless each rank adds to its own copy.
-            is_shared = self._layout.slots[index].copies == 1
-            alpha = (self._layout.world_size if is_shared else 1) / self.settings.grad_scale
-            if self.keeps_reduced_apart or not self._originals[index].param.requires_grad:
-                kept = self._reduced[index]
-                self._reduced[index] = part if kept is None else kept.add_(part)
-            else:
-                target.add_(part.to(target.device), alpha=alpha)
+            factor = self._layout.world_size if slot.copies == 1 else 1
+            target.add_(part.to(target.device), alpha=factor / self.settings.grad_scale)
 
 
 # -- unit settings ---------------------------------------------------------------------------------
