@@ -402,17 +402,17 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 def record_version(unsharded: torch.Tensor) -> None:
     """Record the version of a buffer of which views are made: a parametrization may raise it."""
-    setattr(unsharded, _NOTED, unsharded._version)
+    setattr(unsharded, _RECORDED_VERSION, unsharded._version)
 
 
-_NOTED = "_fsdp_dynamo_version"
+_RECORDED_VERSION = "_fsdp_dynamo_version"
 
 
 def restore_version(unsharded: torch.Tensor) -> None:
     """Reset the version of a buffer to the recorded version, if it was raised by one since."""
-    noted = getattr(unsharded, _NOTED, None)
-    if noted is not None and unsharded._version == noted + 1:
-        set_version(unsharded, noted)
+    recorded = getattr(unsharded, _RECORDED_VERSION, None)
+    if recorded is not None and unsharded._version == recorded + 1:
+        set_version(unsharded, recorded)
 
 
 # -- late parameters -------------------------------------------------------------------------------

@@ -64,11 +64,9 @@ class ForwardCall:
         self, grads: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
         """Yield each trainable flat parameter with the gradients of its views."""
-        position = 0
+        remaining = iter(grads)
         for flat in self.trainable:
-            end = position + len(flat.originals)
-            yield flat, grads[position:end]
-            position = end
+            yield flat, [*itertools.islice(remaining, len(flat.originals))]
 
     def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
         before = self.segment_grads
@@ -95,16 +93,13 @@ def begin_call(
     """
     call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
     call.left = set(unit.modules if left is None else left)
-    tracked: tuple[torch.Tensor, ...] = ()
+    tracked: Iterator[torch.Tensor] = iter(())
     if call.trainable and end is not None:
         call.is_tracked = True
-        tracked = _UnshardedViews.apply(call, schedule, end.leaf)  # type: ignore[no-untyped-call]
-    position = 0
+        tracked = iter(_UnshardedViews.apply(call, schedule, end.leaf))  # type: ignore[no-untyped-call]
     for flat in unit.flats:
-        if tracked and flat.is_trainable:
-            after = position + len(flat.originals)
-            views = list(tracked[position:after])
-            position = after
+        if call.is_tracked and flat.is_trainable:
+            views = [*itertools.islice(tracked, len(flat.originals))]
             if flat.module_parameters.frozen:
                 untracked = flat.make_views()
                 for index in flat.module_parameters.frozen:

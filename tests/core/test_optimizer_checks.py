@@ -61,7 +61,7 @@ def test_a_file_of_another_rank(rank: int) -> None:
         optimizer.load_state_dict(state)
         message = error_of(optimizer.step)
         assert (message == "") is (number == rank)
-    assert f"of the mesh has saved, got what the one at ({1 - rank},) has" in message
+    assert f"got one saved by the rank at ({1 - rank},)" in message
     assert "parameter 'scale'" in message or "parameter 'embed.weight'" in message
 
 
