@@ -243,7 +243,10 @@ class UnshardedSum:
         self._trained.update(self._now_trained())
 
     def frozen_since(self) -> set[int]:
-        """Indices of parameters trained when the sum was made and frozen now (on all ranks)."""
+        """Indices of parameters trained when the sum was made and frozen now.
+
+        The set is the same on all ranks, also where a rank has no gradient of these parameters.
+        """
         return {one for one in self._trained if not self._originals[one].param.requires_grad}
 
     def take_of(self, indices: Collection[int]) -> torch.Tensor:

@@ -89,9 +89,10 @@ class Placing:
     def for_state_dict(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor for a state dict, which torch can copy.
 
-        A DTensor has the storage offset of its local tensor. ``deepcopy()`` and torch's checkpoints
-        take a tensor subclass with an offset for a tensor with its own memory, so values of state
-        dicts have offset 0. Parameters keep the offset: without it, Dynamo's fake tensors differ.
+        A DTensor has the storage offset of its local tensor. With an offset other than 0 its
+        ``data_ptr()`` is not null, and ``deepcopy()`` and torch's checkpoints take it for a tensor
+        with its own memory. So values of state dicts have offset 0. Parameters keep the offset,
+        which Dynamo compares.
         """
         made: Any = self.dtensor(local.as_strided(local.shape, local.stride(), 0))
         made._local_tensor = local

@@ -297,9 +297,10 @@ class ModuleParameters:
         self.show_shard(parts, self._frees_grad_dtype)
 
     def are_in_place(self) -> bool:
-        """Return whether modules hold the originals, trained or frozen as before (on all ranks).
+        """Return whether modules hold the originals, with unchanged ``requires_grad``.
 
-        Storages are not compared: a rank without elements of a parameter could not tell.
+        All ranks get the same answer. Storages are not compared, because a rank without elements of
+        a parameter could not tell.
         """
         for holder, name, param, *_, requires_grad in self._recorded:
             if holder.get(name) is not param or param.requires_grad is not requires_grad:
