@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -226,7 +226,7 @@ class _Whole:
     part: torch.Tensor
     ranges: Sequence[ShardRange]
     owner: int = 0
-    updated: torch.Tensor | None = None
+    updated: torch.Tensor = field(init=False)
 
 
 @torch.no_grad()
@@ -278,7 +278,12 @@ def update_whole(
                 one.updated = _result(one, update, one.part)
         else:
             _update_among(group, wholes, update)
-    return {one.fqn: _as_given(places[one.fqn], one, parts[one.fqn]) for one in every}
+    results = {}
+    for one in every:
+        flat, index = places[one.fqn]
+        updated = one.updated.to(local_of(parts[one.fqn]).device)
+        results[one.fqn] = flat.originals[index].as_param(updated)
+    return results
 
 
 def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor) -> None:
@@ -347,8 +352,3 @@ def _result(one: _Whole, update: WholeUpdate, whole: torch.Tensor) -> torch.Tens
             "the argument."
         )
     return updated.to(whole.dtype)
-
-
-def _as_given(place: tuple[FlatParameter, int], one: _Whole, given: torch.Tensor) -> torch.Tensor:
-    assert one.updated is not None
-    return place[0].originals[place[1]].as_param(one.updated.to(local_of(given).device))

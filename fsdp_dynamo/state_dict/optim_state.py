@@ -106,18 +106,22 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
 # -- saving --------------------------------------------------------------------------------------
 
 
+def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
+    for group in groups:
+        require_same(group, STATES_NAME, text, fix=SAME_STATES_FIX)
+
+
 def save(
     named: NamedParams,
     optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
     settings: StateDictSettings,
-    compare: Compare | None = None,
+    compare: Compare = _compare_through_store,
 ) -> dict[str, Any]:
     """Convert ``given``, an ``optim.state_dict()``, to FQNs and the form of the settings.
 
-    ``compare`` compares units' states that must be equal on all ranks; default: through the store.
+    ``compare`` compares units' states that must be equal on all ranks.
     """
-    compare = compare or _compare_through_store
     places = list(named.of(optim))
     states = {place: _state_of(given, number, place) for _, number, place in places}
     form = settings.state_dict_type
@@ -186,7 +190,7 @@ def save_several(
     named: NamedParams,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: StateDictSettings,
-    compare: Compare | None = None,
+    compare: Compare = _compare_through_store,
 ) -> dict[str, Any]:
     """Save several optimizers in one state dict; raise if two have the same parameter."""
     fqns = [place.fqn for optim in optimizers for _, _, place in named.of(optim)]
@@ -275,11 +279,6 @@ def _states_by_groups(
         if place.flat is not None:
             result[place.flat.groups.all][place] = state
     return result
-
-
-def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
-    for group in groups:
-        require_same(group, STATES_NAME, text, fix=SAME_STATES_FIX)
 
 
 def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
