@@ -60,6 +60,8 @@ def _is_operator(value: Any) -> bool:
 
 
 class ViewsWhileTraced:
+    """A context in which Dynamo sees stand-ins for a unit's views."""
+
     def __init__(self, unit: Unit) -> None:
         self._shown = [flat.module_parameters for flat in unit.flats]
         self._thread = get_ident()
@@ -188,15 +190,3 @@ def contents_of(cell: CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-__all__ = [
-    "contents_of",
-    "function_of",
-    "functions_of",
-    "is_the_users",
-    "may_call_operators",
-    "names_in",
-    "shared_inputs",
-    "views_while_traced",
-]
