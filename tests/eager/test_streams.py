@@ -452,7 +452,7 @@ def _take_without_waiting(flat: FlatParameter) -> Any:
 
 
 COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
-SETTLE, INIT, FINISH = Root._settle, InFlight.__init__, PendingReduce.finish
+SETTLE, INIT, FINISH = Root._sync_gathers, InFlight.__init__, PendingReduce.finish
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", _wait_only_beside)),
@@ -463,7 +463,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "unsharded parameters are freed at once": (
         "sharded", _replace(SideStreams, "retire", _free_at_once)),
     "a first gather does not wait for the optimizer": (
-        "sharded", _replace(Root, "_settle", _settle_but_at_the_start)),
+        "sharded", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "unsharded parameters are of the computing stream's pool": (
         "by demand", _replace(Unit, "_issue_gathers", _allocate_on_the_computing_stream)),
     "a cast is not waited for": (
@@ -481,7 +481,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "nodes: a secondary shard is not waited for": (
         "on nodes", _replace(FlatParameter, "kept_shard_to_gather", _take_without_waiting)),
     "nodes: a secondary shard is gathered before the optimizer is done": (
-        "on nodes", _replace(Root, "_settle", _settle_but_at_the_start)),
+        "on nodes", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "offload: a copy does not wait for the gradient": (
         "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_waiting)),
     "offload: the gradient is given back while it is copied": (
