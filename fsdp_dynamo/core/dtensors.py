@@ -1,19 +1,19 @@
 """Parameters as torch's own DTensors: mesh and placements, and this rank's part of a value.
 
-A parameter of a unit is ``Shard(0)``, or of the dimension that ``shard_placement_fn`` chooses, over
-the ranks that share it, divided as torch divides it (``core/flat_layout``); ``Replicate()`` over
-replicas. A scalar has no rows: every rank holds it. Under tensor parallelism mesh and placements
-have its dimensions too, as FSDP2 has them.
+Parameters are ``Shard(0)``, or ``Shard(n)`` where ``shard_placement_fn`` says so, over the ranks of
+the shard group, divided as torch divides them (``core/flat_layout``), and ``Replicate()`` over
+replicas. Scalars are replicated. Under tensor parallelism, mesh and placements have its dimensions
+too, as in FSDP2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,21 +34,21 @@ _new: Any = DTensor.__new__
 
 
 class Placing:
-    """Mesh, placements and shape that all DTensors of one parameter have.
+    """Mesh, placements and shape of all DTensors of one parameter.
 
     Args:
-        shape: of the parameter that the unit divides: under tensor parallelism, the local tensor's.
-        part: what this rank holds of it.
-        mesh: of the unit: the last dimension shards, or the last two in a hierarchy.
-        num_sharding: how many dimensions these are; 0: all ranks hold it.
-        parallel: how tensor parallelism has split the parameter before, if it has.
-        fqn: of the parameter, for messages.
+        shape: shape that the unit divides: under tensor parallelism, that of the local tensor.
+        part: this rank's part.
+        mesh: the unit's mesh; its last dimensions shard.
+        num_sharding: number of sharding dimensions: 1, 2 in a hierarchy, 0 if replicated.
+        parallel: how tensor parallelism has split the parameter already, or ``None``.
+        fqn: FQN of the parameter, for messages.
 
     Attributes:
-        mesh: the unit's; under tensor parallelism, followed by the dimensions that it uses.
-        placements: one for each dimension of ``mesh``.
-        shape: of the whole parameter in the plain model.
-        is_replicated: whether all ranks of the unit's sharding dimensions hold it.
+        mesh: the unit's mesh, followed by the dimensions of tensor parallelism.
+        placements: one per dimension of ``mesh``.
+        shape: shape of the whole parameter in the plain model.
+        is_replicated: whether all ranks of the shard group hold the whole parameter.
     """
 
     def __init__(
@@ -75,62 +75,56 @@ class Placing:
             self.placements = (*whole, *shards, *parallel.placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placing:
-        """Groups of ranks are shared between copies."""
-        return self
+        return self  # copies share process groups
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """The DTensor of which this rank holds ``local``, whose memory it shares."""
-        spec = self._specs.get(local.dtype) or self._spec_of(local.dtype)
+        """Return the DTensor whose local tensor is ``local``; memory is shared."""
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+            meta = TensorMeta(self.shape, stride, local.dtype)
+            spec = self._specs[local.dtype] = DTensorSpec(self.mesh, self.placements, meta)
         return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
-    def _spec_of(self, dtype: torch.dtype) -> DTensorSpec:
-        shape = self.shape
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        meta = TensorMeta(shape, stride, dtype)
-        spec = self._specs[dtype] = DTensorSpec(self.mesh, self.placements, meta)
-        return spec
+    def for_state_dict(self, local: torch.Tensor) -> DTensor:
+        """Return a DTensor for a state dict, which torch can copy.
 
-    def without_address(self, local: torch.Tensor) -> DTensor:
-        """A DTensor that torch can copy: a value of a state dict.
-
-        A DTensor takes on its local tensor's storage offset. ``deepcopy()`` and torch's checkpoints
-        take a subclass of a tensor that has an address for one with memory of its own. Dynamo takes
-        one without for a tensor of another offset, so parameters have their addresses.
+        A DTensor has the storage offset of its local tensor. With an offset other than 0 its
+        ``data_ptr()`` is not null, and ``deepcopy()`` and torch's checkpoints take it for a tensor
+        with its own memory. So values of state dicts have offset 0. Parameters keep the offset,
+        which Dynamo compares.
         """
         made: Any = self.dtensor(local.as_strided(local.shape, local.stride(), 0))
         made._local_tensor = local
-        _given[made] = True
+        _state_dict_values[made] = True
         return made  # type: ignore[no-any-return]
 
     def holds(self, value: DTensor) -> bool:
-        """Whether a DTensor is placed as the parameter is."""
+        """Return whether a DTensor has the parameter's mesh, placements and shape."""
         same: bool = value.placements == self.placements and value.device_mesh == self.mesh
         return same and value.shape == self.shape
 
-    def require_own(self, value: torch.Tensor) -> None:
-        """Raise for a DTensor that is placed as the parameter is, but is of another rank's file.
-
-        Raises:
-            FSDPValueError: its mesh says that it was made where other elements are.
-        """
+    def require_same_rank(self, value: torch.Tensor) -> None:
+        """Raise for a DTensor that another rank has saved, though its placements match."""
         if not isinstance(value, DTensor) or not self.holds(value):
             return
         own, made_at = self.mesh.get_coordinate(), value.device_mesh.get_coordinate()
         places = zip(self.placements, own or (), made_at or (), strict=False)
         if any(here != there for placed, here, there in places if not placed.is_replicate()):
             raise FSDPValueError(
-                f"parameter '{self.fqn}': expected what the rank at {own} of the mesh has saved, "
-                f"got what the one at {made_at} has. Let each rank load its own file, or save with "
-                "torch.distributed.checkpoint, fsdp_dynamo.checkpoint or a full state dict."
+                f"parameter '{self.fqn}': expected a DTensor saved by the rank at {own} of the "
+                f"mesh, got one saved by the rank at {made_at}. Let each rank load its own file, "
+                "or save with torch.distributed.checkpoint, fsdp_dynamo.checkpoint or a full state "
+                "dict."
             )
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a tensor that has the parameter's shape.
+        """Return this rank's elements of a tensor that has the parameter's shape.
 
-        Every rank must call it with a DTensor that is placed otherwise, which is gathered.
+        Every rank must call it with a DTensor of other placements, which is gathered.
 
         Raises:
-            FSDPValueError: another shape; what ``require_own`` raises.
+            FSDPValueError: another shape, or a DTensor of another rank (``require_same_rank``).
         """
         if value.shape != self.shape:
             raise FSDPValueError(
@@ -139,15 +133,15 @@ class Placing:
             )
         if isinstance(value, DTensor):
             if self.holds(value):
-                self.require_own(value)
+                self.require_same_rank(value)
                 local: torch.Tensor = value._local_tensor
                 return local.detach().contiguous()
             value = whole_of(value)
         return self._part.of(value if self._parallel is None else self._parallel.local(value))
 
 
-def move_to(param: Any, local: torch.Tensor, placing: Placing) -> None:
-    """Let ``local`` be the memory of a DTensor, of any dtype and on any device."""
+def set_local(param: Any, local: torch.Tensor, placing: Placing) -> None:
+    """Make ``local``, of any dtype and device, the memory of a DTensor."""
     if local.dtype != param.dtype or local.device != param.device:
         made: Any = placing.dtensor(local)
         torch.Tensor.data.__set__(param, made)  # type: ignore[attr-defined]
@@ -156,87 +150,72 @@ def move_to(param: Any, local: torch.Tensor, placing: Placing) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """Return this rank's part of a DTensor, or the tensor itself if it is none."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(value: DTensor, local: torch.Tensor) -> DTensor:
-    """The DTensor of another local tensor, on another device perhaps."""
+    """Return a copy of a DTensor with another local tensor, perhaps on another device."""
     made: Any = DTensor.__new__(DTensor, local, value._spec, requires_grad=False)
-    return note_copy(made, value)  # type: ignore[return-value]
+    return mark_copy(made, value)  # type: ignore[return-value]
 
 
-_given = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-"""Values of state dicts that are ours, and not those of another library."""
+_state_dict_values = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+"""DTensors that our state dicts have returned."""
 
 
-def note_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Note that a copy of a value is of our state dict, too, if the value is; returns the copy."""
-    if is_given(value):
-        _given[copied] = True
+def mark_copy(copied: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Mark a copy as a value of our state dicts if the original is one; return the copy."""
+    if is_state_dict_value(value):
+        _state_dict_values[copied] = True
     return copied
 
 
-def is_given(value: object) -> bool:
-    """Whether a tensor is a value of one of our state dicts."""
-    return isinstance(value, DTensor) and value in _given
+def is_state_dict_value(value: object) -> bool:
+    """Return whether a tensor is a value of one of our state dicts."""
+    return isinstance(value, DTensor) and value in _state_dict_values
 
 
-_Meshes = WeakKeyDictionary[dist.ProcessGroup, ReferenceType[DeviceMesh]]
-_meshes: _Meshes = WeakKeyDictionary()
-_grids: _Meshes = WeakKeyDictionary()
-"""Meshes in use; they hold their groups."""
+_meshes: WeakValueDictionary[tuple[dist.ProcessGroup, ...], DeviceMesh] = WeakValueDictionary()
+"""Meshes in use, by the groups of their dimensions."""
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The mesh of one dimension that is a group, the same object as long as it is in use."""
-    return _kept(_meshes, group, lambda: DeviceMesh.from_group(group, device.type))
+    """Return the 1-D mesh of a group, the same object as long as it is in use."""
+    mesh = _meshes.get((group,))
+    if mesh is None:
+        mesh = _meshes[(group,)] = DeviceMesh.from_group(group, device.type)
+    return mesh
 
 
 def mesh_of_levels(hierarchy: Hierarchy, device: torch.device) -> DeviceMesh:
-    """The mesh of two dimensions, position in the node and node, in the order of the shards."""
-    levels = [hierarchy.node, hierarchy.across]
-    grid, names = torch.tensor(hierarchy.grid), ("position", "node")
-    return _kept(
-        _grids,
-        hierarchy.node,
-        lambda: DeviceMesh.from_group(levels, device.type, mesh=grid, mesh_dim_names=names),
-    )
-
-
-def _kept(meshes: _Meshes, group: dist.ProcessGroup, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    known = meshes.get(group)
-    mesh = known() if known is not None else None
+    """Return the 2-D mesh (position in the node, node), in the order of the shards."""
+    levels = hierarchy.node, hierarchy.across
+    mesh = _meshes.get(levels)
     if mesh is None:
-        mesh = make()
-        meshes[group] = ref(mesh)
+        grid, names = torch.tensor(hierarchy.grid), ("position", "node")
+        mesh = DeviceMesh.from_group([*levels], device.type, mesh=grid, mesh_dim_names=names)
+        _meshes[levels] = mesh
     return mesh
 
 
 # -- tensor parallel -------------------------------------------------------------------------------
-# Parameters that tensor parallelism has split already: DTensors inside units.
+# Parameters that tensor parallelism has split before the unit was made.
 #
-# ``parallelize_module`` on one dimension of a mesh leaves DTensors; a unit shards their local
+# ``parallelize_module`` makes DTensors on one dimension of a mesh; the unit shards their local
 # tensors over another dimension::
 #
 #                  tp 0        tp 1
 #     dp 0     W[:4] [0:8]   W[4:] [0:8]      a row of the mesh holds all of W,
 #     dp 1     W[:4] [8:16]  W[4:] [8:16]     a column shards one local tensor
 #
-# The parameter that optimizers see is a DTensor on both dimensions. While the unit is unsharded,
-# its modules see a DTensor over the whole local tensor.
+# Optimizers see a DTensor on both dimensions. While the unit is unsharded, its modules see a
+# DTensor on the dimension of tensor parallelism only.
 
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """Split of one parameter over the ranks of another mesh than the unit's.
-
-    Attributes:
-        mesh: those ranks.
-        placements: one a dimension of the mesh.
-        shape: of the whole parameter.
-        stride: of the whole parameter.
-    """
+    """Split of one parameter, of this whole shape and stride, over another mesh than the unit's."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -244,11 +223,10 @@ class TensorParallel:
     stride: tuple[int, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
-        """Groups of ranks are shared between copies."""
-        return self
+        return self  # copies share process groups
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor over a whole local tensor; differentiable."""
+        """Return a DTensor over an unsharded local tensor; differentiable."""
         return DTensor.from_local(
             local,
             self.mesh,
@@ -259,23 +237,22 @@ class TensorParallel:
         )
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole parameter, a plain tensor; every rank of the mesh must call it."""
-        copy = local.detach().clone()  # what is not split would come back as it is
+        """Return the whole parameter as a plain tensor; every rank of the mesh must call it."""
+        copy = local.detach().clone()  # full_tensor() of a replicated DTensor shares memory
         return whole_of(self.as_dtensor(copy))
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's local tensor of a whole parameter; no communication."""
+        """Return this rank's local tensor of a whole parameter, without communication."""
         split = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
         return split.to_local()
 
     def num_pieces(self, dim: int) -> int:
-        """Into how many pieces it is split along a dimension."""
         split = [i for i, placement in enumerate(self.placements) if placement.is_shard(dim)]
         return math.prod(self.mesh.size(i) for i in split)
 
     @property
     def splitting_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over which its elements are spread: those of a sum over all of them."""
+        """Groups over which the elements are spread: a sum over all elements reduces over these."""
         split = [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
         return tuple(self.mesh.get_group(i) for i in split)
 
@@ -283,11 +260,7 @@ class TensorParallel:
 def check_parallel(
     param: nn.Parameter, fqn: str, groups: Iterable[dist.ProcessGroup], mesh: DeviceMesh | None
 ) -> None:
-    """Raise if a parameter is a DTensor that a unit of these groups cannot shard.
-
-    Args:
-        mesh: of the DTensors that the unit's parameters become; ``None``: one that is made.
-    """
+    """Raise if a parameter is a DTensor that a unit on these groups, or this mesh, cannot shard."""
     if not isinstance(param, DTensor):
         return
     where = f"parameter '{fqn}'"
@@ -306,7 +279,7 @@ def check_parallel(
                 "parallelize_module(model, mesh['tp'], ...), then FSDP(model, "
                 "device_mesh=mesh['dp'])."
             )
-    if mesh is None or not _have_one_root(mesh, param.device_mesh):
+    if mesh is None or not _share_named_root(mesh, param.device_mesh):
         raise FSDPValueError(
             f"{where}: expected a unit on named dimensions of the mesh that tensor parallelism "
             "uses: its DTensors have both, got "
@@ -316,49 +289,43 @@ def check_parallel(
         )
 
 
-def _have_one_root(*meshes: DeviceMesh) -> bool:
-    """Whether meshes are dimensions of one, by name."""
+def _share_named_root(*meshes: DeviceMesh) -> bool:
     roots = {mesh._get_root_mesh() for mesh in meshes}
     return len(roots) == 1 and all(mesh.mesh_dim_names for mesh in meshes)
 
 
 def refuse_parallel(parameters: Mapping[str, TensorParallel | None], what: str) -> None:
-    """Raise if one of the parameters, by FQN, is split by tensor parallelism too."""
+    """Raise if tensor parallelism has split one of the parameters, given by FQN."""
     for fqn, parallel in parameters.items():
         if parallel is not None:
             raise UnsupportedError(
                 f"{what}, parameter '{fqn}': expected parameters that no tensor parallelism has "
-                f"split, got one of placements {parallel.placements}. Use state_dict(), which "
-                "gives whole tensors, and load_state_dict()."
+                f"split, got one of placements {parallel.placements}. Use state_dict() and "
+                "load_state_dict(), which handle whole tensors."
             )
 
 
 def as_local_parameter(param: nn.Parameter) -> tuple[nn.Parameter, TensorParallel | None]:
-    """A plain parameter for a DTensor's local tensor, and how the whole is split."""
+    """Return a plain parameter for a DTensor's local tensor, and how the whole is split."""
     if not isinstance(param, DTensor):
         return param, None
     spec = TensorParallel(param.device_mesh, param.placements, param.shape, param.stride())
     local = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
-    hand_over_hooks(param, local)
+    share_hooks(param, local)
     return local, spec
 
 
 # -- whole dtensor ---------------------------------------------------------------------------------
-# The whole tensor of a DTensor of torch's own, whose collectives are torch's.
 
 
 _USE = "a DTensor of torch's"
 
 
 def whole_of(value: Any) -> torch.Tensor:
-    """The whole tensor of a ``DTensor``, without a gradient; every rank of its mesh must call it.
+    """Return the whole tensor of a ``DTensor``, detached; all ranks of its mesh must call it.
 
-    The wait ends when another rank fails, if the mesh has one dimension: of several groups, only
-    one could be watched at a time.
-
-    Raises:
-        DivergenceError: another rank has posted a notice.
-        RankFailedError: a rank is gone, or has not come within the group's timeout.
+    On a mesh of one dimension the wait ends when another rank fails: with ``DivergenceError`` or
+    ``RankFailedError``. Of several groups only one could be watched at a time.
     """
     mesh = value.device_mesh
     watch = watched(mesh.get_group(), "all_gather", _USE, value.numel()) if mesh.ndim == 1 else None
@@ -367,25 +334,15 @@ def whole_of(value: Any) -> torch.Tensor:
 
 
 # -- gradient hooks --------------------------------------------------------------------------------
-# Users' gradient hooks of original parameters: run, or refused.
+# The user's gradient hooks on original parameters.
 #
-# Autograd never sees an original parameter: modules hold views of the unsharded flat parameter in
-# its place. Hooks that want an accumulated gradient run when the reduced one is in ``.grad``.
-# Hooks that want to change a gradient on its way would get this rank's, before the mean: there is
-# none.
+# Autograd never sees an original parameter: modules hold views of the unsharded buffer in its
+# place. Post-accumulate hooks run once the reduced gradient is in ``.grad``. Hooks of
+# ``register_hook()`` are refused: they would see this rank's gradient before the mean.
 
 
 def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None:
-    """Raise for a parameter with hooks of ``register_hook()``.
-
-    Args:
-        param: an original parameter.
-        paths: of its unit, for messages.
-        fqn: its own, relative to the unit.
-
-    Raises:
-        FSDPStateError: it has one.
-    """
+    """Raise for a parameter with hooks of ``register_hook()``."""
     if param._backward_hooks:
         raise FSDPStateError(
             f"parameter '{paths.fqn_of(fqn)}': expected hooks of "
@@ -398,8 +355,8 @@ def refuse_tensor_hooks(param: torch.Tensor, paths: UnitPaths, fqn: str) -> None
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call hooks of ``register_post_accumulate_grad_hook()``, in the order of registration.
 
-    Then the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step. It has
-    given them to the parameter, and a hook to an autograd node that is in no graph here.
+    Then step the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward``. That
+    function stores them on the parameter and hooks an autograd node that is in no graph here.
     """
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for hook in tuple(hooks.values()) if hooks else ():
@@ -411,8 +368,8 @@ def run_post_accumulate_hooks(param: torch.Tensor) -> None:
         param.grad = None
 
 
-def hand_over_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let a parameter in the place of another have its hooks; their handles hold for both."""
+def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Share the gradient hooks of a parameter with its replacement; handles work for both."""
     hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if hooks:
         new._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]

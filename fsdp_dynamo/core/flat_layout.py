@@ -1,17 +1,17 @@
 """Flat layout of a unit's parameters: integers, and the views that they cut from tensors.
 
 A rank holds some rows of every parameter, as ``torch.chunk`` divides them: of N ranks, rank r has
-rows ``r * c`` to ``(r + 1) * c``, ``c = ceil(rows / N)``; the last ones may have fewer, or none.
-In a shard, room for c rows of each parameter follows room for c rows of the next one. The unsharded
-flat parameter is parameter-major: N times as much room for each. Two ranks, ``w`` of 4 rows, ``b``
-of 3 elements::
+rows ``r * c`` to ``(r + 1) * c``, ``c = ceil(rows / N)``; the last ranks may have fewer rows, or
+none. A shard reserves c rows for each parameter, one parameter after the other. The unsharded
+buffer is parameter-major and reserves ``N * c`` rows for each. Two ranks, ``w`` of 4 rows, ``b`` of
+3 elements::
 
     shard of rank 0    | w0 w1 | b0 b1 |          shard of rank 1    | w2 w3 | b2 .. |
-    unsharded          | w0 w1 w2 w3 | b0 b1 b2 .. |
+    unsharded buffer   | w0 w1 w2 w3 | b0 b1 b2 .. |
 
-Every parameter starts at a multiple of ``align_numel`` in both. How shards become the unsharded
-flat parameter is the gather plan's (``comm/gather_plan``); parameters that are gathered by
-themselves come first. What is divided along another dimension than the first is packed.
+Every parameter starts at a multiple of ``align_numel`` in both. Directly gathered parameters come
+first, packed ones follow (``comm/gather_plan``). A parameter that is divided along another
+dimension than the first is packed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one original parameter lies.
+    """Place of one original parameter.
 
     Attributes:
-        fqn: the parameter's FQN in the plain model, relative to its unit.
-        shape: its original shape.
-        offset: first element in the unsharded flat parameter.
+        fqn: FQN relative to the unit.
+        shape: original shape.
+        offset: first element in the unsharded buffer.
         shard_start: first element in each shard.
-        shard_numel: elements that a shard has room for: the same on all ranks.
-        copies: how often it is in the unsharded flat parameter: one that is not divided, such as a
-            scalar, may be in each shard.
-        dim: along which it is divided.
+        shard_numel: elements reserved in a shard, equal on all ranks.
+        copies: number of copies in the unsharded buffer: one per shard where the parameter is not
+            divided (a scalar), else 1.
+        dim: dimension along which the parameter is divided.
     """
 
     fqn: str
@@ -55,31 +55,21 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """Where it ends in the flat parameter, in elements."""
         return self.offset + self.numel * self.copies
 
     @property
     def blocks(self) -> int:
-        """Into how many blocks its part on one rank is cut in the flat parameter."""
+        """Number of blocks in the unsharded buffer that one rank's part consists of."""
         return math.prod(self.shape[: self.dim])
 
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The part of one parameter that one rank holds.
-
-    Attributes:
-        start: index of the part's first row, or of what ``dim`` counts, in the parameter.
-        shard_start: first element of the part within the rank's shard.
-        numel: length; 0 where the rank holds nothing of the parameter.
-        shape: of the part, ``(rows, *shape[1:])``, or the parameter's where nothing is sharded.
-        dim: along which the parameter is divided.
-    """
+    """Part of one parameter on one rank: ``shape[dim]`` rows from row ``start`` on, or none."""
 
     start: int
     shard_start: int
@@ -88,18 +78,17 @@ class ShardRange:
     dim: int = 0
 
     def of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor in the parameter's shape, contiguous: fused optimizers assume it."""
+        """Cut the part from a tensor of the parameter's shape, contiguous for fused optimizers."""
         return self.view_of(param_like).contiguous()
 
     def view_of(self, param_like: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor in the parameter's shape, in its memory."""
         if not self.shape:
             return param_like
         return param_like.narrow(self.dim, self.start, self.shape[self.dim])
 
 
 def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each of some tensors of one device has elements other than ``NO_VALUE``."""
+    """Return for each tensor whether it has elements other than ``NO_VALUE``; one device only."""
     if not tensors:
         return []
     found = [(~is_no_value(tensor)).any() for tensor in tensors]
@@ -108,18 +97,13 @@ def has_value(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Parts of parameters in one rank's shard.
-
-    Attributes:
-        numel: elements of the shard.
-        ranges: one per parameter.
-    """
+    """Parts of the parameters in one rank's shard of ``numel`` elements, one range each."""
 
     numel: int
     ranges: tuple[ShardRange, ...]
 
     def split(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a tensor ``(numel,)`` into the parts of the parameters (views, often empty)."""
+        """Cut a tensor ``(numel,)`` into views of the parameters' parts, which may be empty."""
         flat = shard.detach() if shard.requires_grad else shard
         sizes, places, lacks_some = self._pieces
         pieces = torch.split_with_sizes(flat, sizes)
@@ -131,9 +115,9 @@ class ShardLayout:
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...] | None]], bool]:
-        """Sizes that cut the shard; each parameter's piece and shape; whether some have no piece.
+        """Split sizes, ``(piece, shape)`` per parameter, and whether a parameter has no elements.
 
-        A piece of -1 is none, a shape of ``None`` is 1-D.
+        Piece -1 stands for no elements, shape ``None`` for 1-D.
         """
         held = [(one.shard_start, one.numel) for one in self.ranges if one.numel]
         sizes, found = _cut(held, self.numel)
@@ -144,11 +128,7 @@ class ShardLayout:
 
 
 def _cut(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes that cut a tensor into ranges, given as start and length, and what is between them.
-
-    Returns:
-        The sizes, and the index of each range's.
-    """
+    """Return sizes that split ``numel`` elements into ranges and gaps, and each range's index."""
     sizes: list[int] = []
     index = [0] * len(ranges)
     position = 0
@@ -166,13 +146,7 @@ def _cut(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, ...]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Places, gaps and shards of one flat parameter.
-
-    Attributes:
-        slots: one per parameter.
-        world_size: number of shards.
-        plan: how shards become the unsharded flat parameter.
-    """
+    """Layout of one flat parameter over ``world_size`` shards, gathered by ``plan``."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -180,12 +154,10 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a shard."""
         return self.plan.shard_numel
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of all shards."""
         return self.plan.shard_numel * self.world_size
 
     @cached_property
@@ -195,22 +167,21 @@ class FlatLayout:
 
     @property
     def split_sizes(self) -> tuple[int, ...]:
-        """Sizes that cut the unsharded flat parameter into parameters and gaps."""
+        """Sizes that split the unsharded buffer into parameters and gaps."""
         return self._pieces[0]
 
     @property
     def split_slots(self) -> tuple[int, ...]:
-        """For each slot, the index of its piece in ``split_sizes``."""
         return self._pieces[1]
 
     @cached_property
     def split_gaps(self) -> tuple[int, ...]:
-        """Indices of the pieces in ``split_sizes`` that are gaps or padding."""
+        """Positions in ``split_sizes`` that are gaps or padding."""
         return tuple(sorted({*range(len(self.split_sizes))}.difference(self.split_slots)))
 
     @cached_property
     def _shaped(self) -> list[tuple[int, tuple[int, ...] | None]]:
-        """For each slot, the index of its piece and the shape to give it (``None``: it has it)."""
+        """``(piece, shape)`` per slot; shape ``None``: the piece needs no reshape."""
         shapes = [
             None if len(slot.shape) == 1 or slot.copies > 1 else slot.shape for slot in self.slots
         ]
@@ -223,18 +194,17 @@ class FlatLayout:
 
     @cached_property
     def _copied(self) -> tuple[int, ...]:
-        """Indices of slots that are in each shard."""
         return tuple([index for index, slot in enumerate(self.slots) if slot.copies > 1])
 
     def repeat(self, unsharded: torch.Tensor) -> None:
-        """Let all copies of a parameter be what the first one is."""
+        """Overwrite all copies of each replicated parameter with its first copy."""
         for index in self._copied:
             slot = self.slots[index]
             copies = unsharded[slot.offset : slot.end].view(slot.copies, -1)
             copies[1:] = copies[0]
 
     def shard_range(self, index: int, rank: int) -> ShardRange:
-        """Which part of the parameter in slot ``index`` a rank holds."""
+        """Return the part of the parameter in slot ``index`` that a rank holds."""
         slot = self.slots[index]
         if slot.copies > 1 or not slot.shape:
             return ShardRange(0, slot.shard_start, slot.numel, slot.shape)
@@ -245,26 +215,24 @@ class FlatLayout:
         return ShardRange(start, slot.shard_start, math.prod(shape), shape, slot.dim)
 
     def shard(self, rank: int) -> ShardLayout:
-        """Layout of a rank's shard."""
         ranges = tuple(self.shard_range(i, rank) for i in range(len(self.slots)))
         return ShardLayout(self.shard_numel, ranges)
 
     def whole(self) -> ShardLayout:
-        """Layout of all shards as one, with parameters in their shapes."""
         parts = (ShardRange(0, s.offset, s.numel, s.shape, s.dim) for s in self.slots)
         return ShardLayout(self.padded_numel, tuple(parts))
 
     def parts_of(self, unsharded: torch.Tensor, ranges: Sequence[ShardRange]) -> list[torch.Tensor]:
-        """A rank's parts of the parameters in a tensor ``(padded_numel,)`` (views)."""
+        """Cut a rank's parts of the parameters from a tensor ``(padded_numel,)`` (views)."""
         pairs = zip(ranges, self.split(unsharded), strict=True)
         return [part.view_of(view) for part, view in pairs]
 
     def shard_of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of a rank's shard ``(shard_numel,)`` of a tensor ``(padded_numel,)``."""
+        """Copy a rank's shard ``(shard_numel,)`` out of a tensor ``(padded_numel,)``."""
         return self.plan.shard_of(unsharded, rank, self.world_size)
 
     def slots_within(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
-        """Indices of parameters that have elements, all of them in one of some ranges."""
+        """Indices of nonempty parameters that lie within one of the ranges."""
         return {
             index
             for index, slot in enumerate(self.slots)
@@ -272,7 +240,7 @@ class FlatLayout:
         }
 
     def split(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a tensor ``(padded_numel,)`` into the parameters' shapes (views)."""
+        """Cut a tensor ``(padded_numel,)`` into views of the parameters' shapes."""
         pieces = torch.split_with_sizes(unsharded, self.split_sizes)
         views = [pieces[i] if shape is None else pieces[i].view(shape) for i, shape in self._shaped]
         for index in self._copied:
@@ -281,7 +249,7 @@ class FlatLayout:
         return views
 
     def fill(self, unsharded: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write values in the parameters' shapes into ``(padded_numel,)``, in one pass.
+        """Write values of the parameters' shapes into ``(padded_numel,)``.
 
         Gaps and padding become zero, parameters without a value ``NO_VALUE``.
         """
@@ -308,20 +276,15 @@ class FlatLayout:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """Values in the parameters' shapes as what a reduce-scatter sends, in one pass.
+        """Build the input of a reduce-scatter from values of the parameters' shapes, in one copy.
 
-        Gaps and padding are zero, parameters without a value ``NO_VALUE``.
-
-        Args:
-            values: one per parameter.
-            plan: of the reduce-scatter.
-            size: its ranks, a divisor of ``world_size``.
-            dtype: of the result.
-            device: of the result.
+        Gaps and padding are zero, parameters without a value ``NO_VALUE``. ``size`` is the number
+        of ranks, a divisor of ``world_size``.
 
         Returns:
-            ``(padded_numel,)``: direct slices as in the unsharded flat parameter, packed pieces as
-            their message (``GatherPlan``).
+            ``(padded_numel,)``: direct slices as in the unsharded buffer, packed pieces in
+                rank-major
+            order (``GatherPlan``).
         """
         if not plan.widths:
             flat = torch.empty(self.padded_numel, dtype=dtype, device=device)
@@ -356,13 +319,15 @@ class FlatLayout:
     def _places(
         self, flat: torch.Tensor, slot: Slot, room: int, plan: GatherPlan, size: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where ``messages`` writes one parameter, element by element, and what is beside it."""
+        """Return the views of ``flat`` that hold one parameter, in order, and the gaps."""
         factor = self.world_size // size
         first, width, room = (factor * n for n in (slot.shard_start, slot.shard_numel, room))
-        if first < plan.packed_start:  # direct
+        if first < plan.packed_start:  # direct: contiguous, as in the unsharded buffer
             end = size * (first + room)
             places, gaps = [flat[slot.offset : slot.end]], [flat[slot.end : end]]
         else:
+            # Packed: a column of the rank-major message. The first `full` ranks receive `width`
+            # elements each, the next rank receives the rest.
             columns = plan.packed(flat, size).view(size, -1)[:, first - plan.packed_start :]
             column = columns[:, :width]
             numel = slot.end - slot.offset
@@ -374,13 +339,12 @@ class FlatLayout:
 
     @cached_property
     def _rooms(self) -> list[int]:
-        """For each slot, elements from its start in the shard to the start of the next one."""
+        """Elements from each slot's start in the shard to the start of the next slot."""
         bounds = sorted({slot.shard_start for slot in self.slots if slot.numel})
         following = dict(zip(bounds, [*bounds[1:], self.shard_numel], strict=True))
         return [following[s.shard_start] - s.shard_start if s.numel else 0 for s in self.slots]
 
     def _with_copies(self, values: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Values, each as often as it is in the flat parameter."""
         if not self._copied:
             return values
         expanded = [*values]
@@ -394,7 +358,7 @@ class FlatLayout:
     def _concatenated(
         self, values: Sequence[torch.Tensor | None], size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The message among ``size`` ranks of values that fill all parts."""
+        """Build ``messages`` with one ``cat``, for values that leave no gaps."""
         pieces: list[Any] = [None] * len(values)
         for index, value in zip(self.split_slots, values, strict=True):
             width = self.split_sizes[index] // size
@@ -404,7 +368,7 @@ class FlatLayout:
 
 
 def size_per_rank(size: int, world_size: int) -> int:
-    """Number of rows that the first ranks hold of ``size``, as ``torch.chunk`` divides them."""
+    """Return how many of ``size`` rows a rank holds at most, as ``torch.chunk`` divides them."""
     return -(-size // world_size)
 
 
@@ -418,18 +382,16 @@ def make_layout(
     dims: Sequence[int] = (),
     undivided: Collection[int] = (),
 ) -> FlatLayout:
-    """Lay parameters out, those that are gathered by themselves first.
+    """Lay out parameters, directly gathered ones first.
 
     Args:
-        fqns: FQNs, one per parameter.
-        shapes: original shapes, one per parameter.
-        world_size: number of shards, at least 1.
+        fqns, shapes, world_size: as in ``Slot`` and ``FlatLayout``.
         align_numel: every parameter starts at a multiple of it.
-        direct_numel: from so many elements per rank on they are gathered by themselves; ``None``:
-            none is.
-        dims: along which parameters are divided, one per parameter; by rows if not given. Others
-            than 0 divide by ``world_size``, and their parameters are packed.
-        undivided: indices of parameters, beside scalars, that are in each shard.
+        direct_numel: parameters with at least this many elements per rank are gathered directly;
+            ``None``: all are packed.
+        dims: dimensions along which parameters are divided; empty: all 0. A size along another
+            dimension than 0 is a multiple of ``world_size``, and the parameter is packed.
+        undivided: indices of parameters, beside scalars, that each shard holds whole.
     """
     dims = dims or [0] * len(shapes)
     copies = [
@@ -452,15 +414,7 @@ def make_layout(
             ends.append(starts[index] + numels[index])
         packed_start = packed_start if not wanted else -(-ends[-1] // align_numel) * align_numel
     slots = tuple(
-        Slot(
-            fqn,
-            tuple(shape),
-            world_size * start,
-            start,
-            numel,
-            number,
-            dim,
-        )
+        Slot(fqn, tuple(shape), world_size * start, start, numel, number, dim)
         for fqn, shape, start, numel, number, dim in zip(
             fqns, shapes, starts, numels, copies, dims, strict=True
         )
@@ -473,7 +427,6 @@ def make_layout(
 def _plan(
     slots: Sequence[Slot], is_direct: Sequence[bool], packed_start: int, end: int
 ) -> GatherPlan:
-    """The gather plan of slots, of which the direct ones lie before ``packed_start``."""
     direct = [slot for slot, wanted in zip(slots, is_direct, strict=True) if wanted]
     packed = [slot for slot, wanted in zip(slots, is_direct, strict=True) if not wanted]
     if not packed:

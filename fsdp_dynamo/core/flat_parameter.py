@@ -3,33 +3,35 @@
 [Note: tensors of a unit]
 
 =========================  ===================  =============================================
-tensor                     shape                lives
+tensor                     shape                lifetime
 =========================  ===================  =============================================
 ``sharded``                (padded_numel / N,)  always; the autograd leaf, in the original dtype
                                                 (in host memory where it is offloaded)
-``piece``                  (padded_numel / M,)  between a forward and its backward, where fewer
-                                                ranks (M of N) gather again; a secondary shard
-                                                while a step runs, or several that accumulate
+``kept_shard``             (padded_numel / M,)  post-forward shard: between a forward and its
+                                                backward, where M of N ranks gather again;
+                                                secondary shard: one step, or several steps that
+                                                accumulate
 ``unsharded``              (padded_numel,)      always as an object; storage from unshard to
                                                 reshard only
 parameter views            original shapes      made at every unshard for autograd; modules
                                                 see them (``ModuleParameters``)
 local tensors of the       (rows, *shape[1:])   always; views of ``sharded``
 original parameters
-unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the reduction's end;
+unsharded gradient         (padded_numel,)      ``grad_to_reduce`` to the end of the reduction;
                                                 under ``no_sync()`` in ``grad_sum``
 =========================  ===================  =============================================
 
-The all-gather reads ``sharded`` and writes ``unsharded``, large parameters in their places, small
-ones by way of a message (``comm/gather_plan``). Where
-``param_dtype`` is another dtype, it reads a temporary cast of ``sharded`` that lives until the
-all-gather is done (``shard_to_gather``).
-The storage of ``unsharded`` is emptied and refilled in place, so a view that autograd saved in
-the forward reads the values that were gathered again for the backward. A backward may reach such a
-view before its unit is told (a loss on a tensor that the unit stored, say), while the storage is
-empty or being written. So all views share the version counter of ``unsharded``, which is raised by
-``UNREADABLE`` except between the end of a gather and the next reshard: autograd then refuses to
-unpack them, as it does for any tensor that was changed in place (``set_readable``).
+The all-gather reads ``sharded`` and writes ``unsharded``, packed parameters by way of a message
+(``comm/gather_plan``). If ``param_dtype`` differs, it reads a temporary cast of ``sharded`` that
+lives until the all-gather is done (``shard_to_gather``).
+
+The storage of ``unsharded`` is emptied and refilled in place, so views that autograd saved in the
+forward read the values gathered again for the backward. A backward may reach such a view before the
+unit's pre-backward, for example from a loss on an activation that the unit stored. The storage is
+then empty or being written. To detect this, all views share the version counter of ``unsharded``,
+which is raised by ``UNREADABLE`` except between the end of a gather and the next reshard. Autograd
+then refuses to unpack the views, as it does for any tensor that was changed in place
+(``set_readable``).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from fsdp_dynamo.core.dtensors import (
     run_post_accumulate_hooks,
 )
 from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, has_value, make_layout
-from fsdp_dynamo.core.module_parameters import ModuleParameters, note_version, set_readable
+from fsdp_dynamo.core.module_parameters import ModuleParameters, record_version, set_readable
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.module_tree import UnitPaths
 from graph_passes.markers import NO_VALUE
@@ -65,29 +67,24 @@ from graph_passes.wire_format import WireFormat
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of a flat parameter while its unit runs.
-
-    Attributes:
-        param: of the unsharded flat parameter.
-        reduce: of its gradient's reduction.
-    """
+    """Dtypes of a flat parameter while its unit runs: unsharded buffer, and gradient reduction."""
 
     param: torch.dtype
     reduce: torch.dtype
 
     @property
     def sum(self) -> torch.dtype:
-        """Dtype of gradients that wait, as precise as each of them and the reduction."""
+        """Dtype in which pending gradients accumulate."""
         return torch.promote_types(self.param, self.reduce)
 
 
-class Piece(NamedTuple):
-    """Part of an unsharded flat parameter, spread over fewer ranks than its shards.
+class KeptShard(NamedTuple):
+    """Post-forward or secondary shard: fewer, larger parts of an unsharded buffer than its shards.
 
     Attributes:
-        tensor: one part for each rank of ``group``.
-        group: the ranks that have all of it.
-        made: the gather that fills ``tensor``, or, on a device, what has copied it.
+        tensor: this rank's part.
+        group: ranks whose parts make up the whole.
+        made: gather or copy that fills ``tensor``, to be waited for; ``None`` if it is filled.
     """
 
     tensor: torch.Tensor
@@ -95,33 +92,39 @@ class Piece(NamedTuple):
     made: StreamEvent | InFlight | None
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the flat parameter gathers its own."""
+        """Return nothing: a copy of the flat parameter gathers its own."""
 
 
 class UnshardedGrad(NamedTuple):
-    """An unsharded gradient that is to be reduced.
-
-    Attributes:
-        flat: ``(padded_numel,)``.
-        has_message: whether its packed pieces are a message already (``FlatLayout.messages``).
-    """
+    """Unsharded gradient; with ``has_message``, packed pieces are rank-major (``messages``)."""
 
     flat: torch.Tensor
     has_message: bool = False
+
+
+class Wires(NamedTuple):
+    """Wire formats of all-gather, reduce-scatter and all-reduce; ``None``: uncompressed."""
+
+    gather: WireFormat | None = None
+    reduce: WireFormat | None = None
+    replicas: WireFormat | None = None
+
+
+_UNCOMPRESSED = Wires()
 
 
 class FlatParameter:
     """The parameters of a unit that share dtype, ``requires_grad`` and precision, flattened.
 
     Args:
-        originals: the parameters in traversal order, with their original shapes and values.
-        groups: the ranks to shard over, and those that reduce.
-        sharded_strategy: ``False`` keeps every rank's copy whole (NO_SHARD).
-        precision: data types, or ``None`` for those of the parameters.
+        originals: parameters in traversal order, with their original shapes and values.
+        groups: ranks to shard over, and ranks that reduce.
+        sharded_strategy: ``False`` keeps the whole parameter on every rank (NO_SHARD).
+        precision: dtypes; ``None``: those of the parameters.
         offload: keep the shard and its gradient in host memory.
-        mesh: of their DTensors; ``None``: one is made.
-        device: of originals that are on the meta device, when they have values.
-        collective_precision: formats in which its shards travel; ``None``: as they are.
+        mesh: mesh of the DTensors; ``None``: make one.
+        device: device for originals that are still on the meta device.
+        collective_precision: wire formats; ``None``: uncompressed.
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class FlatParameter:
         if precision is not None:
             self._set_precision(precision)
         num_shards = self.group.size() if sharded_strategy else 1
-        self.rank = groups.shard_of(self.group.rank()) if sharded_strategy else 0  # of the shards
+        # Number of this rank's shard: in a hierarchy not the rank in the group.
+        self.rank = groups.shard_of(self.group.rank()) if sharded_strategy else 0
         align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
         self.layout = make_layout(
             [o.fqn for o in originals],
@@ -170,17 +174,16 @@ class FlatParameter:
         self.comm_hook: Callable[..., object] | None = None
         self.unit_fqn = ""
         self.paths = UnitPaths(("",))
-        self.ordinal = 0  # in its unit
+        self.ordinal = 0  # index in its unit
         self.runs_hooks = True
         self._show_dtensors(mesh)
         self.point_originals_to_shard()
         self._is_readable = False
-        self.unsharded: torch.Tensor  # by make_buffer
+        self.unsharded: torch.Tensor  # set by make_buffer
         self._other_unsharded: torch.Tensor | None = None  # of the other precision
-        self.piece: Piece | None = None
+        self.kept_shard: KeptShard | None = None
 
     def rename(self, paths: UnitPaths) -> None:
-        """Set where its unit is below the root."""
         self.paths, self.unit_fqn = paths, paths.name
         for original in self.originals:
             original.placing.fqn = paths.fqn_of(original.fqn)
@@ -197,7 +200,7 @@ class FlatParameter:
 
     @torch.no_grad()
     def _make_shard(self) -> torch.Tensor:
-        """This rank's part of all parameters, copied; the originals' storage is free after it."""
+        """Copy this rank's part of all parameters, so that the originals' storage can be freed."""
         shard = torch.zeros(self.shard_layout.numel, dtype=self.dtype, device=self.home)
         if self.home != self.device:
             shard = shard.pin_memory()
@@ -208,7 +211,7 @@ class FlatParameter:
         return shard.requires_grad_(self.requires_grad)
 
     def _show_dtensors(self, mesh: DeviceMesh | None) -> None:
-        """Let the originals be DTensors over this rank's parts."""
+        """Replace the originals by DTensors over this rank's parts."""
         levels = self.groups.hierarchy if self.layout.world_size > 1 else None
         is_whole = not self.is_sharded and self.group.size() > 1
         if levels is not None:
@@ -225,12 +228,12 @@ class FlatParameter:
             original.become_dtensor(placing, part)
 
     def make_buffer(self) -> None:
-        """Make the unsharded flat parameter, once the originals' values before are gone."""
+        """Make ``unsharded``; called once the originals' former storage is free."""
         self.unsharded = self._make_unsharded()
 
-    @torch.inference_mode(False)  # or the next training step could not save views of it
+    @torch.inference_mode(False)  # autograd cannot save views of inference tensors
     def _make_unsharded(self) -> torch.Tensor:
-        """The unsharded flat parameter; without storage unless it is never sharded."""
+        """Return the unsharded buffer, without storage; the shard itself if nothing is gathered."""
         if not self.needs_storage:
             return self.sharded.data
         unsharded = torch.empty(
@@ -243,29 +246,26 @@ class FlatParameter:
     # -- precision ---------------------------------------------------------------------
 
     def dtypes(self, is_full_precision: bool) -> Dtypes:
-        """Dtypes of low precision, or, in full precision, the shard's for both."""
+        """Dtypes in low or in full precision."""
         return Dtypes(self.dtype, self.dtype) if is_full_precision else self.low_dtypes
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Current dtype of the unsharded flat parameter."""
         return self.dtypes(self.is_full_precision).param
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Current dtype of the gradient's reduction."""
         return self.dtypes(self.is_full_precision).reduce
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Current dtype of gradients that wait for a reduction."""
         return self.dtypes(self.is_full_precision).sum
 
     def set_full_precision(self, wanted: bool) -> None:
-        """Unshard in the dtype of the shard from now on, or in ``low_dtypes`` again.
+        """Unshard in the shard's dtype from now on, or in ``low_dtypes`` again.
 
-        To be called while it is resharded. There is an unsharded tensor for each, as autograd may
-        have saved views of both.
+        Call this while the unit is resharded. Each precision has its own unsharded buffer, because
+        autograd may have saved views of both.
         """
         if wanted is not self.is_full_precision:
             self.set_readable(False)
@@ -275,45 +275,45 @@ class FlatParameter:
 
     @property
     def gather_wire(self) -> WireFormat | None:
-        """The format in which its shards are gathered now; ``None``: as they are."""
-        return self.wires(self.is_full_precision).gather
+        """Wire format of the all-gather; ``None``: uncompressed."""
+        return self.current_wires.gather
 
     @property
-    def reduce_wire(self) -> WireFormat | None:
-        """Format in which gradients travel to the ranks that sum them."""
-        return self.wires(self.is_full_precision).reduce
-
-    @property
-    def replica_wire(self) -> WireFormat | None:
-        """Format in which gradients travel between the replicas that average them."""
-        return self.wires(self.is_full_precision).replicas
+    def current_wires(self) -> Wires:
+        return self.wires(self.is_full_precision)
 
     def wires(self, is_full_precision: bool) -> Wires:
-        """Formats of its collectives in low precision, or in full precision."""
+        """Wire formats in low or in full precision."""
+        precision = self.collective_precision
+        if precision is None:
+            return _UNCOMPRESSED
         dtypes = self.dtypes(is_full_precision)
-        return wires_of(self.collective_precision, dtypes.param, dtypes.reduce, self.is_sharded)
+        return Wires(
+            precision.wire_of("all_gather", dtypes.param) if self.is_sharded else None,
+            precision.wire_of("reduce_scatter", dtypes.reduce) if self.is_sharded else None,
+            precision.wire_of("all_reduce", dtypes.reduce),
+        )
 
     # -- sizes -------------------------------------------------------------------------
 
     @property
     def home(self) -> torch.device:
-        """Where the shard and its gradient are between steps."""
+        """Device of the shard and its gradient between steps."""
         return torch.device("cpu") if self.is_offloaded else self.device
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks among which it is sharded."""
         return self.groups.shard
 
     @property
     def hierarchy(self) -> Hierarchy | None:
-        """Levels of these ranks, if it is gathered on them one after the other."""
+        """Levels on which the unit is gathered one after the other; ``None``: one level."""
         return self.groups.hierarchy if self.is_sharded else None
 
     def _undivided(self, num_shards: int) -> set[int]:
-        """Indices of parameters that DTensors on two levels of ranks cannot divide.
+        """Indices of parameters that two-level DTensors cannot divide: rows not divisible by ranks.
 
-        torch divides rows among nodes first, so what a rank has would not be one part of a shard.
+        torch divides rows among nodes first, so a rank's rows would not be one contiguous part.
         """
         if self.groups.hierarchy is None or num_shards == 1:
             return set()
@@ -321,32 +321,26 @@ class FlatParameter:
         return {i for i, size in enumerate(sizes) if size % num_shards}
 
     def _direct_numel(self) -> int | None:
-        """From how many elements per rank on a parameter is gathered by itself."""
+        """Elements per rank from which on a parameter is gathered directly; ``None``: none is."""
         device = served_device(self.group, self.device)
         least = collectives.DIRECT_BYTES[collectives.transport_of(self.group, device)]
         return None if least is None else least // self.param_dtype.itemsize
 
     def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
-        """Gather plan of the flat parameter.
-
-        Args:
-            numel: elements that this rank sends: of its shard, or of a piece.
-            is_packed: whether everything is one message.
-        """
+        """Gather plan for a send buffer of ``numel`` elements: a shard, or a kept shard."""
         plan = self.layout.plan.all_packed if is_packed else self.layout.plan
         return plan.scaled(numel // self.layout.shard_numel)
 
     @property
     def needs_copy_out(self) -> bool:
-        """Whether what is gathered is copied, or decoded, before it is read."""
+        """Whether gathered data is copied or decoded before it can be read."""
         is_packed = self.gather_wire is not None or self.grad_sum.settings.all_gather is not None
         return self.is_sharded and (is_packed or bool(self.layout.plan.widths))
 
     def reduce_plans(self, wires: Wires) -> tuple[GatherPlan, ...]:
-        """Gather plans of the gradient's reductions: in a hierarchy, in a node, then between them.
+        """Gather plans of the gradient's reductions; in a hierarchy, in the node and between nodes.
 
-        Args:
-            wires: the formats; one of reductions packs everything, and so do the user's own.
+        A wire format packs everything, and so do the user's own collectives.
         """
         plan, is_custom = self.layout.plan, self.comm_hook or self.grad_sum.settings.reduce_scatter
         last = plan.all_packed if is_custom or wires.reduce is not None else plan
@@ -357,41 +351,37 @@ class FlatParameter:
 
     @property
     def reduce_plan(self) -> GatherPlan:
-        """The first of ``reduce_plans`` now."""
-        return self.reduce_plans(self.wires(self.is_full_precision))[0]
+        return self.reduce_plans(self.current_wires)[0]
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded flat parameter."""
         return self.layout.padded_numel * self.param_dtype.itemsize
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of the gradient that goes into a reduction."""
+        """Bytes of the gradient that is sent to a reduction."""
         return self.layout.padded_numel * self.reduce_dtype.itemsize
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Dtype of reduced gradients."""
         return self.reduce_dtype if self.keep_low_precision_grads else self.dtype
 
     @property
     def needs_storage(self) -> bool:
-        """Whether ``unsharded`` has a storage of its own, to be filled at every unshard."""
+        """Whether ``unsharded`` has its own storage, which every unshard fills."""
         return self.is_sharded or self.is_offloaded or self.param_dtype != self.dtype
 
     # -- storage of the unsharded flat parameter -----------------------------------------
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the unsharded flat parameter has its storage now."""
         return self.unsharded.untyped_storage().nbytes() > 0
 
     def allocate(self) -> torch.Tensor:
-        """Give the unsharded flat parameter its storage; returns it for writing.
+        """Give the unsharded buffer its storage and return it for writing.
 
-        The tensor returned has a version counter of its own: filling it again must not look
-        like a change of what autograd has saved.
+        The returned tensor has its own version counter: a refill must not look to autograd like a
+        change of the views that it has saved.
         """
         storage = self.unsharded.untyped_storage()
         if storage.nbytes() == 0:
@@ -399,50 +389,46 @@ class FlatParameter:
         return self.unsharded.data
 
     def set_readable(self, readable: bool) -> None:
-        """Let autograd unpack saved views, or refuse to: see the note above."""
+        """Allow or forbid autograd to unpack saved views: see the note above."""
         if readable is not self._is_readable and self.needs_storage:
             self._is_readable = readable
             set_readable(self.unsharded, readable)
 
     def storages_to_free(self) -> list[torch.UntypedStorage]:
-        """The storage that resharding frees, if there is one."""
         storage = self.unsharded.untyped_storage()
         return [storage] if self.needs_storage and storage.nbytes() else []
 
-    def keep_piece(self, group: dist.ProcessGroup) -> None:
-        """Keep a part of the unsharded flat parameter, which ranks of ``group`` gather again."""
+    def keep_shard(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's part of the unsharded buffer; the ranks of ``group`` gather it again."""
         if self.is_sharded:
             size = group.size()
             plan = self.layout.plan.scaled(self.layout.world_size // size)
-            piece = plan.shard_of(self.unsharded.data, group.rank(), size)
+            kept = plan.shard_of(self.unsharded.data, group.rank(), size)
             streams = side_streams(self.device)
-            self.piece = Piece(piece, group, None if streams is None else streams.after_current())
+            copied = None if streams is None else streams.after_current()
+            self.kept_shard = KeptShard(kept, group, copied)
 
-    def take_piece(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
-        """The piece that was kept and its ranks; ``None`` if there is none to be gathered.
+    def kept_shard_to_gather(self) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
+        """Return the kept shard and its group, or ``None`` if there is none in this dtype.
 
-        Once, unless it is a secondary shard.
+        A post-forward shard is gathered once; a secondary shard stays for later gathers.
         """
-        piece = self.piece
+        kept = self.kept_shard
         if self.hierarchy is None:
-            self.piece = None
-        if piece is None or piece.tensor.dtype != self.param_dtype:
+            self.kept_shard = None
+        if kept is None or kept.tensor.dtype != self.param_dtype:
             return None
-        if piece.made is not None:
-            piece.made.wait()
-        return piece.tensor, piece.group
+        if kept.made is not None:
+            kept.made.wait()
+        return kept.tensor, kept.group
 
     def shard_to_gather(self) -> torch.Tensor:
-        """The send buffer: the shard itself, or its low-precision copy."""
+        """Return the send buffer: the shard itself, or its low-precision copy."""
         shard = self.shard_on_device()
         return shard if self.param_dtype == self.dtype else shard.to(self.param_dtype)
 
     def shard_on_device(self) -> torch.Tensor:
-        """The shard where collectives work; a copy where it is offloaded.
-
-        Raises:
-            FSDPStateError: parameters have no values yet.
-        """
+        """Return the shard on the device of the collectives; parameters must have values."""
         self.module_parameters.require_values()
         shard = self.sharded.detach()
         if not self.is_offloaded:
@@ -452,12 +438,11 @@ class FlatParameter:
     # -- views ---------------------------------------------------------------------------
 
     def make_views(self) -> list[torch.Tensor]:
-        """One view of the unsharded flat parameter for each original parameter."""
-        note_version(self.unsharded)
+        """Return one view of the unsharded buffer for each original parameter."""
+        record_version(self.unsharded)
         return self.layout.split(self.unsharded)
 
     def point_originals_to_shard(self) -> None:
-        """Let each original parameter be this rank's part of ``sharded``."""
         keeps = self.keep_low_precision_grads and self.requires_grad
         self.module_parameters.show_shard(self.shard_layout.split(self.sharded.data), keeps)
 
@@ -465,14 +450,14 @@ class FlatParameter:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether one of the parameters at least is trained, as of the last forward."""
+        """Whether at least one parameter was trained in the last forward."""
         return len(self.module_parameters.frozen) < len(self.originals)
 
     def check_originals(self) -> None:
-        """Make sure before a forward that the shard holds the values of all parameters.
+        """Check before a forward that the shard holds the values of all parameters.
 
-        Which of them are trained may have changed. ``requires_grad``, which whole graphs are made
-        for, stays true where one is frozen: what they give it is dropped.
+        Parameters may have been frozen or unfrozen since. ``requires_grad``, on which whole graphs
+        are specialized, never becomes ``False``: gradients of frozen parameters are dropped.
         """
         self.module_parameters.check()
         if self.is_trainable and not self.requires_grad:
@@ -483,15 +468,12 @@ class FlatParameter:
     # -- gradients -------------------------------------------------------------------------
 
     def set_comm_hook(self, hook: Callable[..., object]) -> None:
-        """Reduce with a hook, which sees each gradient once."""
+        """Reduce with a communication hook, which sees each gradient once."""
         self.comm_hook = hook
         self.grad_sum.keeps_reduced_apart = True
 
     def grad_to_reduce(self, grads: Sequence[torch.Tensor | None]) -> UnshardedGrad:
-        """The unsharded gradient in ``reduce_dtype``.
-
-        With what steps under ``no_sync()`` have left. To be called without gradient tracking.
-        """
+        """Return the unsharded gradient, ``grad_sum`` included, in ``reduce_dtype``."""
         total = None if self.grad_sum.total is None else self.grad_sum.take()
         if total is None and self.is_sharded:
             size = self.layout.world_size if self.hierarchy is None else self.hierarchy.node.size()
@@ -502,13 +484,14 @@ class FlatParameter:
         if total is None:
             return UnshardedGrad(self._concatenated(grads, self.reduce_dtype))
         flat = self._concatenated(grads, self.sum_dtype).add_(total)
-        total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
+        # A graph whose backward is still to come may hold the sum: it must not add it again.
+        total.data.fill_(NO_VALUE)
         return UnshardedGrad(flat.to(self.reduce_dtype))
 
     def keep_grads(
         self, grads: Sequence[torch.Tensor | None], unused: Collection[int] = frozenset()
     ) -> None:
-        """Let gradients wait for the reduction of a later step. As ``grad_to_reduce``."""
+        """Add gradients to ``grad_sum`` for the reduction of a later step, under ``no_grad``."""
         self.grad_sum.add(self._concatenated(grads, self.sum_dtype), unused)
 
     def _concatenated(
@@ -519,7 +502,6 @@ class FlatParameter:
         return flat
 
     def as_grad(self, sharded_grad: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient in its own dtype."""
         wanted = self.grad_dtype
         return sharded_grad if sharded_grad.dtype == wanted else sharded_grad.to(wanted)
 
@@ -529,15 +511,15 @@ class FlatParameter:
         unused: Collection[int] = (),
         frozen: Collection[int] = (),
     ) -> None:
-        """Add a reduced gradient ``(shard_numel,)`` to the original parameters' ``.grad``.
+        """Add a reduced gradient ``(shard_numel,)`` to the originals' ``.grad``; call their hooks.
 
-        Then call the parameters' hooks. To be called without gradient tracking. Parameters that
-        are not trained now get nothing: autograd asks leaves when their gradients come, too.
+        Call this without gradient tracking. Parameters that are frozen now get nothing: autograd,
+        too, tests ``requires_grad`` when a gradient arrives.
 
         Args:
-            sharded_grad: the mean over ranks.
-            unused: indices of parameters of which this rank had no gradient. Where no other rank
-                had one, nothing is added: a ``.grad`` of ``None`` stays ``None``.
+            sharded_grad: mean over ranks.
+            unused: indices of parameters without a gradient on this rank. If no other rank had one
+                either, the ``.grad`` does not change: ``None`` stays ``None``.
             frozen: indices of parameters that were not trained in the forward.
 
         Raises:
@@ -574,21 +556,17 @@ class FlatParameter:
 
     @torch.no_grad()
     def convert(self, shard: torch.Tensor, kept: Collection[int] = ()) -> None:
-        """Take ``shard`` (another dtype or device) as the new sharded flat parameter.
+        """Replace the shard by ``shard``, which has another dtype or device.
 
         Original parameters become views of the new storage; their gradients must have been
-        converted already.
-
-        Args:
-            shard: ``(shard_numel,)``.
-            kept: indices of parameters that keep their values, whatever ``shard`` has for them.
+        converted already. ``kept`` are indices of parameters that keep their current values.
         """
         if kept and not self.sharded.is_meta:
             old, new = (self.shard_layout.split(one) for one in (self.sharded, shard))
             for index in kept:
                 new[index].copy_(old[index])
         if self.layout.padding_numel and not shard.is_meta:
-            # What belongs to no parameter stays zero.
+            # Padding stays zero.
             given, shard = shard, torch.zeros_like(shard)
             for place, part in zip(*map(self.shard_layout.split, (shard, given)), strict=True):
                 place.copy_(part)
@@ -597,7 +575,7 @@ class FlatParameter:
         )
         for storage in self.storages_to_free():
             storage.resize_(0)
-        self._other_unsharded = self.piece = None
+        self._other_unsharded = self.kept_shard = None
         self._is_readable = False
         self.dtype = shard.dtype
         if not self.is_offloaded:
@@ -609,54 +587,13 @@ class FlatParameter:
         self.point_originals_to_shard()
 
 
-# -- wires -----------------------------------------------------------------------------------------
-# Formats in which the collectives of a flat parameter travel.
-
-
-class Wires(NamedTuple):
-    """Formats in which shards travel; ``None``: as they are.
-
-    Attributes:
-        gather: of the shards of a flat parameter.
-        reduce: of those of its gradient.
-        replicas: of gradients that replicas average.
-    """
-
-    gather: WireFormat | None = None
-    reduce: WireFormat | None = None
-    replicas: WireFormat | None = None
-
-
-_AS_THEY_ARE = Wires()
-
-
-def wires_of(
-    precision: CollectivePrecision | None,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    is_sharded: bool,
-) -> Wires:
-    """The formats that a user asked for, of a flat parameter of these dtypes."""
-    if precision is None:
-        return _AS_THEY_ARE
-    of_replicas = precision.wire_of("all_reduce", reduce_dtype)
-    if not is_sharded:
-        return Wires(replicas=of_replicas)
-    return Wires(
-        precision.wire_of("all_gather", param_dtype),
-        precision.wire_of("reduce_scatter", reduce_dtype),
-        of_replicas,
-    )
-
-
 # -- shard conversion ------------------------------------------------------------------------------
-# A shard of parts, and a whole tensor of shards.
 
 
 def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A shard ``(shard_numel,)`` of tensors of one dtype, as large as this rank's parts.
+    """Build a shard ``(shard_numel,)`` from this rank's parts, which have one dtype.
 
-    It is on the device where collectives work, and zero where there is no tensor.
+    It lies on the device of the collectives, and is zero where a part is ``None``.
     """
     dtypes = {local.dtype for local in locals_ if local is not None} or {flat.dtype}
     assert len(dtypes) == 1, f"tensors of one dtype, got {dtypes}"
@@ -668,7 +605,7 @@ def shard_of(flat: FlatParameter, locals_: Sequence[torch.Tensor | None]) -> tor
 
 
 def unsharded_of(flat: FlatParameter, shard: torch.Tensor) -> torch.Tensor:
-    """The tensor ``(padded_numel,)`` of every rank's shard; where nothing is sharded, the shard."""
+    """All-gather a tensor ``(padded_numel,)`` from shards; where nothing is sharded, the shard."""
     if not flat.is_sharded:
         return shard
     unsharded = shard.new_empty(flat.layout.padded_numel)

@@ -1,13 +1,12 @@
-"""Parameters whose class decides what is gathered: ``fsdp_pre_all_gather`` and its counterpart.
+"""Parameters whose class decides what is gathered: FSDP2's ``fsdp_pre_all_gather`` protocol.
 
-FSDP2's protocol for tensor subclasses, of which torchao's float8 weights are the best known. This
-rank's part of the parameter is a tensor of that class around memory of the shard. Before each
-gather it gives the tensors to send, float8 numbers say; from what arrives it makes the tensor that
-the forward uses::
+The best-known tensor subclasses of this kind are torchao's float8 weights. This rank's part of the
+parameter is a tensor of the class around memory of the shard. Before each gather it returns the
+tensors to send, such as float8 numbers; it makes the weight of the forward from those received::
 
     part (float32) -> fsdp_pre_all_gather -> bytes -> all-gather -> fsdp_post_all_gather -> weight
 
-What the parameters of a flat parameter send shares one message. The unsharded buffer holds bytes.
+All parameters of a flat parameter share one message. The unsharded buffer holds bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fsdp_dynamo.comm.streams import side_streams
 from fsdp_dynamo.core.dtensors import local_of, mesh_of
 from fsdp_dynamo.core.flat_layout import ALIGN_BYTES, size_per_rank
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.module_parameters import note_version, set_readable, set_version
+from fsdp_dynamo.core.module_parameters import record_version, set_readable, set_version
 from fsdp_dynamo.core.original_parameter import wraps_one
 from fsdp_dynamo.errors import FSDPValueError, UnsupportedError
 
@@ -37,23 +36,19 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_gather_hooks(param: torch.Tensor) -> bool:
-    """Whether a parameter, or the local tensor of one, is of a class that decides what is sent."""
+    """Return whether a parameter, or its local tensor, has a gather hook."""
     return any(hasattr(local_of(param), name) for name in _HOOKS)
 
 
 def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows: bool) -> None:
     """Raise for a parameter with gather hooks that a unit cannot hold.
 
-    Args:
-        param: of a class with the hooks, or a DTensor of it.
-        fqn: of it.
-        groups: of its unit.
-        by_rows: whether it is sharded, along its first dimension.
+    ``by_rows`` says whether it is sharded along its first dimension.
     """
     local: Any = local_of(param)
     expected = fix = ""
     if not all(hasattr(local, name) for name in _HOOKS):
-        expected, fix = f"both {' and '.join(_HOOKS)}", "Define the other one."
+        expected, fix = f"both {' and '.join(_HOOKS)}", "Define both."
     elif not is_traceable_wrapper_subclass(local) or not wraps_one(local):
         expected = "a class that wraps one tensor of its own shape and dtype (__tensor_flatten__)"
         fix = "Leave it whole on every rank: ignored_states=[...]."
@@ -69,31 +64,31 @@ def check_gather_hooks(param: torch.Tensor, fqn: str, groups: Groups, *, by_rows
 
 
 class _Gathered(NamedTuple):
-    """Unsharded parameters that hooks have made, and memory of theirs, with its sizes."""
+    """Unsharded parameters that hooks have made, and their storages with sizes in bytes."""
 
     values: list[torch.Tensor]
     storages: list[tuple[torch.UntypedStorage, int]]
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the flat parameter makes its own."""
+        """Return nothing: a copy of the flat parameter makes its own."""
 
 
 class HookedFlatParameter(FlatParameter):
-    """Parameters of a unit whose classes decide what is gathered.
+    """Flat parameter whose parameters' classes decide what is gathered.
 
-    The unsharded buffer is made of bytes, of as many as the hooks give, and what modules see is
-    made by the hooks from it. All else, gradients too, is a ``FlatParameter``'s.
+    The unsharded buffer has as many bytes as the hooks return. The hooks make the tensors that
+    modules see from it. All else, gradients included, works as in ``FlatParameter``.
     """
 
     gather_wire = None
     needs_storage = needs_copy_out = True
 
     def __init__(self, *args: Any, precision: MixedPrecision | None, **kwargs: Any) -> None:
-        self._sent: list[list[torch.Tensor]] = []  # of each parameter, in its dtypes and shapes
+        self._sent: list[list[torch.Tensor]] = []  # per parameter; on meta once they are sent
         self._metadata: list[Any] = []
         self._gathered: _Gathered | None = None
         self._other_gathered: _Gathered | None = None  # of the other precision
-        self._has_arrived = False
+        self._has_arrived = False  # a gather was started whose parameters are still to be made
         of = precision or MixedPrecision()
         self._policy = MixedPrecisionPolicy(
             of.param_dtype, of.reduce_dtype, of.output_dtype, of.cast_forward_inputs
@@ -106,7 +101,6 @@ class HookedFlatParameter(FlatParameter):
         return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def set_full_precision(self, wanted: bool) -> None:
-        """Let the hooks make tensors of the shard's dtype, or of that of low precision."""
         if wanted is not self.is_full_precision:
             self.set_readable(False)
             self.is_full_precision = wanted
@@ -117,7 +111,7 @@ class HookedFlatParameter(FlatParameter):
     @torch.inference_mode(False)  # as the base class
     @torch.no_grad()
     def allocate(self) -> torch.Tensor:
-        """Ask the hooks what to send; returns the unsharded buffer, with storage for it."""
+        """Ask the hooks what to send; return the unsharded buffer with storage for it."""
         self._ask()
         num_bytes = sum(self._widths) * self.group.size()
         if self.unsharded.numel() != num_bytes:
@@ -131,7 +125,7 @@ class HookedFlatParameter(FlatParameter):
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffer and of what hooks make; before, of plain parameters."""
+        """Bytes of the buffer and the hooks' tensors; those of plain parameters before a gather."""
         if self._gathered is None:
             return super().unsharded_bytes
         return self.unsharded.nbytes + sum(num_bytes for _, num_bytes in self._gathered.storages)
@@ -141,7 +135,7 @@ class HookedFlatParameter(FlatParameter):
         self._sent, self._metadata = [], []
         for original, slot in zip(self.originals, self.layout.slots, strict=True):
             room = shard[slot.shard_start : slot.shard_start + slot.shard_numel]
-            rows = room.view(-1, *slot.shape[1:])  # as many on each rank
+            rows = room.view(-1, *slot.shape[1:])  # with padding: equal on all ranks
             own: Any = local_of(original.param)
             local = own
             if own.shape != rows.shape or own.device != rows.device:
@@ -157,12 +151,11 @@ class HookedFlatParameter(FlatParameter):
 
     @property
     def _widths(self) -> list[int]:
-        """Bytes of each tensor that is sent, and of the gap behind it."""
+        """Bytes of each tensor that is sent, each followed by the bytes of its padding."""
         sizes = [tensor.nbytes for tensors in self._sent for tensor in tensors]
         return [width for size in sizes for width in (size, -size % ALIGN_BYTES)]
 
     def shard_to_gather(self) -> torch.Tensor:
-        """The message: what the hooks gave, as bytes."""
         pieces = []
         for tensor in (one for tensors in self._sent for one in tensors):
             gap = torch.zeros(-tensor.nbytes % ALIGN_BYTES, dtype=torch.uint8, device=self.device)
@@ -171,19 +164,16 @@ class HookedFlatParameter(FlatParameter):
         return torch.cat(pieces)
 
     def gather_plan(self, numel: int, *, is_packed: bool) -> GatherPlan:
-        """One message, of which each tensor that a hook gave is a piece."""
+        """One message, in which each tensor that a hook returned is a packed piece."""
         return plan_of((), (), self._widths, 0)
 
-    def keep_piece(self, group: dist.ProcessGroup) -> None:
-        """Keep nothing: all ranks gather again, as the hooks say."""
+    def keep_shard(self, group: dist.ProcessGroup) -> None:
+        """Keep nothing: the backward gathers among all ranks, by the hooks."""
 
     # -- behind a gather ---------------------------------------------------------------
 
     def set_readable(self, readable: bool) -> None:
-        """Let autograd unpack what it has saved of the parameters, or refuse to.
-
-        Where bytes have arrived, the hooks make the parameters first.
-        """
+        """Allow or forbid autograd to unpack parameters; make those that have arrived first."""
         if readable and self._has_arrived:
             self._has_arrived = False
             self._gathered = self._made()
@@ -195,9 +185,9 @@ class HookedFlatParameter(FlatParameter):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _made(self) -> _Gathered:
-        """The parameters, in the memory of those that were made before, if there are any."""
+        """Make the parameters, in the memory of the previous ones if there are any."""
         size, before, streams = self.group.size(), self._gathered, side_streams(self.device)
-        if streams is not None:  # made on the stream of the gathers
+        if streams is not None:  # allocated on the stream of gathers, read on the current stream
             for tensor in tree_leaves(self._metadata):
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(streams.current())
@@ -215,7 +205,7 @@ class HookedFlatParameter(FlatParameter):
                 set_version(value, version)  # autograd may have saved it
                 continue
             value, own = hook(*given)
-            if value.shape[1:] == shape[1:] and len(value) > shape[0]:  # rows of no rank
+            if value.shape[1:] == shape[1:] and len(value) > shape[0]:  # padding
                 value = value.narrow(0, 0, shape[0])
             if value.shape != shape:
                 raise FSDPValueError(
@@ -233,7 +223,7 @@ class HookedFlatParameter(FlatParameter):
         return _Gathered(values, [(one, one.nbytes()) for one in storages.values()])
 
     def _outputs(self, size: int) -> Iterator[list[torch.Tensor]]:
-        """Yields, for each parameter, what all ranks have sent, without rows that no rank has."""
+        """Yield, for each parameter, what all ranks have sent, without rows of padding."""
         parts = iter(self.unsharded.data.split([size * width for width in self._widths])[::2])
         for slot, sent in zip(self.layout.slots, self._sent, strict=True):
             padded = size_per_rank(slot.shape[0], size), *slot.shape[1:]
@@ -242,12 +232,10 @@ class HookedFlatParameter(FlatParameter):
             yield [out[: slot.shape[0]] if one.shape == padded else out for out, one in pairs]
 
     def storages_to_free(self) -> list[torch.UntypedStorage]:
-        """The buffer's storage, and those of tensors that the hooks have made."""
         made = [] if self._gathered is None else [one for one, _ in self._gathered.storages]
         return super().storages_to_free() + [one for one in made if one.nbytes()]
 
     def make_views(self) -> list[torch.Tensor]:
-        """The unsharded parameters, as objects of their own."""
-        note_version(self.unsharded)
+        record_version(self.unsharded)
         assert self._gathered is not None
         return [value.detach() for value in self._gathered.values]

@@ -27,60 +27,42 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``.
+    """Scale all gradients so that their global norm is at most ``max_norm``; return the norm.
 
-    Args:
-        flats: all flat parameters. Parts of sharded ones are summed over the ranks that shard
-            them; the others are whole on every rank and counted once.
-        others: parameters that no unit manages; whole on every rank.
-        groups: the root's, whose ranks must agree on the norm.
-        max_norm: wanted bound.
-        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
-
-    Returns:
-        The norm before clipping: a scalar in the real dtype that gradients of all units are
-        promoted to (computed in float32 at least), equal on all ranks.
+    ``flats`` are all flat parameters, ``others`` parameters that no unit manages, whole on every
+    rank and counted once. The ranks of ``groups``, the root's, must agree on the norm. The result
+    is the norm before clipping: a scalar in the real dtype that gradients of all units are promoted
+    to, computed in float32 at least.
 
     Raises:
         UnsupportedError: ranks of the root have different norms, as they train different
             parameters in a unit on fewer ranks.
     """
-    # By the groups over which their elements are spread; on every rank in the same order.
-    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
-        (): [p.grad for p in others if p.grad is not None and p.grad.numel()]
-    }
-    num_ranks = math.prod(group.size() for group in groups)
-    dtypes = [grad.dtype for grad in spread[()]]
-    partial: FlatParameter | None = None
-    device = torch.device("cpu")
+    flats = [*flats]
+    loose = [p.grad for p in others if p.grad is not None and p.grad.numel()]
+    spread = _by_groups(flats, loose)
+    dtypes = [grad.dtype for grad in loose]
     for flat in flats:
-        device = flat.device
-        if math.prod(group.size() for group in flat.groups.all) < num_ranks:
-            partial = partial or flat
-        shard = (flat.group,) if flat.is_sharded else ()
-        for original in flat.originals:
-            splits = () if original.parallel is None else original.parallel.splitting_groups
-            same = spread.setdefault((() if original.is_replicated else shard) + splits, [])
-            if (grad := original.grad) is not None and grad.numel():
-                same.append(grad)
         if flat.is_trainable or any(o.param.grad is not None for o in flat.originals):
-            dtypes.append(flat.grad_dtype)  # known on ranks that hold no part of it, too
-    has_grads = any(spread.values())
+            dtypes.append(flat.grad_dtype)  # also where this rank holds no elements
     wanted = norm_dtype_of(dtypes or [torch.float32])
     dtype = torch.promote_types(wanted, torch.float32)
+    device = flats[-1].device if flats else torch.device("cpu")
     norm_type = float(norm_type)
     totals = torch.stack(
         [power_sum(same, over, norm_type, dtype, device) for over, same in spread.items()]
     )
     norm = totals.max() if math.isinf(norm_type) else totals.sum() ** (1.0 / norm_type)
-    if partial is not None:
-        on_ranks = math.prod(group.size() for group in partial.groups.all)
-        where = f"clip_grad_norm_(), {unit_name(partial.unit_fqn)}"
-        require_one_norm(norm, groups, on_ranks, where)
+    for flat in flats:
+        if _num_ranks(flat.groups.all) < _num_ranks(groups):
+            where = f"clip_grad_norm_(), {unit_name(flat.unit_fqn)}"
+            require_one_norm(norm, groups, _num_ranks(flat.groups.all), where)
+            break
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grads in by_kind(grad for same in spread.values() for grad in same):
         torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
-    if not has_grads and not norm:  # read on the host only where this rank has no gradient
+    has_grads = any(spread.values())
+    if not has_grads and not norm:  # the host reads the norm only if this rank has no gradient
         warnings.warn(
             f"clip_grad_norm_() found no gradient that is not zero: its norm is 0, in {wanted}",
             stacklevel=4,
@@ -88,31 +70,45 @@ def clip_grad_norm(
     return norm.to(wanted)
 
 
+def _by_groups(
+    flats: Sequence[FlatParameter], loose: list[torch.Tensor]
+) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
+    """Sort gradients by the groups over which their elements are spread; ``loose``: over none.
+
+    The order of the keys is equal on all ranks, which issue one all-reduce for each.
+    """
+    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): [*loose]}
+    for flat in flats:
+        shard = (flat.group,) if flat.is_sharded else ()
+        for original in flat.originals:
+            splits = () if original.parallel is None else original.parallel.splitting_groups
+            same = spread.setdefault((() if original.is_replicated else shard) + splits, [])
+            if (grad := original.grad) is not None and grad.numel():
+                same.append(grad)
+    return spread
+
+
+def _num_ranks(groups: Iterable[dist.ProcessGroup]) -> int:
+    return math.prod([group.size() for group in groups])
+
+
 # -- norms -----------------------------------------------------------------------------------------
-# Norms over elements that are spread over ranks: this rank's, then an all-reduce.
 
 
 _USE = "a norm of all ranks, as in clip_grad_norm_()"
 
 
 def norm_dtype_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Real dtype that the dtypes of tensors with a common norm are promoted to."""
+    """Return the real dtype to which tensors of the given dtypes are promoted."""
     return reduce(torch.promote_types, {one.to_real() if one.is_complex else one for one in dtypes})
 
 
 def require_one_norm(
     norm: torch.Tensor, groups: Sequence[dist.ProcessGroup], fewest: int, where: str
 ) -> None:
-    """Raise on all ranks of some groups if their norms differ by more than rounding.
+    """Raise on all ranks of the groups if their norms differ by more than rounding.
 
-    Args:
-        norm: of what this rank knows.
-        groups: the ranks.
-        fewest: on how many ranks a part of the gradients is.
-        where: for the message.
-
-    Raises:
-        UnsupportedError: they differ.
+    ``fewest`` is the number of ranks of the smallest unit, for the message.
     """
     bounds = _reduced(torch.stack([norm, -norm]), groups, dist.ReduceOp.MAX)
     most, least = bounds[0], -bounds[1]
@@ -133,16 +129,10 @@ def power_sum(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Sum of |x|^p over all elements on all ranks of some groups; for inf the largest |x|.
+    """Sum ``|x|**order`` over all elements on all ranks of the groups; for inf the largest ``|x|``.
 
-    NaN if a rank has one.
-
-    Args:
-        tensors: this rank's, none of them empty; none, perhaps.
-        groups: the ranks.
-        order: p.
-        dtype: of the sum.
-        device: of the sum.
+    NaN if a rank has one. ``tensors`` are this rank's, nonempty each; the result has ``dtype`` and
+    is on ``device``.
     """
     real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     norms = [
@@ -156,7 +146,7 @@ def power_sum(
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Lists of equal device and dtype, each of which one ``torch._foreach_*`` takes at once."""
+    """Group tensors by device and dtype: ``torch._foreach_*`` is fast on such lists."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -164,12 +154,12 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 _BLOCK = 1 << 16
-"""Elements of which a kernel of a CPU takes the norm; it adds them up in as many floats as a
-vector has, which lose 1 % of the norm of 128 M elements."""
+"""Elements per norm on a CPU. The kernel accumulates in one float per vector lane, which loses 1 %
+of the norm of 128 M elements."""
 
 
 def _in_blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors in blocks, where kernels need them; the elements are the same."""
+    """Yield the tensors, on CPUs in blocks of ``_BLOCK`` elements."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() > _BLOCK:
             yield from tensor.reshape(-1).split(_BLOCK)
@@ -180,7 +170,7 @@ def _in_blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _reduced(
     value: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: Any
 ) -> torch.Tensor:
-    """A value of all ranks of some groups; of the largest one, NaN if a rank has it."""
+    """Reduce a value over the groups; a maximum is NaN if a rank has NaN."""
     if operation == dist.ReduceOp.MAX:
         known = value.nan_to_num(-math.inf, math.inf, -math.inf)
         both = _all_reduced(torch.stack([known, value.isnan().to(value.dtype)]), groups, operation)
@@ -192,7 +182,7 @@ def _all_reduced(
     value: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: Any
 ) -> torch.Tensor:
     for group in groups:
-        if torch.compiler.is_compiling():  # a trace takes in no change in place by another rank
+        if torch.compiler.is_compiling():  # graphs need the functional collective
             value = wait_tensor(traced_all_reduce(value, operation.name.lower(), group))
             continue
         sent = value.to(served_device(group, value.device))

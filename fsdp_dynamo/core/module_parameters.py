@@ -1,8 +1,8 @@
 """The entries of modules' ``_parameters`` that a flat parameter fills.
 
 Between steps they hold the original parameters, views of the shard; while the unit runs, views of
-the unsharded flat parameter. What the user puts there in between is noticed before the next
-forward, and either taken into the shard or refused.
+the unsharded buffer. Values that the user puts there in between are detected before the next
+forward, and copied into the shard or refused.
 """
 
 from __future__ import annotations
@@ -26,44 +26,41 @@ _Facts = tuple[dict[str, Any], str, nn.Parameter, torch.Tensor, int, int, bool]
 
 
 class ModuleParameters:
-    """Tensors that modules hold in the places of one flat parameter's original parameters.
-
-    Args:
-        originals: in traversal order.
+    """Tensors that modules hold in place of one flat parameter's original parameters.
 
     Attributes:
-        lacking: indices of originals that have no values yet: they stay on the meta device.
-        frozen: indices of originals that are not trained, as of the last forward.
-        views: what modules see in place of the originals; empty if they see these.
-        is_summoned: whether the originals are whole on the user's request, on some rank at least.
-        is_whole: whether they are on this rank.
-        paths: of its unit, for messages.
+        uninitialized: indices of uninitialized originals, which stay on the meta device.
+        frozen: indices of originals that were not trained in the last forward.
+        views: tensors that modules hold in place of the originals; empty: the originals.
+        is_summoned: whether ``summon_full_params`` has made the originals whole on any rank.
+        is_whole: whether it has on this rank.
+        paths: paths of the unit, for messages.
     """
 
     def __init__(self, originals: Sequence[OriginalParameter]) -> None:
         self._originals = originals
         self._has_parallel = any(original.parallel is not None for original in originals)
-        self.lacking = {i for i, original in enumerate(originals) if original.param.is_meta}
+        self.uninitialized = {i for i, original in enumerate(originals) if original.param.is_meta}
         self.frozen: frozenset[int] = frozenset()
         self.views: Sequence[torch.Tensor] = ()
         self._stood_in_for: Sequence[torch.Tensor] | None = None
         self.is_summoned = self.is_whole = False
-        self._params: list[nn.Parameter] = []  # of the originals, as they were noted last
-        self._times_noted = 0
+        self._params: list[nn.Parameter] = []  # of the originals, at the last `_record`
+        self._num_records = 0
         self.paths = UnitPaths(("",))
         self._parts: list[torch.Tensor] = []
         self._frees_grad_dtype = False
-        self._gathered: list[tuple[OriginalParameter, int]] = []  # shown, with their versions
+        self._gathered: list[tuple[OriginalParameter, int]] = []  # with versions when shown
         self._put_since: list[tuple[nn.Module, str, nn.Parameter | None]] = []  # by the user
-        # For each place of an original: who holds it, its name, it, the tensor whose memory it has,
-        # that one's elements and address, and whether it is trained.
-        self._as_left: list[_Facts] = []
+        # For each site of an original: the module's `_parameters`, the name, the original, its
+        # local tensor, that tensor's numel and address, and `requires_grad`.
+        self._recorded: list[_Facts] = []
 
     def as_parallel(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views with DTensors in place of those that tensor parallelism has split; differentiable.
+        """Wrap views that tensor parallelism has split in DTensors; differentiable.
 
-        Made once in a forward: its backward shows them again, with gradients off, to what
-        activation checkpointing recomputes.
+        Call this once per forward. Activation checkpointing recomputes with the same tensors: the
+        backward shows them again, when gradients are off.
         """
         if not self._has_parallel:
             return [*views]
@@ -73,11 +70,11 @@ class ModuleParameters:
         ]
 
     def set_views(self, views: Sequence[torch.Tensor]) -> None:
-        """Let every module see the views in place of its parameters.
+        """Make every module hold the views in place of its parameters.
 
-        A view is no ``nn.Parameter`` and cannot be registered; as a plain attribute AOTAutograd
-        would not see it. So it goes into ``_parameters`` directly. What the user has put there
-        since the forward is for the next forward: ``unset_views`` puts it back.
+        A view is no ``nn.Parameter`` and cannot be registered, and AOTAutograd would not see a
+        plain attribute. So it goes into ``_parameters`` directly. A value that the user has put
+        there since the forward is meant for the next forward: ``unset_views`` restores it.
         """
         for original, view in zip(self._originals, views, strict=True):
             for module, name, _ in original.sites:
@@ -96,13 +93,12 @@ class ModuleParameters:
         self.views = views
 
     def show_stand_ins(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let modules that hold views hold other tensors, until ``hide_stand_ins``."""
+        """Replace the views in modules by ``of(view)``, until ``hide_stand_ins``."""
         if self.views and self._stood_in_for is None:
             self._stood_in_for = self.views
             self._exchange([of(view) for view in self.views])
 
     def hide_stand_ins(self) -> None:
-        """Let modules hold the views again."""
         if self._stood_in_for is not None:
             self._exchange(self._stood_in_for)
             self._stood_in_for = None
@@ -110,16 +106,12 @@ class ModuleParameters:
     def _exchange(self, views: Sequence[torch.Tensor]) -> None:
         for original, held, view in zip(self._originals, self.views, views, strict=True):
             for module, name, _ in original.sites:
-                if module._parameters.get(name) is held:  # the user may have put another there
+                if module._parameters.get(name) is held:  # not if the user has replaced it
                     module._parameters[name] = view  # type: ignore[assignment]
         self.views = views
 
     def require_kept_views(self) -> None:
-        """Raise at the end of a forward that has not put its parameters back.
-
-        Raises:
-            FSDPStateError: names one that is gone, or has a new value.
-        """
+        """Raise after a forward that has removed or replaced its parameters."""
         for original, view in zip(self._originals, self.views, strict=False):
             for module, name, _ in original.sites:
                 if name in module._parameters or (_has(module, name) and not _was_moved(view)):
@@ -133,22 +125,22 @@ class ModuleParameters:
                 )
 
     def show_gathered(self, views: Sequence[torch.Tensor]) -> None:
-        """Let modules hold whole, plain parameters in place of DTensors, to be read."""
+        """Make modules hold whole, plain parameters in place of DTensors, for reading."""
         self.hide_gathered()
         for original, view in zip(self._originals, views, strict=True):
-            value = view.data  # has a version of its own
+            value = view.data  # own version counter: tells writes by the user
             if original.parallel is not None:
                 value = original.parallel.as_dtensor(value)
             whole = original.show_whole(value, self.paths.fqn_of(original.fqn))
             self._gathered.append((original, whole._version))
 
     def hide_gathered(self) -> None:
-        """Let modules hold DTensors again.
+        """Make modules hold DTensors again.
 
         Raises:
-            FSDPStateError: a whole one was written, or has a gradient, which would be lost.
+            FSDPStateError: a whole parameter was written or has a gradient, which would be lost.
         """
-        if not self._gathered:  # as before every forward, mostly
+        if not self._gathered:  # the common case, before every forward
             return
         shown, self._gathered = self._gathered, []
         lost = [
@@ -157,25 +149,25 @@ class ModuleParameters:
             if original.held._version != version or original.held.grad is not None
         ]
         for original, _ in shown:
-            set_readable(original.held, False)  # its memory is about to go
+            set_readable(original.held, False)  # its memory is about to be freed
             original.end_whole()
         if lost:
             raise FSDPStateError(
                 f"parameter '{self.paths.fqn_of(lost[0].fqn)}': expected parameters unsharded by "
-                "hand to be read only, got one that was written, or has a gradient: it would be "
-                "lost. Write values inside summon_full_params(), or a state dict; compute what has "
-                "gradients in a forward (register_forward_method for other methods)."
+                "hand to be read only, got one that was written or has a gradient, which would be "
+                "lost. Write values inside summon_full_params() or with a state dict. Use "
+                "parameters with gradients in a forward (or a method of register_forward_method)."
             )
 
     def unset_views(self) -> None:
-        """Put the original parameters back."""
+        """Put the original parameters back into modules."""
         if not self.views:
             return
         for original in self._originals:
             for module, name, _ in original.sites:
                 if name in module._parameters:
                     module._parameters[name] = original.param
-                elif _has(module, name):  # or the next forward raises
+                elif _has(module, name):  # if it is gone, the next forward raises
                     _put(module, name, original.param)
         for module, name, param in self._put_since:
             module._parameters[name] = param
@@ -184,50 +176,47 @@ class ModuleParameters:
 
     @torch.no_grad()
     def show_shard(self, parts: list[torch.Tensor], frees_grad_dtype: bool) -> None:
-        """Let each original parameter be this rank's part of the shard.
+        """Make each original its part of the shard.
 
-        Args:
-            parts: views of the shard, one per original.
-            frees_grad_dtype: whether gradients may have another dtype than the parameters.
+        ``frees_grad_dtype`` lets gradients have another dtype than the parameters.
         """
         self._parts, self._frees_grad_dtype = parts, frees_grad_dtype
         for i, (original, part) in enumerate(zip(self._originals, parts, strict=True)):
-            original.show_part(part.to("meta") if i in self.lacking else part)
+            original.show_part(part.to("meta") if i in self.uninitialized else part)
             original.end_whole()
             if frees_grad_dtype:
                 original.param.grad_dtype = None
-        self._remember()
+        self._record()
 
-    def _remember(self) -> None:
-        """Note how the originals are left, and which of them are frozen."""
-        self._times_noted += 1
+    def _record(self) -> None:
+        """Record the state of the originals, with which ``are_unchanged`` compares."""
+        self._num_records += 1
         self._params = [original.param for original in self._originals]
-        self._as_left = []
+        self._recorded = []
         for original in self._originals:
             param = original.param
             memory = local_of(param)
             facts = (param, memory, memory.numel(), memory.data_ptr(), param.requires_grad)
             for module, name, _ in original.sites:
-                self._as_left.append((module._parameters, name, *facts))
+                self._recorded.append((module._parameters, name, *facts))
         self.frozen = self.frozen_now()
 
     def frozen_now(self) -> frozenset[int]:
-        """Indices of originals that are not trained at the moment."""
         return frozenset([i for i, param in enumerate(self._params) if not param.requires_grad])
 
     def add_versions(self, versions: list[int]) -> None:
-        """Add numbers that are others once an original was written in place, moved or replaced."""
-        versions.append(self._times_noted)
+        """Append numbers that change when an original is written in place, moved or replaced."""
+        versions.append(self._num_records)
         versions += [param._version for param in self._params]
         if self._parts:
-            versions.append(self._parts[0]._version)  # of all: what is written through DTensors
+            versions.append(self._parts[0]._version)  # shared by all parts: writes to local tensors
 
     def check(self) -> None:
-        """Make sure before a forward that the shard holds the originals' values.
+        """Check before a forward that the shard holds the originals' values.
 
         Raises:
-            FSDPStateError: inside ``summon_full_params``; what ``write_back`` raises; a parameter
-                was removed, or has no values.
+            FSDPStateError: inside ``summon_full_params``, a parameter was removed or is
+                uninitialized, or ``write_back`` raises.
         """
         if self.is_summoned:
             raise FSDPStateError(
@@ -237,23 +226,19 @@ class ModuleParameters:
                 see="a-forward-inside-summon_full_params",
             )
         self.hide_gathered()
-        if self.views or (self.are_as_left() and not self.lacking):
+        if self.views or (self.are_unchanged() and not self.uninitialized):
             return
         self.write_back()
         self.require_values()
         for original in self._originals:
             if not original.present():
                 raise self._changed_error(original, "no parameter")
-        self._remember()
+        self._record()
 
     def require_values(self) -> None:
-        """Raise if originals are on the meta device still.
-
-        Raises:
-            FSDPStateError: names them.
-        """
-        if self.lacking:
-            fqns = [self._originals[i].fqn for i in sorted(self.lacking)]
+        """Raise if originals are still on the meta device."""
+        if self.uninitialized:
+            fqns = [self._originals[i].fqn for i in sorted(self.uninitialized)]
             raise FSDPStateError(
                 f"{unit_name(self.paths.name)}: expected values for all parameters before they "
                 f"are used, got none for {', '.join(map(repr, fqns))}: they are on the meta "
@@ -262,15 +247,14 @@ class ModuleParameters:
                 see="no-values-on-the-meta-device",
             )
 
-    def end_lack(self, indices: set[int]) -> None:
-        """Let originals that had no values be their parts of the shard, to be written."""
-        if indices & self.lacking:
-            self.lacking -= indices
+    def materialize(self, indices: set[int]) -> None:
+        """Materialize originals: make them their parts of the shard, to be written."""
+        if indices & self.uninitialized:
+            self.uninitialized -= indices
             self.show_shard(self._parts, self._frees_grad_dtype)
 
     def require_gathered_values(self) -> None:
-        """Raise if an original was given other values since they were gathered."""
-        if self.views or self.are_as_left():
+        if self.views or self.are_unchanged():
             return
         for index in self._replaced():
             got = "other values after they were gathered"
@@ -278,54 +262,54 @@ class ModuleParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Take into the shard what was put in the place of an original since it was last used.
+        """Copy values that the user has put in the place of an original into the shard.
 
-        That is other local memory, or another ``nn.Parameter``, whole or a DTensor: its values are
-        copied, and the original is in its place again. Of an original without values it is what is
-        not on the meta device any more.
+        The user may have put another ``nn.Parameter`` there, whole or a DTensor, or changed the
+        local tensor. The original is put back. An uninitialized original is written back once it is
+        no longer on the meta device.
 
         Raises:
-            FSDPStateError: of another shape or dtype, a parameter of a unit, or only in one of
-                several places; what ``hide_gathered`` raises.
+            FSDPStateError: the value has another shape or dtype, is a parameter of a unit, or is in
+                only one of several tied places; or ``hide_gathered`` raises.
         """
         self.hide_gathered()
         if not (self.views or self.is_summoned):
-            self._take(self._replaced())
+            self._copy_replacements(self._replaced())
 
     @torch.no_grad()
-    def write_back_lacking(self) -> None:
-        """``write_back`` of those originals only that had no values."""
-        self._take([i for i in sorted(self.lacking) if self._is_replaced(i)])
+    def write_back_uninitialized(self) -> None:
+        self._copy_replacements([i for i in sorted(self.uninitialized) if self._is_replaced(i)])
 
-    def _take(self, replaced: Sequence[int]) -> None:
+    def _copy_replacements(self, replaced: Sequence[int]) -> None:
         if not replaced:
             return
         parts = self._parts
         originals = self._originals
         new = {i: self.replacement(originals[i]) for i in replaced}
-        # Copies: a new value may lie in another one's place.
+        # Copies: a new value may be a view of the shard, in the place of another parameter.
         values = [originals[i].part_of(param).clone() for i, param in new.items()]
         for (i, param), value in zip(new.items(), values, strict=True):
             if param is not originals[i].param:
                 originals[i].replace(param)
             mark_managed(originals[i].param, self.paths.fqn_of(originals[i].fqn))
             parts[i].copy_(value)
-        self.lacking -= new.keys()
+        self.uninitialized -= new.keys()
         self.show_shard(parts, self._frees_grad_dtype)
 
     def are_in_place(self) -> bool:
-        """Whether modules hold the originals, trained or frozen as before: the same on all ranks.
+        """Return whether modules hold the originals, with unchanged ``requires_grad``.
 
-        Not whether they have other storage: a rank without elements of one could not tell.
+        All ranks get the same answer. Storages are not compared, because a rank without elements of
+        a parameter could not tell.
         """
-        for holder, name, param, *_, requires_grad in self._as_left:
+        for holder, name, param, *_, requires_grad in self._recorded:
             if holder.get(name) is not param or param.requires_grad is not requires_grad:
                 return False
         return True
 
-    def are_as_left(self) -> bool:
-        """Whether all originals are where and what they were; runs before every unshard."""
-        for holder, name, param, memory, numel, address, requires_grad in self._as_left:
+    def are_unchanged(self) -> bool:
+        """Return whether originals and their storage are unchanged; runs before every unshard."""
+        for holder, name, param, memory, numel, address, requires_grad in self._recorded:
             if (
                 holder.get(name) is not param
                 or param._local_tensor is not memory  # type: ignore[attr-defined]
@@ -337,27 +321,23 @@ class ModuleParameters:
         return True
 
     def _replaced(self) -> list[int]:
-        """Positions of originals that are other objects now, or have other storage."""
         return [i for i in range(len(self._originals)) if self._is_replaced(i)]
 
     def _is_replaced(self, index: int) -> bool:
         original, part = self._originals[index], self._parts[index]
         present = original.present()
-        if index in self.lacking:
+        if index in self.uninitialized:
             return any(not param.is_meta for param in present)
+        own = original.part
         return (
             any(param is not original.param for param in present)
-            or original.part.dtype != part.dtype
-            or original.address != part.data_ptr()
-            or original.part.numel() != part.numel()
+            or own.dtype != part.dtype
+            or own.data_ptr() != part.data_ptr()
+            or own.numel() != part.numel()
         )
 
     def replacement(self, original: OriginalParameter) -> nn.Parameter:
-        """The parameter in the place of an original now.
-
-        Raises:
-            FSDPStateError: it is none that can be the original.
-        """
+        """Return the parameter that modules hold in place of an original; raise if it is unfit."""
         param, *others = original.present() or [original.held]
         if others:
             raise self._changed_error(original, "two parameters in places that were tied")
@@ -390,22 +370,20 @@ class ModuleParameters:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Whether a module holds a parameter or what the forward has put in its place.
+    """Return whether a module holds a parameter or its replacement in a forward.
 
-    ``remove_parametrizations`` makes a buffer of a view, and an assignment a plain attribute.
+    ``remove_parametrizations`` turns a view into a buffer, and an assignment into an attribute.
     """
     return name in module._parameters or name in module._buffers or name in module.__dict__
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Put a tensor in the place of a parameter, which is in one of the tables of ``_has``."""
     module._parameters[name] = tensor  # type: ignore[assignment]
     module._buffers.pop(name, None)
     module.__dict__.pop(name, None)
 
 
 def _was_moved(view: torch.Tensor) -> bool:
-    """Whether ``set_()`` has given a view other memory."""
     base = view._base
     return (
         base is not None and view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
@@ -413,77 +391,72 @@ def _was_moved(view: torch.Tensor) -> bool:
 
 
 def set_readable(tensor: torch.Tensor, readable: bool) -> None:
-    """Let autograd unpack what it has saved of a tensor, or refuse to."""
+    """Allow or forbid autograd to unpack what it has saved of a tensor."""
     version = tensor._version % UNREADABLE
     set_version(tensor, version if readable else version + UNREADABLE)
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set the number by which autograd sees that what it has saved was changed."""
+    """Set the version counter that autograd compares for saved tensors."""
     _set_versions((tensor,), (version,))
 
 
-def note_version(unsharded: torch.Tensor) -> None:
-    """Note the version of a buffer of which views are made, before a parametrization raises it."""
-    setattr(unsharded, _NOTED, unsharded._version)
+def record_version(unsharded: torch.Tensor) -> None:
+    """Record the version of a buffer of which views are made: a parametrization may raise it."""
+    setattr(unsharded, _RECORDED_VERSION, unsharded._version)
 
 
-_NOTED = "_fsdp_dynamo_version"
+_RECORDED_VERSION = "_fsdp_dynamo_version"
 
 
-def put_version_back(unsharded: torch.Tensor) -> None:
-    """Let a buffer have the version that was noted, if it was raised by one since."""
-    noted = getattr(unsharded, _NOTED, None)
-    if noted is not None and unsharded._version == noted + 1:
-        set_version(unsharded, noted)
+def restore_version(unsharded: torch.Tensor) -> None:
+    """Reset the version of a buffer to the recorded version, if it was raised by one since."""
+    recorded = getattr(unsharded, _RECORDED_VERSION, None)
+    if recorded is not None and unsharded._version == recorded + 1:
+        set_version(unsharded, recorded)
 
 
 # -- late parameters -------------------------------------------------------------------------------
-# Parameters added to a unit's modules after wrapping, which nothing would synchronise.
 
 
 Walk = Callable[[], Iterable[tuple[str, nn.Module]]]
 
 
 class LateParameterCheck:
-    """Check that no trainable parameter was added to a unit's modules.
+    """Check that no trainable parameter was added to a unit's modules after wrapping.
 
-    A full walk takes as long as the hooks of a forward, so before each forward only the sizes and
-    the children of the known modules are compared with those at the last walk.
+    A full walk takes as long as the hooks of a forward. So a check compares only the sizes and
+    children of known modules with those of the last walk.
 
     Args:
         modules: walks over the unit's modules with their FQNs, without nested units and ignored
             modules.
-        ignored: parameters that the user synchronises.
+        ignored: parameters that the user synchronizes.
     """
 
     def __init__(self, modules: Walk, ignored: set[nn.Parameter]) -> None:
         self._modules = modules
         self._ignored = ignored
-        self._remember()
+        self._record()
 
     def check(self, paths: UnitPaths) -> None:
-        """Raise if modules have changed and one now has a trainable parameter of no unit.
-
-        Raises:
-            FSDPStateError: names the parameter.
-        """
-        if self._is_as_remembered():
+        """Raise if a changed module has a trainable parameter that no unit holds."""
+        if self._is_unchanged():
             return
         for fqn, module in self._modules():
             for name, param in module._parameters.items():
                 if self._is_late(param) and param.requires_grad:
                     raise _late_error(paths.fqn_of(join_fqn(fqn, name)))
-        self._remember()
+        self._record()
 
     def _is_late(self, param: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
         is_parameter = isinstance(param, nn.Parameter)
         return is_parameter and owner_of(param) is None and param not in self._ignored
 
-    def _is_as_remembered(self) -> bool:
+    def _is_unchanged(self) -> bool:
         if sum(map(len, self._entries)) != self._num_entries:
             return False
-        for holder, name in self._absent:
+        for holder, name in self._empty_entries:
             if holder.get(name) is not None:
                 return False
         for param in self._frozen:
@@ -494,12 +467,12 @@ class LateParameterCheck:
                 return False
         return True
 
-    def _remember(self) -> None:
+    def _record(self) -> None:
         found = [module for _, module in self._modules()]
         self._entries: list[dict[str, Any]] = [module._parameters for module in found]
         self._entries += [module._modules for module in found]
         self._num_entries = sum(map(len, self._entries))
-        self._absent = [
+        self._empty_entries = [
             (module._parameters, name)
             for module in found
             for name, param in module._parameters.items()
@@ -515,7 +488,7 @@ class LateParameterCheck:
 def _late_error(fqn: str) -> FSDPStateError:
     return FSDPStateError(
         f"parameter '{fqn}': expected all trainable parameters in place when the model is wrapped, "
-        "got one that came later: each rank would train it by itself. Add it before wrapping, or "
-        "wrap its module as a unit of its own (m.extra = FSDP(extra)); what you synchronise "
-        "yourself goes into ignored_states."
+        "got a parameter that was added later, which each rank would train by itself. Add it "
+        "before wrapping, or wrap its module as a unit of its own (m.extra = FSDP(extra)). If you "
+        "synchronize it yourself, pass it in ignored_states."
     )

@@ -1,8 +1,7 @@
 """Optimizers of sharded parameters: checks before a first step, and steps on local tensors.
 
-One must hold the DTensors, with gradients that were reduced. State that was made before the
-parameters were sharded is whole, and is cut here; what a version with 1-D parts has saved is
-refused.
+An optimizer must hold the DTensors, and their gradients must be reduced. State made before the
+parameters were sharded is whole, and is cut here.
 """
 
 from __future__ import annotations
@@ -33,20 +32,17 @@ from fsdp_dynamo.core.original_parameter import REPLACED
 from fsdp_dynamo.dynamo.untraced import untraced
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError
 
-FORMER_ORIGIN = "fsdp_dynamo_parts_of"
-"""Key in parameter groups that versions with 1-D parts have saved."""
-
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers that are numbers: only names tell them from those of one element."""
+"""Scalar states of torch's optimizers; only the name tells them from states of one element."""
 
 _flats: WeakSet[FlatParameter] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-"""By optimizer, the state that was checked; a loaded one is another object."""
+"""State that was checked, by optimizer; loading makes a new object."""
 _of_dtensors: WeakSet[Optimizer] = WeakSet()
 
 
 def watch_optimizers(flats: Iterable[FlatParameter]) -> None:
-    """Check every optimizer of these parameters before its first step, and after each loading."""
+    """Check every optimizer of these parameters before its first step and after each loading."""
     _register()
     _flats.update(flats)
     _checked.clear()
@@ -63,14 +59,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step runs backwards itself, which may be the last ones of a sum."""
+    """Return whether a step runs backwards itself, which may reduce a sum."""
     return any(callable(one) for one in (*args[1:], *kwargs.values()))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let units notice that their DTensors were written.
+    """Raise the versions of DTensors, from which units notice writes.
 
-    Operators on lists of DTensors, and fused steps, leave no trace in their versions.
+    Operators on lists of DTensors and fused steps do not raise them.
     """
     if optimizer in _of_dtensors and not torch.compiler.is_compiling():
         if _has_closure(args, kwargs):
@@ -84,15 +80,15 @@ def _dtensors_of(optimizer: Optimizer) -> list[DTensor]:
 
 
 def check_optimizer(optimizer: Optimizer, may_have_sums: bool = False) -> None:
-    """Check an optimizer, if it was not since its state was loaded last, and its gradients."""
+    """Check an optimizer unless its current state was checked already; check its gradients."""
     if _checked.get(optimizer) is not optimizer.state:
         _check(optimizer)
     if optimizer in _of_dtensors and not may_have_sums:
         _refuse_sums(optimizer)
 
 
-def note_checked(optimizer: Optimizer) -> None:
-    """Take the state that an optimizer has now for one that was checked."""
+def mark_checked(optimizer: Optimizer) -> None:
+    """Treat the optimizer's current state as checked."""
     _checked[optimizer] = optimizer.state
 
 
@@ -100,10 +96,9 @@ def note_checked(optimizer: Optimizer) -> None:
 def _check(optimizer: Optimizer) -> None:
     _refuse_replaced(optimizer)
     managed = list(_managed_parameters(optimizer))
-    _refuse_former_states(optimizer)
     for param, flat, index in managed:
         if param in optimizer.state:
-            _fit(optimizer, flat, index, param)
+            _cut_states(optimizer, flat, index, param)
     _checked[optimizer] = optimizer.state
     if managed:
         _of_dtensors.add(optimizer)
@@ -123,36 +118,24 @@ def _managed_parameters(
                 yield param, *places[id(param)]
 
 
-def _refuse_former_states(optimizer: Optimizer) -> None:
-    """Raise for state of this rank's 1-D parts, which a former version has saved by number."""
-    for group in optimizer.param_groups:
-        if FORMER_ORIGIN in group:
-            raise FSDPStateError(
-                f"{type(optimizer).__name__}.step(): expected state of DTensors, got state of 1-D "
-                f"parts, {group[FORMER_ORIGIN]}, as former versions saved it. Load it with the "
-                "version that has saved it, save what FSDP.optim_state_dict(model, optimizer) "
-                "gives there, and load that."
-            )
-
-
 def _refuse_replaced(optimizer: Optimizer) -> None:
-    """Raise for parameters in whose place DTensors are: no gradient goes to them any more."""
+    """Raise for parameters that a DTensor has replaced: they get no gradients."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if hasattr(param, REPLACED):
                 raise FSDPStateError(
                     f"{type(optimizer).__name__}.step(): expected parameters of the sharded model, "
-                    f"got one of shape {tuple(param.shape)} in whose place a DTensor is now. Make "
-                    "the optimizer after the model is sharded, of its parameters(); where a "
-                    "parameter was put into a module since, after the forward that takes it."
+                    f"got a parameter of shape {tuple(param.shape)} that a DTensor has replaced. "
+                    "Make the optimizer of the sharded model's parameters(), and after the next "
+                    "forward if you have put a new parameter into a module."
                 )
 
 
 @untraced("looks at gradients eagerly")
 def _refuse_sums(optimizer: Optimizer) -> None:
-    """Raise where the gradient of a DTensor is a plain tensor: a sum that was not reduced.
+    """Raise for a DTensor whose gradient is a plain tensor: an unreduced sum.
 
-    A plain scalar torch would take for one that all ranks have.
+    torch would take a plain scalar for a replicated one.
     """
     if all(flat.grad_sum.total is None for flat in _flats):
         return
@@ -161,23 +144,18 @@ def _refuse_sums(optimizer: Optimizer) -> None:
         if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == mesh):
             raise FSDPStateError(
                 f"{type(optimizer).__name__}.step(), a parameter of shape {tuple(param.shape)}: "
-                "expected gradients that are reduced, DTensors as their parameters, got a plain "
-                "tensor, as steps under no_sync() leave it. Run the last backward outside of "
-                "no_sync()."
+                "expected a reduced gradient, which is a DTensor, got a plain tensor, as steps "
+                "under no_sync() leave it. Run the last backward outside of no_sync()."
             )
 
 
 @torch.no_grad()
-def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
-    """Cut state of the whole parameter to this rank's part of it.
-
-    Raises:
-        FSDPValueError: state of another rank's part.
-    """
+def _cut_states(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Tensor) -> None:
+    """Cut state of a whole parameter to this rank's part; raise for state of another rank."""
     state = optimizer.state[param]
     whole = flat.layout.slots[index].shape
     for key, value in state.items():
-        flat.originals[index].placing.require_own(value)
+        flat.originals[index].placing.require_same_rank(value)
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.shape == whole and (value.dim() or key not in SCALAR_STATES):
             part = flat.shard_layout.ranges[index].of(value)
@@ -185,11 +163,11 @@ def _fit(optimizer: Optimizer, flat: FlatParameter, index: int, param: torch.Ten
 
 
 # -- local steps -----------------------------------------------------------------------------------
-# Optimizer steps on local tensors, which do not pay for the dispatch of DTensors.
+# Optimizer steps on local tensors, without the dispatch of DTensors.
 #
-# An update that works element by element is the same on each rank's elements. So during a step
-# the optimizer's groups hold plain parameters over the memory of the DTensors, and its states are
-# the local tensors of its DTensors; before and after, everything is as without.
+# An elementwise update is correct on each rank's elements alone. During a step the optimizer's
+# groups hold plain parameters that share the DTensors' memory, and its states are local tensors.
+# Before and after a step it holds the DTensors and DTensor states.
 
 
 _ELEMENTWISE = (
@@ -209,22 +187,22 @@ _Optimizer = TypeVar("_Optimizer", bound=optim.Optimizer)
 
 
 def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _Optimizer:
-    """Let an optimizer's steps compute on this rank's local tensors in place of DTensors.
+    """Run an optimizer's steps on this rank's local tensors instead of DTensors.
 
-    The numbers are the same, and so are state dicts; the host saves the dispatch of DTensors, which
-    is most of a step over many small parameters. Fused steps that torch has not for DTensors run.
+    Numbers and state dicts stay the same. The host saves the dispatch of DTensors, which is most of
+    a step over many small parameters. Fused steps that torch lacks for DTensors run.
 
     Args:
-        optimizer: of a sharded model's parameters. Its ``step()`` is replaced.
-        is_elementwise: vouches for an optimizer that is not one of torch's: no element's update
-            depends on another element.
+        optimizer: optimizer of a sharded model's parameters. Its ``step()`` is replaced.
+        is_elementwise: assert for an optimizer that is not torch's that no element's update depends
+            on another element.
 
     Returns:
         The optimizer.
 
     Raises:
-        UnsupportedError: an optimizer that is not known to work element by element; in a step, a
-            closure.
+        UnsupportedError: the optimizer is not known to work element by element, a step has a
+            closure, or the optimizer has hooks of a step.
     """
     if type(optimizer) not in _ELEMENTWISE and not is_elementwise:
         raise UnsupportedError(
@@ -239,18 +217,17 @@ def step_on_shards(optimizer: _Optimizer, *, is_elementwise: bool = False) -> _O
     def step_on_locals(_: optim.Optimizer, closure: Any = None) -> Any:
         if closure is not None:
             raise UnsupportedError(
-                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no closure: "
-                "it would give gradients to the DTensors while a step is under way, got "
-                f"{closure!r}. Call backward() before the step."
+                f"{type(optimizer).__name__}.step() after step_on_shards(): expected no closure, "
+                f"which would set gradients of DTensors during the step, got {closure!r}. Call "
+                "backward() before the step."
             )
         check_optimizer(optimizer)
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if any(hooks):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() after step_on_shards(): expected no hooks of a "
-                "step: they would see this rank's local tensors, got some of "
-                "register_step_pre_hook() or register_step_post_hook(). Do what they do before or "
-                "after the step."
+                "step, which would see local tensors, got hooks of register_step_pre_hook() or "
+                "register_step_post_hook(). Do their work before or after the step."
             )
         with locals_.shown():
             return step()
@@ -264,10 +241,10 @@ _COMPARED = "a step on local tensors looks at the identity of states"
 
 
 class _Locals:
-    """Plain parameters in the places of an optimizer's DTensors, and their states.
+    """Plain parameters that replace an optimizer's DTensors during a step, and their states.
 
-    They are kept from step to step, and so are the states while the optimizer holds the same
-    objects: comparing lists of these is what a step costs the host.
+    They are kept from step to step while the optimizer holds the same objects. Comparing lists of
+    these objects is the host's cost of a step.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -282,7 +259,7 @@ class _Locals:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the optimizer hold them and their states, while the context is open."""
+        """Make the optimizer hold the plain parameters and their states inside the context."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         held = [group["params"] for group in groups]
@@ -296,7 +273,7 @@ class _Locals:
         try:
             self._show_grads()
             optimizer.state = self._states
-            note_checked(optimizer)
+            mark_checked(optimizer)
             for group, plains in zip(groups, self._groups, strict=True):
                 group["params"] = plains
             yield
@@ -304,16 +281,15 @@ class _Locals:
             for group, own in zip(groups, held, strict=True):
                 group["params"] = own
             optimizer.state = state
-            note_checked(optimizer)
+            mark_checked(optimizer)
             for _, plain in self._plains.values():
                 plain.grad = None
-            increment_version(list(self._plains))  # units notice the writes
+            increment_version(list(self._plains))  # from which units notice writes
             if not _are_same(_objects_of(self._states), self._states_seen):
-                self._take_back(state)
+                self._write_states_back(state)
 
     @untraced(_COMPARED)
     def _make(self, held: list[list[Any]], state: Any) -> None:
-        """Make plain parameters, and states with the local tensors of the DTensors' states."""
         params = [p for own in held for p in own if isinstance(p, DTensor)]
         known, self._plains = self._plains, {}
         for param in params:
@@ -332,7 +308,6 @@ class _Locals:
         self._states_seen = _objects_of(self._states)
 
     def _show_grads(self) -> None:
-        """Give the plain parameters the local tensors of the DTensors' gradients."""
         for param, (_, plain) in self._plains.items():
             grad: Any = param.grad
             if grad is None:
@@ -345,18 +320,21 @@ class _Locals:
             plain.grad = local_of(grad)
 
     @untraced(_COMPARED)
-    def _take_back(self, state: Any) -> None:
-        """Let the DTensors' states be what a step has left of the local tensors'."""
+    def _write_states_back(self, state: Any) -> None:
+        """Copy changed states of the plain parameters to the DTensors."""
         self._seen, self._states_seen, self._dtensors, self._memories = [], [], [], []
         left = dict(self._states)
         for param, (_, plain) in self._plains.items():
             if (states := left.pop(plain, None)) is not None:
-                _take_states(state.setdefault(param, {}), states, param)
-        state.update(left)  # of plain parameters
+                _copy_states(state.setdefault(param, {}), states, param)
+        state.update(left)  # states of parameters that no unit holds
 
 
 def _objects_of(state: Any) -> list[Any]:
-    """The parameters with states, and the names and values of these; what is no dict is new."""
+    """List the parameters with states, and the names and values of these.
+
+    A state that is no dict always compares as changed.
+    """
     owns = list(state.values())
     if {*map(type, owns)} - {dict}:
         owns = [own if isinstance(own, dict) else {"": object()} for own in owns]
@@ -364,12 +342,11 @@ def _objects_of(state: Any) -> list[Any]:
 
 
 def _are_same(objects: list[Any], others: list[Any]) -> bool:
-    """Whether these are the same objects, not equal ones."""
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
-def _take_states(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
-    """Let a DTensor's states be what a step has left of its local tensor's."""
+def _copy_states(own: dict[Any, Any], states: dict[Any, Any], param: Any) -> None:
+    """Make a DTensor's states those that a step has left for its local tensor."""
     for key, value in states.items():
         if key in own and local_of(own[key]) is value:
             continue

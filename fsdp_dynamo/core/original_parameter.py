@@ -1,4 +1,4 @@
-"""One parameter of the user's model: its places, and the mark that says that a unit holds it."""
+"""One parameter of the user's model, the places that hold it, and the mark of its owner."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsdp_dynamo.core.dtensors import (
     Placing,
     TensorParallel,
     as_local_parameter,
-    hand_over_hooks,
     local_of,
-    move_to,
+    set_local,
+    share_hooks,
 )
 from fsdp_dynamo.errors import FSDPStateError
 
@@ -29,27 +29,22 @@ REPLACED = "_fsdp_dynamo_replaced"
 
 
 class TensorClass:
-    """Makes tensors of a subclass around memory.
-
-    Args:
-        like: a tensor of the class, which wraps one of its own shape and dtype.
-    """
+    """Factory of tensors of ``like``'s class, which wraps one tensor of its shape and dtype."""
 
     def __init__(self, like: Any) -> None:
         self._class, self._context = type(like), like.__tensor_flatten__()[1]
         [self._name] = _wrapped(like)
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain tensor in a tensor of the class."""
+        """Return the plain tensor that a tensor of the class wraps."""
         memory: torch.Tensor = getattr(tensor, self._name)
         return memory
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of the class."""
         return type(tensor) is self._class
 
     def around(self, memory: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor of the class around ``memory``, with the other attributes of ``like``."""
+        """Make a tensor of the class around ``memory``, with the other attributes of ``like``."""
         made: torch.Tensor = self._class.__tensor_unflatten__(
             {self._name: memory}, self._context, memory.shape, memory.stride()
         )
@@ -58,20 +53,20 @@ class TensorClass:
         return made
 
     def copy_attributes(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Let one tensor of the class have all of another one but its memory: a scale, say."""
+        """Copy all attributes but the wrapped tensor, such as a scale, to another tensor."""
         for name, value in source.__dict__.items() if source is not target else ():
             if name != self._name:
                 target.__dict__[name] = value
 
 
 def _wrapped(tensor: Any) -> list[str]:
-    """Attributes that hold what a tensor wraps: ``_tensor``, but not a scale, which is a scalar."""
+    """Return the names of wrapped tensors: ``_tensor``, but not a scalar scale."""
     names: list[str] = tensor.__tensor_flatten__()[0]
     return [name for name in names if getattr(tensor, name).dim() or not tensor.dim()]
 
 
 def wraps_one(tensor: Any) -> bool:
-    """Whether a tensor of a subclass wraps one tensor, of its shape and dtype."""
+    """Return whether a tensor of a subclass wraps one tensor of its own shape and dtype."""
     wrapped = [getattr(tensor, name) for name in _wrapped(tensor)]
     return [(one.shape, one.dtype) for one in wrapped] == [(tensor.shape, tensor.dtype)]
 
@@ -83,14 +78,14 @@ class OriginalParameter:
     Attributes:
         param: the object that optimizers hold.
         fqn: FQN relative to the unit.
-        sites: ``(module, name, FQN)`` of every place; more than one where tied.
-        parallel: how tensor parallelism has split it, if it has.
-        tensor_class: of its local tensor, if that is more than its elements.
-        keeps_dtype: whether mixed precision leaves it in its own dtype.
-        dim: along which it is sharded.
-        placing: of its DTensors.
-        whole: a plain parameter that modules hold in its place while it is summoned.
-        guard: raises where a gradient of a whole parameter would be lost; ``None``: sharded.
+        sites: ``(module, name, FQN)`` of every place; several if the parameter is tied.
+        parallel: how tensor parallelism has split it, or ``None``.
+        tensor_class: class of its local tensor if that is a subclass with gather hooks.
+        keeps_dtype: whether mixed precision leaves its dtype.
+        dim: dimension along which it is sharded.
+        placing: mesh and placements of its DTensors.
+        whole: plain parameter that modules hold in its place while it is summoned.
+        guard: raises if a backward gives ``whole`` a gradient, which would be lost.
     """
 
     param: nn.Parameter
@@ -104,33 +99,33 @@ class OriginalParameter:
     whole: nn.Parameter | None = None
     guard: _WholeGradientGuard | None = None
 
-    def take_local(self) -> None:
-        """Put a plain parameter in the place of a DTensor: its local tensor."""
+    def unwrap_dtensor(self) -> None:
+        """Replace a DTensor of tensor parallelism by a plain parameter of its local tensor."""
         self.param, self.parallel = as_local_parameter(self.param)
         if self.parallel is not None:
             self._put_into_modules(self.param)
 
-    def take_class(self) -> None:
-        """Put a plain parameter in the place of one of a class of its own: the memory of it."""
+    def unwrap_subclass(self) -> None:
+        """Replace a parameter of a tensor subclass by a plain parameter that shares its memory."""
         old = self.param
         self.tensor_class = TensorClass(old)
         plain = nn.Parameter(self.tensor_class.memory(old).detach(), old.requires_grad)
         own = self.tensor_class.around(plain.detach()).__dict__
-        self._succeed_by(plain, {k: v for k, v in old.__dict__.items() if k not in own})
+        self._replace_param(plain, {k: v for k, v in old.__dict__.items() if k not in own})
 
     # -- this rank's part --------------------------------------------------------------------------
 
     def become_dtensor(self, placing: Placing, part: torch.Tensor) -> None:
-        """Put a DTensor in the place of the parameter, which optimizers must not hold yet."""
+        """Replace the parameter by a DTensor. Optimizers must not hold the parameter yet."""
         self.placing = placing
         new = self._parameter_around(part)
-        self._succeed_by(new, self.param.__dict__)
+        self._replace_param(new, self.param.__dict__)
 
-    def _succeed_by(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
-        """Let ``new`` be the parameter: with hooks and attributes, in all of its places."""
+    def _replace_param(self, new: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+        """Make ``new`` the parameter in all places, with the old one's hooks and ``attributes``."""
         old, self.param = self.param, new
         new.__dict__.update(attributes)
-        hand_over_hooks(old, new)
+        share_hooks(old, new)
         setattr(old, REPLACED, self.fqn)
         self._put_into_modules(new)
 
@@ -141,42 +136,34 @@ class OriginalParameter:
         return local if self.tensor_class is None else self.tensor_class.memory(local)
 
     def _parameter_around(self, part: torch.Tensor) -> nn.Parameter:
-        """A DTensor for the parameter, of which this rank has ``part``."""
         made: Any = self.placing.dtensor(self._local(part))
         param: Any = nn.Parameter(made, requires_grad=self.param.requires_grad)
-        param._spec = made._spec  # that of gradients: torch compares the same object fastest
+        param._spec = made._spec  # shared with gradients: torch compares identity first
         return param  # type: ignore[no-any-return]
 
     def _local(self, part: torch.Tensor) -> torch.Tensor:
-        own, before = _of_its_own(part), local_of(self.param)
+        own, before = _as_own_object(part), local_of(self.param)
         if self.tensor_class is None:
             return own
         return self.tensor_class.around(own, before if self.tensor_class.has(before) else None)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a tensor that has the parameter's shape."""
         return self.placing.part_of(value.detach())
 
-    @property
-    def address(self) -> int:
-        """Address of the part."""
-        return self.part.data_ptr()
-
     def show_part(self, part: torch.Tensor) -> None:
-        """Let the parameter be ``part``."""
         if self.param.is_meta is not part.is_meta:
             self._swap(self._parameter_around(part))
         else:
-            move_to(self.param, self._local(part), self.placing)
+            set_local(self.param, self._local(part), self.placing)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's elements of the gradient."""
+        """This rank's elements of the gradient, or ``None``."""
         grad = self.param.grad
         if grad is None:
             return None
         if not isinstance(grad, DTensor) or not self.placing.holds(grad):
-            # of a use outside of the model's forward
+            # A use outside of the model's forward has made a gradient of other placements.
             grad = self.param.grad = self.placing.dtensor(self.placing.part_of(grad).clone())
         return grad._local_tensor
 
@@ -185,25 +172,23 @@ class OriginalParameter:
         self.param.grad = None if part is None else self.as_param(part)
 
     def add_grad(self, part: torch.Tensor) -> None:
-        """Add this rank's elements of a gradient, which may become the gradient."""
         if self.param.grad is None:
             self.param.grad = self.as_param(part)
         else:
             self.grad.add_(part)  # type: ignore[union-attr]
 
     def as_param(self, part: torch.Tensor) -> torch.Tensor:
-        """A tensor of the parameter's kind of which this rank has ``part``."""
-        return self.placing.dtensor(_of_its_own(part))
+        """Make a DTensor placed as the parameter whose local elements are ``part``."""
+        return self.placing.dtensor(_as_own_object(part))
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each of the ranks that share the unit holds all of it."""
         return self.placing.is_replicated
 
     def copy(self, memo: dict[int, Any]) -> None:
         """Put a copy of the DTensor, without its gradient, into the memo of a deep copy.
 
-        torch's own copies the memory of one only that has no storage offset.
+        torch copies only DTensors without a storage offset.
         """
         if id(self.param) in memo:
             return
@@ -212,12 +197,7 @@ class OriginalParameter:
         copied.__dict__.update(deepcopy(self.param.__dict__, memo))
 
     def show_whole(self, value: torch.Tensor, fqn: str) -> nn.Parameter:
-        """Let modules hold the whole parameter until ``end_whole``; returns it.
-
-        Args:
-            value: the whole parameter's.
-            fqn: relative to the root, for messages.
-        """
+        """Make modules hold ``value`` as a plain parameter until ``end_whole``; return it."""
         self.whole = nn.Parameter(value, requires_grad=self.param.requires_grad)
         self.whole.__dict__.update(self.param.__dict__)
         self._put_into_modules(self.whole)
@@ -226,7 +206,7 @@ class OriginalParameter:
         return self.held
 
     def end_whole(self) -> None:
-        """Let modules hold the DTensor again."""
+        """Make modules hold the DTensor again."""
         guard, self.guard = self.guard, None
         if self.whole is not None:
             if guard is not None:
@@ -245,22 +225,23 @@ class OriginalParameter:
             module._parameters[name] = param
 
     def _swap(self, new: nn.Parameter) -> None:
-        """Let the parameter be what ``new`` is, and stay the object that it was."""
+        """Swap the parameter's content with ``new``; the object and its identity stay."""
         new.__dict__.update({**self.param.__dict__, **new.__dict__})
-        hand_over_hooks(self.param, new)
+        share_hooks(self.param, new)
         torch.utils.swap_tensors(self.param, new)
 
     # -- its places ------------------------------------------------------------------------------
 
     def present(self) -> Sequence[torch.Tensor]:
-        """The objects that modules hold now, each once; none where it was removed."""
+        """Return the distinct objects that modules hold now; empty if it was removed."""
         found = [module._parameters.get(name) for module, name, _ in self.sites]
         return list({id(param): param for param in found if param is not None}.values())
 
     def replace(self, new: nn.Parameter) -> None:
-        """Let modules hold the DTensor again, of which ``new`` is to give the values.
+        """Put the held parameter back into modules and give it the state of ``new``.
 
-        It is trained or frozen as ``new`` is, and has the gradient of ``new``: mostly none.
+        Its ``requires_grad`` and its gradient, mostly ``None``, become those of ``new``. The caller
+        copies the values.
         """
         setattr(new, REPLACED, self.fqn)
         self.param.requires_grad_(new.requires_grad)
@@ -271,30 +252,31 @@ class OriginalParameter:
 
 
 class _WholeGradientGuard:
-    """Raises when a backward brings a gradient to a whole parameter outside of its unit's forward.
+    """Raises when a backward reaches a whole parameter outside of its unit's forward.
 
-    Nothing would reduce it. The guard is on autograd's node of the parameter, which lives as long
-    as a graph that was made meanwhile, or this object. ``torch.autograd.grad`` does not run it.
+    Nothing would reduce that gradient. The guard is a hook on the parameter's autograd node, which
+    lives as long as a graph made meanwhile, or this object. ``torch.autograd.grad`` does not run
+    it.
     """
 
     def __init__(self, original: OriginalParameter, fqn: str) -> None:
-        with torch.inference_mode(False):  # makes no nodes
+        with torch.inference_mode(False):  # which makes no autograd nodes
             self._node = get_gradient_edge(original.held).node
 
         def refuse(_grads: Sequence[torch.Tensor]) -> None:
             raise FSDPStateError(
                 f"parameter '{fqn}': expected a parameter outside of its unit's forward to be used "
-                "without gradients, while it is whole, got a backward that reaches it: nothing "
-                "would reduce its gradient. Use it in the forward of its unit, or in a method that "
-                "is one (register_forward_method), or detach it."
+                "without gradients, got a backward that reaches it: nothing would reduce its "
+                "gradient. Use it in its unit's forward, or in a method that is registered with "
+                "register_forward_method, or detach it."
             )
 
         self._node.register_prehook(refuse)
         self._refuse = refuse
 
     def stay_on(self, param: nn.Parameter) -> None:
-        """Raise for uses to come, too, of an object that the modules hold no more."""
-        raises = self._refuse  # not this object, whose node holds the parameter
+        """Raise for later uses of an object that modules no longer hold, too."""
+        raises = self._refuse  # not `self`: its node holds the parameter, which would leak
 
         def refuse(used: torch.Tensor) -> None:
             used.grad = None
@@ -303,14 +285,14 @@ class _WholeGradientGuard:
         param.register_post_accumulate_grad_hook(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the parameter is sharded."""
+        """Return nothing: a copy of the parameter is sharded."""
 
 
-def _of_its_own(part: torch.Tensor) -> torch.Tensor:
-    """A part as an object of its own.
+def _as_own_object(part: torch.Tensor) -> torch.Tensor:
+    """Return a part as its own tensor object.
 
-    Parts without elements are one object (``ShardLayout.split``): a trace would take the parameters
-    of which this rank has none for one input.
+    All empty parts are one object (``ShardLayout.split``): a trace would take parameters of which
+    this rank has no elements for one input.
     """
     return part if part.numel() else part.detach()
 
@@ -323,12 +305,12 @@ def put_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def owner_of(param: object) -> str | None:
-    """The FQN under which a unit holds a parameter; ``None``: no unit does."""
+    """Return the FQN under which a unit holds a parameter, or ``None``."""
     owner: str | None = getattr(param, _OWNER, None)
     return owner
 
 
 def mark_managed(param: nn.Parameter, fqn: str) -> None:
-    """Let a parameter say that a unit holds it, and under which name."""
+    """Mark a parameter as held by a unit, under an FQN."""
     setattr(param, _OWNER, fqn)
     setattr(param, _UPSTREAMS_MARK, True)

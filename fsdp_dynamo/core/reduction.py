@@ -23,7 +23,7 @@ from graph_passes.markers import NO_VALUE
 from graph_passes.wire_format import WireFormat
 
 MAX_REDUCES = 2
-"""Reductions in flight: each keeps an unsharded gradient (on gloo almost two) alive."""
+"""Reductions in flight. Each keeps an unsharded gradient alive, almost two on gloo."""
 
 
 @dataclass
@@ -34,14 +34,14 @@ class PendingReduce:
         flat: owner of the gradient.
         in_flight: the collective issued last.
         sharded_grad: its output.
-        over_replicas: starts the reduction over replicas, or between nodes, once; ``None`` where
-            there is none.
-        held: what an earlier collective may still read.
-        beside: the streams, where the second collective was issued on one of its own.
-        stream: where it was issued; ``None`` where the host does not run ahead. It is finished
-            there, too, as the memory of the gradient is that stream's.
+        over_replicas: starts the second collective, over replicas or between nodes; ``None`` if
+            there is none or it has started.
+        unused: indices of parameters without a gradient on this rank.
         is_partial: whether the reduction over replicas is left to a later backward.
-        unused: indices of parameters of which this rank has no gradient.
+        held: buffers that an earlier collective may still read.
+        beside: side streams, if the second collective was issued on one of them.
+        stream: stream on which it was issued, or ``None`` on CPUs. It is finished there too,
+            because the gradient's memory belongs to that stream.
     """
 
     flat: FlatParameter
@@ -55,39 +55,41 @@ class PendingReduce:
     stream: Any = None
 
     def advance(self) -> None:
-        """Start the reduction over replicas, if there is one."""
+        """Wait for the first collective and start the second one, if there is one."""
         if self.over_replicas is not None:
             self.in_flight.wait()
             self.in_flight, self.over_replicas = self.over_replicas(), None
 
-    def advance_beside(self, streams: SideStreams) -> None:
-        """Advance without holding back the stream that computes."""
+    def advance_on_side_stream(self, streams: SideStreams) -> None:
+        """Advance on the stream of replicas, so that the current stream does not wait."""
         self.held = self.in_flight.buffers
         with streams.over_replicas():
             self.advance()
         self.beside = streams
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Enqueue what is issued inside where it was issued; the current stream follows."""
+        """Enqueue the work inside on the issuing stream; the current stream then follows it."""
         streams = side_streams(self.flat.device)
         if streams is None or self.stream is None:
             return nullcontext()
         return streams.on_followed(self.stream)
 
     def finish(self) -> torch.Tensor | None:
-        """Wait; the reduced gradient, unless it waits for the replicas of a later backward."""
+        """Wait; return the reduced gradient, ``None`` if it still waits for replicas."""
         self.advance()
         flat = self.flat
-        if self.beside is None or (flat.hierarchy is None and flat.replica_wire is None):
+        if self.beside is None or (flat.hierarchy is None and flat.current_wires.replicas is None):
             self.in_flight.wait()
-        else:  # messages in a format have memory of the stream beside
+        else:
+            # The second collective has buffers of the replicas' stream: that stream must not reuse
+            # them before the current stream, which reads them in wait(), has passed.
             self.held = (*self.held, *self.in_flight.buffers)
             self.in_flight.wait()
             self.beside.replicas_follow()
         self.held = ()
         waiting = flat.grad_sum
         if self.is_partial:
-            waiting.leave_to_replicas(self.sharded_grad, self.unused)
+            waiting.keep_partial(self.sharded_grad, self.unused)
             return None
         if waiting.settings.all_reduce_hook is not None:
             waiting.settings.all_reduce_hook(self.sharded_grad)
@@ -96,47 +98,57 @@ class PendingReduce:
         return self.sharded_grad
 
 
-def issue_reduce(flat: FlatParameter, given: UnshardedGrad, may_lack: bool = True) -> PendingReduce:
+def issue_reduce(
+    flat: FlatParameter, given: UnshardedGrad, has_unused: bool = True
+) -> PendingReduce:
     """Start the mean over ranks of an unsharded gradient.
 
-    ``may_lack``: whether parameters may have none in it.
+    ``has_unused``: whether parameters may have no gradient in it.
     """
     if flat.hierarchy is not None:
-        return _issue_on_levels(flat, flat.hierarchy, given, may_lack)
-    unsharded_grad = given.flat
+        return _issue_on_levels(flat, flat.hierarchy, given, has_unused)
     groups = flat.groups.reductions
     is_all_reduced = len(groups) > 1 or not flat.is_sharded
     is_partial = is_all_reduced and not flat.grad_sum.settings.all_reduces
     if is_partial:
         groups = groups[:1] if flat.is_sharded else ()
     elif not flat.is_sharded:
-        _add_partial(flat, unsharded_grad)
-    output = unsharded_grad
+        _add_partial(flat, given.flat)
     if not groups:
-        return PendingReduce(flat, InFlight([]), output, is_partial=is_partial)
-    if flat.is_sharded:
-        output = flat.layout.plan.new_shard(unsharded_grad)
-        if flat.comm_hook is not None and not given.has_message:
-            unsharded_grad = flat.reduce_plan.message_of(unsharded_grad, flat.group.size())
+        return PendingReduce(flat, InFlight([]), given.flat, is_partial=is_partial)
     if flat.comm_hook is not None:
-        event = _begin(flat, output, unsharded_grad)
-        began_ns = events.blocked_since(event)
-        flat.comm_hook(*((unsharded_grad, output) if flat.is_sharded else (unsharded_grad,)))
-        events.complete(event, began_ns)
-        return PendingReduce(flat, InFlight([]), output)
-    wire = flat.reduce_wire if flat.is_sharded else flat.replica_wire
-    in_flight = _issue_mean(flat, groups[0], output, given, wire, may_lack, flat.reduce_plan)
+        return _call_comm_hook(flat, flat.comm_hook, given)
+    output = flat.layout.plan.new_shard(given.flat) if flat.is_sharded else given.flat
+    wires = flat.current_wires
+    wire = wires.reduce if flat.is_sharded else wires.replicas
+    in_flight = _issue_mean(flat, groups[0], output, given, wire, has_unused, flat.reduce_plan)
     over_replicas = None
     if len(groups) > 1:
         over_replicas = partial(_issue_over_replicas, flat, groups[1], output)
     return PendingReduce(flat, in_flight, output, over_replicas, is_partial=is_partial)
 
 
-def _issue_on_levels(
-    flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, may_lack: bool
+def _call_comm_hook(
+    flat: FlatParameter, hook: Callable[..., object], given: UnshardedGrad
 ) -> PendingReduce:
-    """Start the mean inside a node; that between nodes, which may have a format, follows."""
-    in_node, plan = flat.reduce_plans(flat.wires(flat.is_full_precision))
+    """Reduce with the user's hook, which blocks."""
+    grad = output = given.flat
+    if flat.is_sharded:
+        output = flat.layout.plan.new_shard(grad)
+        if not given.has_message:
+            grad = flat.reduce_plan.message_of(grad, flat.group.size())
+    event = _begin(flat, output, grad)
+    began_ns = events.blocked_since(event)
+    hook(*((grad, output) if flat.is_sharded else (grad,)))
+    events.complete(event, began_ns)
+    return PendingReduce(flat, InFlight([]), output)
+
+
+def _issue_on_levels(
+    flat: FlatParameter, hierarchy: Hierarchy, given: UnshardedGrad, has_unused: bool
+) -> PendingReduce:
+    """Start the mean in the node; the mean between nodes follows, in the wire format."""
+    in_node, plan = flat.reduce_plans(flat.current_wires)
     secondary = in_node.new_shard(given.flat)
     in_flight = _issue_mean(flat, hierarchy.node, secondary, given, plan=in_node)
     output = plan.new_shard(given.flat)
@@ -146,8 +158,8 @@ def _issue_on_levels(
         hierarchy.across,
         output,
         UnshardedGrad(secondary),
-        flat.reduce_wire,
-        may_lack,
+        flat.current_wires.reduce,
+        has_unused,
         plan,
     )
     return PendingReduce(flat, in_flight, output, between)
@@ -155,10 +167,10 @@ def _issue_on_levels(
 
 @torch.no_grad()
 def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
-    """Reduce what waits for a reduction of parameters that are frozen by now.
+    """Reduce pending gradients of parameters that were frozen since.
 
-    Nothing is added to it any more, and what comes with later gradients is not theirs. Every rank
-    must call it, before a forward and before a sum goes into a gradient.
+    Later gradients are not theirs, so their sums are complete. Every rank must call it, before a
+    forward and before a sum is added to a gradient.
     """
     for flat in flats:
         waiting = flat.grad_sum
@@ -179,9 +191,9 @@ def reduce_frozen(flats: Sequence[FlatParameter]) -> None:
 def without_frozen(
     grads: Mapping[FlatParameter, list[torch.Tensor | None]],
 ) -> list[tuple[FlatParameter, list[torch.Tensor | None]]]:
-    """Leave out gradients of parameters that were frozen since the forward, as autograd does.
+    """Drop gradients of parameters that were frozen since the forward, as autograd does.
 
-    What waits for a reduction of them is reduced first. Every rank must call it.
+    Their pending gradients are reduced first. Every rank must call it.
     """
     found = []
     for flat, own in grads.items():
@@ -196,23 +208,22 @@ def without_frozen(
 
 
 def _reduce_frozen_partial(flat: FlatParameter) -> None:
-    """Reduce over replicas a frozen parameter's sum that its shard group has reduced."""
     waiting = flat.grad_sum
     frozen = waiting.frozen_in_partial()
     if not frozen:
         return
     used = waiting.in_partial
-    grad = waiting.take_partial()
+    grad = waiting.pop_partial()
     assert grad is not None
     in_flight = _issue_over_replicas(flat, flat.groups.reductions[-1], grad)
     reduced = PendingReduce(flat, in_flight, grad).finish()
     assert reduced is not None
     parts = flat.shard_layout.split(flat.as_grad(reduced).to(flat.home))
-    waiting.give_partial(parts, frozen, used)
+    waiting.accumulate_partial(parts, frozen, used)
 
 
 def unused_of(grads: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    """Indices of parameters that have no gradient."""
+    """Return the indices of parameters without a gradient."""
     return frozenset([index for index, grad in enumerate(grads) if grad is None])
 
 
@@ -221,12 +232,12 @@ def _issue_over_replicas(
 ) -> InFlight:
     if flat.is_sharded:
         _add_partial(flat, output)
-    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.replica_wire)
+    return _issue_mean(flat, group, output, UnshardedGrad(output), flat.current_wires.replicas)
 
 
 def _add_partial(flat: FlatParameter, grad: torch.Tensor) -> None:
-    """Add what earlier backwards have left to the reduction over replicas."""
-    partial_grad = flat.grad_sum.take_partial()
+    """Add the gradient that earlier backwards have left to this reduction over replicas."""
+    partial_grad = flat.grad_sum.pop_partial()
     if partial_grad is not None:
         grad.add_(partial_grad)
 
@@ -237,7 +248,7 @@ def _issue_mean(
     output: torch.Tensor,
     given: UnshardedGrad,
     wire: WireFormat | None = None,
-    may_lack: bool = True,
+    has_unused: bool = True,
     plan: GatherPlan | None = None,
 ) -> InFlight:
     grad = given.flat
@@ -252,7 +263,7 @@ def _issue_mean(
             flat.unit_fqn,
             sums_only=settings.sums_only,
             wire=wire,
-            may_lack=may_lack,
+            may_lack=has_unused,
             plan=plan,
             has_message=given.has_message,
         )
@@ -273,7 +284,8 @@ def _begin(flat: FlatParameter, output: torch.Tensor, grad: torch.Tensor) -> eve
 class ReduceQueue:
     """Reductions in flight, at most ``MAX_REDUCES``, finished in order of issue.
 
-    Gradients that are offloaded then go to the host, which adds those that have arrived.
+    Gradients of offloaded parameters are then copied to the host, which adds those that have
+    arrived.
     """
 
     def __init__(self) -> None:
@@ -281,7 +293,7 @@ class ReduceQueue:
         self._copies: deque[tuple[FlatParameter, Collection[int], HostCopy]] = deque()
 
     def advance(self) -> None:
-        """Start the reductions over replicas that follow those in flight."""
+        """Start pending second collectives, and add gradients that have arrived on the host."""
         for pending in self._pending:
             if pending.over_replicas is not None:
                 with pending.on_stream():
@@ -290,13 +302,12 @@ class ReduceQueue:
             self._accumulate_copy()
 
     def make_room(self) -> None:
-        """Finish the oldest until another one may be issued."""
         while len(self._pending) >= MAX_REDUCES:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         pending = self._pending.popleft()
-        with pending.on_stream():
+        with pending.on_stream():  # the gradient's memory belongs to that stream
             flat, grad = pending.flat, pending.finish()
             streams = side_streams(flat.device) if flat.is_offloaded else None
             if grad is not None and streams is not None:
@@ -312,9 +323,9 @@ class ReduceQueue:
     def issue(
         self, flat: FlatParameter, unsharded_grad: UnshardedGrad, unused: Collection[int]
     ) -> None:
-        """Start another one; ``unused`` are indices of parameters without a gradient."""
+        """Start a reduction; ``unused`` are indices of parameters without a gradient."""
         if flat.grad_sum.partial is not None:
-            unused = set(unused) - flat.grad_sum.in_partial  # by each of the backwards
+            unused = set(unused) - flat.grad_sum.in_partial  # unused in each of the backwards
         pending = issue_reduce(flat, unsharded_grad, bool(unused))
         pending.unused = unused
         self._pending.append(pending)
@@ -322,30 +333,28 @@ class ReduceQueue:
         if streams is None:
             return
         pending.stream = streams.current()
-        # What earlier backwards have left was made on the stream that computes.
+        # A partial gradient of earlier backwards was made on the computing stream: then the second
+        # collective is issued there, by `advance`.
         if pending.over_replicas and flat.grad_sum.partial is None:
-            pending.advance_beside(streams)
+            pending.advance_on_side_stream(streams)
 
     def issue_sum(self, flat: FlatParameter) -> None:
-        """Start the reduction of what steps under ``no_sync()`` have left, if there is a sum."""
+        """Start the reduction of the gradients that steps under ``no_sync()`` have left, if any."""
         unused = set(range(len(flat.originals))) - flat.grad_sum.used()
         total = flat.grad_sum.take()
         if total is not None:
             self.make_room()
-            grad = total.to(flat.reduce_dtype, copy=True)
-            given = UnshardedGrad(grad)
-            self.issue(flat, given, unused)  # by each of the steps
-            total.data.fill_(NO_VALUE)  # a graph whose backward is still to come may have it, too
+            self.issue(flat, UnshardedGrad(total.to(flat.reduce_dtype, copy=True)), unused)
+            # A graph whose backward is still to come may hold the sum: it must not add it again.
+            total.data.fill_(NO_VALUE)
 
     def finish(self) -> None:
-        """Finish all."""
         while self._pending:
             self._finish_oldest()
         while self._copies:
             self._accumulate_copy()
 
     def abandon(self) -> None:
-        """Drop all after an error."""
         while self._pending:
             self._pending.popleft().in_flight.abandon()
         while self._copies:

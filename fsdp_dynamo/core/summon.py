@@ -1,14 +1,14 @@
-"""summon_full_params: original parameters with their unsharded values inside a context.
+"""``summon_full_params``: original parameters with their unsharded values inside a context.
 
-Inside the context modules of the units named hold whole, plain parameters in the place of DTensors.
-At the end the parts that this rank holds are taken from them.
+Inside the context, modules of the given units hold whole, plain parameters in place of DTensors. At
+its end, each rank copies its part of them back into the shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,7 @@ _USE = "summon_full_params()"
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """Arguments of ``summon_full_params``.
-
-    Attributes:
-        writeback: keep what was changed.
-        rank0_only: only rank 0 has whole values; what it changes is sent to all.
-        offload_to_cpu: whole values are in host memory.
-        with_grads: gradients are whole too.
-    """
+    """Arguments of ``FSDP.summon_full_params``, which documents them."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -46,22 +39,22 @@ class SummonOptions:
 def unshard_originals(units: Iterable[Unit], options: SummonOptions) -> Iterator[None]:
     """Give original parameters their whole values; every rank must enter and leave the context.
 
-    Units that are summoned already stay as they are.
+    Units that are summoned already do not change.
 
     Raises:
         FSDPStateError: a unit is in its forward or backward.
-        UnsupportedError: tensor parallelism has split a parameter too.
+        UnsupportedError: tensor parallelism has split a parameter.
     """
     units = [unit for unit in units if not unit.is_summoned]
     for unit in units:
         known = {unit.paths.fqn_of(o.fqn): o.parallel for o in unit.originals()}
         refuse_parallel(known, "summon_full_params()")
         unit.write_back()
-    with ExitStack() as undo:  # of what was gathered before an error; nothing is communicated
+    with ExitStack() as undo:  # of units opened before an error, without communication
         whole = [(unit, _open(unit, options, undo)) for unit in units]
         undo.pop_all()
     with ExitStack() as stack:
-        # Also behind an exception: the others leave the context too, and wait here.
+        # Runs on exceptions too: the other ranks also exit and block here.
         for unit, flats in whole:
             stack.callback(_close, unit, flats, options)
         yield
@@ -84,7 +77,7 @@ def _close(unit: Unit, flats: Sequence[_SummonedFlat], options: SummonOptions) -
     with ExitStack() as stack:
         stack.callback(unit.machine.advance, UnitState.IDLE)
         if options.writeback:
-            stack.callback(unit.reshard, "forward")  # what was gathered before is out of date
+            stack.callback(unit.reshard, "forward")  # earlier gathers are outdated
         for one in flats:
             stack.callback(one.close)
 
@@ -98,20 +91,21 @@ class _SummonedFlat:
         self._is_first = is_first_of(flat.groups.all)
         self._has_whole = self._is_first or not options.rank0_only
         self._grads = [original.param.grad for original in flat.originals]
-        self._has_grads = self._any_rank_has_grad() if options.with_grads else None
+        self._has_grads = [False] * len(self._grads)
+        if options.with_grads:
+            self._has_grads = self._any_rank_has_grad()
         values = self._gathered(flat.shard_on_device())
-        grads = None if self._has_grads is None else self._gathered(self._sharded_grad())
+        grads = self._gathered(self._sharded_grad()) if any(self._has_grads) else ()
         flat.module_parameters.is_summoned = True
         flat.module_parameters.is_whole = self._has_whole
         if not self._has_whole:
             return
         for i, original in enumerate(flat.originals):
             original.show_whole(values[i], flat.paths.fqn_of(original.fqn))
-            if grads is not None and self._has_grads is not None and self._has_grads[i]:
+            if self._has_grads[i]:
                 original.held.grad = grads[i]
 
     def _any_rank_has_grad(self) -> list[bool]:
-        """Whether any rank has a gradient, per original parameter."""
         flags = torch.tensor([g is not None for g in self._grads], device=self._flat.device).int()
         with watched(self._flat.group, "all_reduce", _USE, flags.numel()):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._flat.group)
@@ -123,7 +117,6 @@ class _SummonedFlat:
         )
 
     def _gathered(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Whole tensors made of every rank's shard; copies, on every rank."""
         flat = self._flat
         whole = unsharded_of(flat, shard) if flat.is_sharded else shard.clone()
         if self._has_whole and self._options.offload_to_cpu:
@@ -131,17 +124,16 @@ class _SummonedFlat:
         return flat.layout.split(whole)
 
     def restore(self) -> None:
-        """Point the originals at this rank's parts again, unchanged."""
         flat_parameters = self._flat.module_parameters
         flat_parameters.is_summoned = flat_parameters.is_whole = False
         self._flat.point_originals_to_shard()
 
     @torch.no_grad()
     def close(self) -> None:
-        """Point the originals at this rank's parts again; with writeback, of the present values."""
+        """Show this rank's parts again; with ``writeback``, of the current whole values."""
         originals = self._flat.originals
         try:
-            self._hold_replacements()
+            self._use_replacements()
         except FSDPStateError:
             self.restore()
             raise
@@ -151,38 +143,37 @@ class _SummonedFlat:
         self.restore()
         if not self._options.writeback:
             return
-        self._take(shard, values)
-        if self._has_grads is not None and any(self._has_grads):
-            self._take_grads(grads)
+        self._write(shard, values)
+        if any(self._has_grads):
+            self._write_grads(grads)
 
-    def _hold_replacements(self) -> None:
-        """Take parameters that the user has put into modules meanwhile for the values."""
+    def _use_replacements(self) -> None:
+        """Use parameters that the user has put into modules as the whole values."""
         for original in self._flat.originals:
             param = self._flat.module_parameters.replacement(original)
             if param is not original.held:
                 original.replace(param)
 
-    def _take_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
-        assert self._has_grads is not None
+    def _write_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         sharded_grad = self._sharded_grad()
-        self._take(sharded_grad, grads)
+        self._write(sharded_grad, grads)
         parts = self._flat.shard_layout.split(sharded_grad.to(self._flat.home))
         for original, part, has in zip(self._flat.originals, parts, self._has_grads, strict=True):
             if has:
                 original.grad = part
 
-    def _take(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write this rank's part of whole values into ``shard``."""
+    def _write(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         flat = self._flat
         if not self._has_whole or self._options.rank0_only:
-            self._take_from_first(shard, values)
+            self._write_from_first(shard, values)
             return
         taken = flat.layout.shard_of(self._as_flat(shard, values), flat.rank).to(shard.device)
-        if not torch.equal(shard, taken):  # a backward that is still to come may have saved it
+        # A backward that is still to come may have saved the shard: write only real changes.
+        if not torch.equal(shard, taken):
             shard.copy_(taken)
 
-    def _take_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Write rank 0's values: to the ranks of its replica, then to the others."""
+    def _write_from_first(self, shard: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Write rank 0's values: scatter in its replica, then broadcast to the other replicas."""
         flat, kept = self._flat, shard
         shard = torch.empty_like(kept, device=flat.device)
         replicate = flat.groups.replicate
@@ -205,7 +196,6 @@ class _SummonedFlat:
         kept.copy_(shard)
 
     def _as_flat(self, like: torch.Tensor, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Whole values in their places of an unsharded tensor ``(padded_numel,)``."""
         numel = self._flat.layout.padded_numel
         whole = torch.empty(numel, dtype=like.dtype, device=self._flat.device)
         self._flat.layout.fill(whole, values)
@@ -213,10 +203,8 @@ class _SummonedFlat:
 
 
 # -- whole updates ---------------------------------------------------------------------------------
-# Updates of whole tensors of which every rank has a part, each made on one rank.
-#
-# Muon and Shampoo work on matrices, not on elements. Each matrix is brought to one rank, updated
-# there, and every rank gets its part of the result::
+# Muon and Shampoo update matrices, not elements. Each matrix is sent to one rank and updated there,
+# and every rank gets its part of the result::
 #
 #     rank 0   W[0:6]   V[0:2]            W -> rank 0: update(W) -> parts back to all
 #     rank 1   W[6:9]   V[2:8]    ==>     V -> rank 1: update(V) -> parts back to all
@@ -227,15 +215,10 @@ WholeUpdate = Callable[[str, torch.Tensor], torch.Tensor]
 
 @dataclass(eq=False)
 class _Whole:
-    """A tensor to be updated.
+    """A whole tensor to be updated on rank ``owner`` of its group.
 
-    Attributes:
-        fqn: of its parameter.
-        shape: of the whole tensor.
-        part: this rank's, where collectives work.
-        ranges: what each rank of the group has of it.
-        owner: the rank of the group that updates it.
-        updated: this rank's part of the result.
+    ``part`` is this rank's part, on the device of the collectives, ``ranges`` are those of all
+    ranks, ``updated`` is this rank's part of the result.
     """
 
     fqn: str
@@ -243,31 +226,31 @@ class _Whole:
     part: torch.Tensor
     ranges: Sequence[ShardRange]
     owner: int = 0
-    updated: torch.Tensor | None = None
+    updated: torch.Tensor = field(init=False)
 
 
 @torch.no_grad()
 def update_whole(
     units: Sequence[Unit], parts: Mapping[str, torch.Tensor], update: WholeUpdate
 ) -> dict[str, torch.Tensor]:
-    """Let one rank each update whole tensors of which every rank has its part.
+    """Update whole tensors, each on one rank, from the parts of all ranks.
 
-    Every rank of the groups must call it with the same names. Which rank gets which tensor is
-    settled by size, so that all have about as much to do. Each element travels to the updating
-    rank and back once; nothing is padded.
+    Every rank of the groups must call it with the same names. Tensors are assigned to ranks by
+    size, so that all have about as much to do. Each element is sent to the updating rank and back
+    once, without padding.
 
     Args:
-        units: whose parameters they are.
-        parts: by plain FQN, DTensors placed as the parameter: its gradient, a momentum, itself.
-        update: called with the FQN and the whole tensor, on one rank (on all where a parameter is
-            not sharded); returns a tensor of the same shape.
+        units: units that hold the parameters.
+        parts: DTensors placed as their parameter (its gradient, a momentum, itself), by plain FQN.
+        update: called with the FQN and the whole tensor on one rank (on all ranks if the parameter
+            is not sharded); returns a tensor of the same shape.
 
     Returns:
-        What ``update`` returned, by FQN, as DTensors like those of ``parts``.
+        Results of ``update`` by FQN, as DTensors placed like ``parts``.
 
     Raises:
-        FSDPValueError: an unknown name, or a tensor that is placed or shaped otherwise.
-        UnsupportedError: tensor parallelism has split a parameter, too.
+        FSDPValueError: an unknown name, or a tensor of other placements or shape.
+        UnsupportedError: tensor parallelism has split a parameter.
     """
     places = {
         unit.paths.fqn_of(original.fqn): (flat, index)
@@ -295,7 +278,12 @@ def update_whole(
                 one.updated = _result(one, update, one.part)
         else:
             _update_among(group, wholes, update)
-    return {one.fqn: _as_given(places[one.fqn], one, parts[one.fqn]) for one in every}
+    results = {}
+    for one in every:
+        flat, index = places[one.fqn]
+        updated = one.updated.to(local_of(parts[one.fqn]).device)
+        results[one.fqn] = flat.originals[index].as_param(updated)
+    return results
 
 
 def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor) -> None:
@@ -315,7 +303,6 @@ def _check(place: tuple[FlatParameter, int] | None, fqn: str, part: torch.Tensor
 
 
 def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeUpdate) -> None:
-    """Update tensors that are sharded over a group, in one exchange there and one back."""
     loads = [0] * group.size()
     for one in sorted(wholes, key=lambda one: (-one.shape.numel(), one.fqn)):
         one.owner = loads.index(min(loads))
@@ -343,13 +330,9 @@ def _update_among(group: dist.ProcessGroup, wholes: list[_Whole], update: WholeU
 def _exchange(
     tensors: Sequence[torch.Tensor], sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send each rank its part of some tensors; returns, as one, what all ranks have sent.
+    """Send each rank its part of some tensors; return the concatenation of all received parts.
 
-    Args:
-        tensors: for the ranks, in their order.
-        sent: elements for each rank.
-        received: elements from each rank.
-        group: the ranks.
+    ``sent`` and ``received`` are elements per rank; ``tensors`` are in the order of ranks.
     """
     message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     arrived = message.new_empty(sum(received))
@@ -364,13 +347,8 @@ def _result(one: _Whole, update: WholeUpdate, whole: torch.Tensor) -> torch.Tens
     updated = update(one.fqn, whole)
     if updated.shape != one.shape:
         raise FSDPValueError(
-            f"update_whole(), what update returned: expected a tensor of shape {tuple(one.shape)} "
-            f"for '{one.fqn}', got {tuple(updated.shape)}. Return a tensor of the shape that was "
-            "passed."
+            f"update_whole(), result of update: expected a tensor of shape {tuple(one.shape)} "
+            f"for '{one.fqn}', got {tuple(updated.shape)}. Return a tensor of the same shape as "
+            "the argument."
         )
     return updated.to(whole.dtype)
-
-
-def _as_given(place: tuple[FlatParameter, int], one: _Whole, given: torch.Tensor) -> torch.Tensor:
-    assert one.updated is not None
-    return place[0].originals[place[1]].as_param(one.updated.to(local_of(given).device))

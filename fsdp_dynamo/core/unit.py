@@ -1,7 +1,7 @@
 """One unit: unshard, reshard and views of the modules that share flat parameters.
 
 A unit holds one flat parameter per group of parameters with equal dtype, ``requires_grad`` and
-precision. When it unshards and reshards is the schedule's decision.
+precision. The schedule decides when it unshards and reshards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_dynamo.comm.in_flight import InFlight
 from fsdp_dynamo.comm.process_groups import Groups, Hierarchy
 from fsdp_dynamo.comm.streams import SideStreams, side_streams, time_events_on
 from fsdp_dynamo.core.accumulation import UnitSettings
-from fsdp_dynamo.core.flat_parameter import FlatParameter, Piece
+from fsdp_dynamo.core.flat_parameter import FlatParameter, KeptShard
 from fsdp_dynamo.core.module_parameters import LateParameterCheck
 from fsdp_dynamo.core.original_parameter import OriginalParameter
 from fsdp_dynamo.errors import FSDPStateError, UnsupportedError, unit_name
@@ -42,15 +42,15 @@ from graph_passes.wire_format import WireFormat
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """Arguments of a wrapper call; the same object serves all units of an auto-wrap.
+    """Arguments of a wrapper call; all units of an auto-wrap share one object.
 
     Attributes:
-        offload: whether shards are kept in host memory: ``cpu_offload``, unless that is the device.
-        limit_all_gathers: as given; nothing depends on it.
-        full_precision_in_eval: whether evaluation leaves ``precision`` out.
-        state_dict_settings: of its state dicts, until the user sets others.
-        mesh: of the DTensors that parameters are; ``None``: one is made.
-        collective_precision: formats in which shards travel; ``None``: as they are.
+        offload: keep shards in host memory: ``cpu_offload``, unless the CPU is the device.
+        limit_all_gathers: recorded only; nothing depends on it.
+        full_precision_in_eval: ignore ``precision`` in evaluation.
+        state_dict_settings: settings of state dicts until the user sets others.
+        mesh: mesh of the parameters' DTensors; ``None``: make one.
+        collective_precision: wire formats; ``None``: uncompressed.
     """
 
     groups: Groups
@@ -68,38 +68,37 @@ class UnitConfig:
 
 
 def refuse_formats(units: Iterable[Unit], kind: str, where: str) -> None:
-    """Raise where the user's own collective would replace one that has a format.
+    """Raise if the user's own collective would replace one that has a wire format.
 
-    Args:
-        units: whose collectives they are.
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        where: the user's call.
-
-    Raises:
-        UnsupportedError: ``collective_precision`` has a format for it.
+    ``kind`` is ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, ``where`` the user's
+    call.
     """
     for unit in units:
         precision = unit.config.collective_precision
         if precision is not None and getattr(precision, kind) is not None:
             raise UnsupportedError(
-                f"{where}, {unit_name(unit.fqn)}: expected a unit whose {kind.replace('_', '-')} "
-                f"travels as it is, got collective_precision with {getattr(precision, kind)!r}. "
-                "Leave one of the two out: a collective of your own sends what it chooses."
+                f"{where}, {unit_name(unit.fqn)}: expected an uncompressed "
+                f"{kind.replace('_', '-')}, got collective_precision with "
+                f"{getattr(precision, kind)!r}. Leave one of the two out: a collective of your own "
+                "chooses its format."
             )
 
 
 class Unit:
-    """The modules that share flat parameters, and the state they are in.
+    """The modules that share flat parameters, and their state.
 
     Args:
-        modules: the unit's outermost modules (the user's, not the wrapper): one, or those of a
-            list that ``fully_shard`` was given.
-        flats: its flat parameters; none for a unit without parameters.
+        modules: outermost modules (the user's, not the wrapper): one, or the list that
+            ``fully_shard`` was given.
+        flats: flat parameters; empty for a unit without parameters.
         config: arguments of the wrapper call.
 
     Attributes:
-        is_summoned: whether its original parameters are whole on the user's request; also after
-            an error there that has reset its state.
+        is_unsharded: whether the parameters are gathered, or being gathered.
+        is_ahead: whether the next forward may use the unsharded parameters as they are.
+        pending_calls: forward calls whose backward has begun and not ended.
+        is_summoned: whether ``summon_full_params`` has made the parameters whole; still true after
+            an error that has reset ``machine``.
         may_call_operators: whether its code may call operators with bodies, such as ``torch.cond``;
             ``None`` before its first forward.
     """
@@ -113,7 +112,7 @@ class Unit:
             flat.ordinal = ordinal
         self.config = config
         self.paths, self.fqn = UnitPaths(("",)), ""
-        self.late_parameters: LateParameterCheck | None = None  # until its modules are complete
+        self.late_parameters: LateParameterCheck | None = None  # set once modules are complete
         self.machine: StateMachine[UnitState] = StateMachine(UnitState.IDLE, "")
         self.settings = UnitSettings()
         for flat in self.flats:
@@ -127,24 +126,22 @@ class Unit:
         self.state_dict_settings = config.state_dict_settings
         self.event: events.Event | None = None
         self._gathers: list[InFlight] = []
-        self._readers: list[Any] = []  # streams that have waited for what is unsharded now
-        self._has_pieces = False
-        self._gathered_versions: list[int] = []
-        self._secondary_versions: list[int] = []
+        self._readers: list[Any] = []  # streams that have waited for these gathers
+        self._has_kept_shards = False  # post-forward shards are kept
+        self._gathered_versions: list[int] = []  # of the parameters, at the last gather
+        self._secondary_versions: list[int] = []  # at the last gather of secondary shards
 
     def rename(self, paths: UnitPaths) -> None:
-        """Set where the unit's modules are below its root."""
         self.paths, self.fqn = paths, paths.name
         self.machine.fqn = self.fqn
         for flat in self.flats:
             flat.rename(paths)
 
     def below(self, module: nn.Module, fqn: str) -> str | None:
-        """The name of a parameter below one of the unit's modules; ``None``: it is in another.
+        """Return a parameter's name below ``module``; ``None`` if another of ``modules`` holds it.
 
-        Args:
-            module: one of ``modules``.
-            fqn: what the unit calls the parameter.
+        ``fqn`` is the unit's name for the parameter: with several modules, the module's index comes
+        first.
         """
         if len(self.modules) == 1:
             return fqn
@@ -153,24 +150,24 @@ class Unit:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the inputs: the parameters' accelerator, or ``None`` on the CPU."""
+        """Device to move inputs to: the parameters' accelerator, or ``None`` on the CPU."""
         if not self.flats or self.flats[0].device.type == "cpu":
             return None
         return self.flats[0].device
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parameters; units of one class with equal ones share compiled code."""
+        """Shapes of the parameters; units of equal class and shapes share compiled code."""
         return tuple([slot.shape for flat in self.flats for slot in flat.layout.slots])
 
     @property
     def needs_unshard(self) -> bool:
-        """Whether an unshard has anything to do (NO_SHARD in its own dtype has not)."""
+        """Whether an unshard does anything: not for NO_SHARD without a cast or offload."""
         return any(flat.needs_storage for flat in self.flats)
 
     @property
     def wants_full_precision(self) -> bool:
-        """Whether its forward is to run in full precision: it evaluates, and the user said so."""
+        """Whether its forward runs in full precision: it evaluates, and the user asked for that."""
         precision = self.config.precision
         if not self.config.full_precision_in_eval or self.modules[0].training or precision is None:
             return False
@@ -178,17 +175,17 @@ class Unit:
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point outputs are cast to now; ``None``: not cast."""
+        """Current dtype to which floating-point outputs are cast; ``None``: no cast."""
         precision = self.config.precision
         return None if precision is None or self.wants_full_precision else precision.output_dtype
 
     @property
     def trainable(self) -> tuple[FlatParameter, ...]:
-        """Flat parameters of which something is trained, as of the last forward."""
+        """Flat parameters with a parameter that was trained in the last forward."""
         return tuple([flat for flat in self.flats if flat.is_trainable])
 
     def all_reduce_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which whole gradients, or those of a shard, are averaged."""
+        """Return the groups whose ranks all-reduce whole gradients or gradient shards."""
         groups = self.config.groups
         reduces_whole = any(not flat.is_sharded for flat in self.trainable)
         among = groups.reductions if reduces_whole else [groups.replicate]
@@ -205,7 +202,6 @@ class Unit:
     # -- unshard and reshard -----------------------------------------------------------------
 
     def set_full_precision(self, wanted: bool) -> None:
-        """Unshard in full precision from now on, or in that of ``MixedPrecision`` again."""
         if self.config.full_precision_in_eval:
             if any(flat.is_full_precision is not wanted for flat in self.flats):
                 self.reshard("forward")
@@ -213,7 +209,7 @@ class Unit:
                 flat.set_full_precision(wanted)
 
     def issue_unshard(self, phase: events.Phase) -> None:
-        """Allocate the unsharded flat parameters and start to gather them."""
+        """Allocate the unsharded buffers and start to gather them."""
         if events.recorder is not None and self.flats:
             time_events_on(self.flats[0].device)
         if self.is_unsharded:
@@ -221,7 +217,9 @@ class Unit:
         self.is_unsharded = True
         streams = self._side_streams()
         before = self._gathered_versions
-        if phase == "forward" or streams is not None:  # a retired storage may hold the forward's
+        # A backward on CPUs gathers anew in any case. With streams it may take back storage that
+        # the forward retired, so it compares versions too.
+        if phase == "forward" or streams is not None:
             self._gathered_versions = self._versions()
         if self._secondary_versions != self._gathered_versions:
             self.drop_secondary()
@@ -229,25 +227,26 @@ class Unit:
         if streams is None:
             self._issue_gathers(phase)
             return
+        # Resharded storage is only retired, not freed yet: the values are still there.
         retired = [storage for flat in self.flats for storage in flat.storages_to_free()]
         if retired and before != self._gathered_versions:
-            streams.settle()  # frees them: they hold old values
+            streams.settle()  # frees the storage: it holds outdated values
         elif retired and streams.take_back(retired):
             events.instant(self.fqn, "unshard", phase, sum(one.nbytes() for one in retired))
-            self.drop_pieces()
+            self.drop_kept_shards()
             return
         self._readers = []
         with streams.gathering():
-            pieces = self._issue_gathers(phase)
+            kept = self._issue_gathers(phase)
             if any(flat.needs_copy_out for flat in self.flats):
-                # This stream copies, beside what computes.
-                self._gathers = [one.handed_over(streams, *pieces) for one in self._gathers]
+                # Copy out on this stream too: the computing stream waits for the result only.
+                self._gathers = [one.handed_over(streams, *kept) for one in self._gathers]
             elif any(flat.needs_storage and not flat.is_sharded for flat in self.flats):
                 self._gathers.append(InFlight([streams.after_gathers()]))
 
     def _issue_gathers(self, phase: events.Phase) -> list[torch.Tensor]:
-        """Start them; returns the pieces that are sent, which the stream that computes has made."""
-        pieces = []
+        """Start the gathers; return the kept shards sent, which the computing stream allocated."""
+        sent = []
         outputs = [(flat, flat.allocate()) for flat in self.flats if flat.needs_storage]
         if events.recorder is not None and outputs:
             num_bytes = sum(output.nbytes for _, output in outputs)
@@ -255,17 +254,17 @@ class Unit:
         for flat, output in outputs:
             if flat.hierarchy is not None:
                 self._gather_secondary(flat, flat.hierarchy, phase)
-            has_piece = self._has_pieces or flat.hierarchy is not None
-            piece = flat.take_piece() if has_piece else None
-            shard, group = piece or (flat.shard_to_gather(), flat.group)
-            pieces += [shard] if piece else []
+            has_kept = self._has_kept_shards or flat.hierarchy is not None
+            kept = flat.kept_shard_to_gather() if has_kept else None
+            shard, group = kept or (flat.shard_to_gather(), flat.group)
+            sent += [shard] if kept else []
             if flat.is_sharded:
-                wire = None if piece else flat.gather_wire
+                wire = None if kept else flat.gather_wire
                 gather = self._issue_gather(flat, output, shard, group, phase, wire)
                 self._gathers.append(gather)
             else:
                 output.copy_(shard)
-        return pieces
+        return sent
 
     def _issue_gather(
         self,
@@ -289,18 +288,18 @@ class Unit:
         finish = partial(plan.copy_out, output, message, group.size())
         return collectives.issue_custom(custom, message, shard, group, event=event, finish=finish)
 
-    def keep_pieces(self) -> None:
-        """Keep what this rank gives to fewer ranks in the backward, before it is resharded."""
+    def keep_shards(self) -> None:
+        """Keep this rank's post-forward shards before a reshard, if the user asked for them."""
         group = self.settings.regathers_among
         if group is not None and self.is_unsharded:
-            self._has_pieces = True
+            self._has_kept_shards = True
             for flat in self.flats:
-                flat.keep_piece(group)
+                flat.keep_shard(group)
 
     # -- secondary shards --------------------------------------------------------------------
 
     def gather_secondary(self) -> None:
-        """Start to gather the secondary shards for a forward that begins, where there are none."""
+        """Start to gather missing secondary shards for a forward that begins."""
         if self.config.groups.hierarchy is None:
             return
         self.drop_outdated()
@@ -316,72 +315,70 @@ class Unit:
     def _gather_secondary(
         self, flat: FlatParameter, hierarchy: Hierarchy, phase: events.Phase
     ) -> None:
-        if flat.piece is not None and flat.piece.tensor.dtype == flat.param_dtype:
+        if flat.kept_shard is not None and flat.kept_shard.tensor.dtype == flat.param_dtype:
             return
         shard = flat.shard_to_gather()
         secondary = shard.new_empty(shard.numel() * hierarchy.across.size())
         in_flight = self._issue_gather(
             flat, secondary, shard, hierarchy.across, phase, flat.gather_wire
         )
-        flat.piece = Piece(secondary, hierarchy.node, in_flight)
+        flat.kept_shard = KeptShard(secondary, hierarchy.node, in_flight)
 
     @property
     def is_secondary_current(self) -> bool:
-        """Whether parameters are as they were when the secondary shards were gathered."""
         return self._secondary_versions == self._versions() and all(
-            flat.module_parameters.are_as_left() for flat in self.flats
+            flat.module_parameters.are_unchanged() for flat in self.flats
         )
 
     def drop_secondary(self) -> None:
-        """Free the secondary shards: what is gathered next is gathered between nodes, too."""
+        """Free the secondary shards: the next gather includes the one between nodes."""
         for flat in self.flats:
-            if flat.hierarchy is not None and flat.piece is not None:
-                if flat.piece.made is not None:
-                    flat.piece.made.wait()
-                flat.piece = None
+            if flat.hierarchy is not None and flat.kept_shard is not None:
+                if flat.kept_shard.made is not None:
+                    flat.kept_shard.made.wait()
+                flat.kept_shard = None
 
     # -- unsharded between steps -------------------------------------------------------------
 
-    def drop_pieces(self) -> None:
-        """Gather among all ranks again."""
-        if self._has_pieces:
-            self._has_pieces = False
+    def drop_kept_shards(self) -> None:
+        """Free post-forward shards: the next gather is among all ranks."""
+        if self._has_kept_shards:
+            self._has_kept_shards = False
             for flat in self.flats:
-                flat.piece = None
+                flat.kept_shard = None
 
     def unshard_ahead(self) -> None:
-        """Start to gather for a forward that is still to begin, on the user's request."""
+        """Start to gather for a later forward, on the user's request."""
         self.set_full_precision(self.wants_full_precision)
-        self.settle()
-        self.drop_secondary()  # parameters may have changed
+        self.sync_gathers()
+        self.drop_secondary()  # parameters may have changed since
         self.issue_unshard("forward")
         self.stay_unsharded()
         self._is_unsharded_by_hand = True
 
     @property
     def outlives_forwards(self) -> bool:
-        """Whether the user has asked for what is unsharded now to serve the next forward, too."""
+        """Whether the user wants the unsharded parameters to serve the next root forward too."""
         if not self.is_ahead:
             return False
         settings = self.settings
         reshards = settings.reshards_after_forward
-        if reshards is None:  # microbatches of a pipeline share what a forward leaves unsharded
+        if reshards is None:  # microbatches of a pipeline share one unshard
             strategy = self.config.strategy
             reshards = strategy.reshards_after_forward or strategy is ShardingStrategy.NO_SHARD
         return self._is_unsharded_by_hand or not reshards or not settings.reshards_after_backward
 
     def stay_unsharded(self) -> None:
-        """Let its next forward take what is unsharded now, unless parameters change before."""
+        """Reuse this all-gather in the next forward unless a parameter changes."""
         self.is_ahead = self.is_unsharded
 
     def show_gathered(self) -> None:
-        """Let modules hold whole parameters where they would hold DTensors, until a forward."""
         if self.is_unsharded and self.machine.state is UnitState.IDLE:
             for flat in self.flats:
                 flat.module_parameters.show_gathered(flat.make_views())
 
     def hide_gathered(self) -> None:
-        """Let modules hold DTensors again."""
+        """Make modules hold DTensors again."""
         for flat in self.flats:
             flat.module_parameters.hide_gathered()
 
@@ -413,6 +410,8 @@ class Unit:
         streams = self._side_streams()
         if streams is not None:
             streams.join(self._readers)
+            # Earlier units are enqueued completely: gathers issued from now on may reuse the
+            # storage that these have retired.
             streams.settle()
 
     def _wait_gathers(self) -> None:
@@ -420,23 +419,23 @@ class Unit:
             in_flight.wait()
         self._gathers = []
 
-    def settle(self) -> None:
-        """Let gathers to come follow what is enqueued now, where they have a stream."""
+    def sync_gathers(self) -> None:
+        """Make later gathers wait for all work enqueued so far; nothing on CPUs."""
         streams = self._side_streams()
         if streams is not None:
             streams.settle()
 
     def reshard(self, phase: events.Phase) -> None:
-        """Free the unsharded flat parameters."""
+        """Free the unsharded buffers."""
         if not self.is_unsharded:
             return
         if self.is_ahead:
             self.hide_gathered()
         if self._gathers:
-            self._wait_gathers()
+            self._wait_gathers()  # a gather that nobody used may still write
         self.is_unsharded = self.is_ahead = self._is_unsharded_by_hand = False
         for flat in self.flats:
-            flat.set_readable(False)
+            flat.set_readable(False)  # also with `keeps_storage`: its values may become outdated
         if not self.settings.keeps_storage:
             self._free(phase)
 
@@ -457,32 +456,32 @@ class Unit:
             streams.settle()
 
     def end_backward(self) -> None:
-        """Reshard after its backward, or stay unsharded for the next forward."""
+        """Reshard after the backward, or stay unsharded for the next forward."""
         if self.settings.reshards_after_backward:
             self.reshard("backward")
         else:
             self.stay_unsharded()
 
     def abandon(self) -> None:
-        """Free the unsharded flat parameters after an error, with gathers in any state."""
+        """Free the unsharded buffers after an error, with gathers in any state."""
         gathers, self._gathers = self._gathers, []
         for in_flight in gathers:
             in_flight.abandon()
         self.reshard("forward")
         for flat in self.flats:
-            if flat.piece is not None and isinstance(flat.piece.made, InFlight):
-                flat.piece.made.abandon()
-            flat.piece = None
+            if flat.kept_shard is not None and isinstance(flat.kept_shard.made, InFlight):
+                flat.kept_shard.made.abandon()
+            flat.kept_shard = None
 
     # -- views -----------------------------------------------------------------------------
 
     def require_kept_views(self) -> None:
-        """Raise at the end of a forward that has not put its parameters back."""
+        """Raise after a forward that has removed or replaced its parameters."""
         for flat in self.flats:
             flat.module_parameters.require_kept_views()
 
     def use_sharded_views(self) -> None:
-        """Put the original parameters back."""
+        """Put the original parameters back into modules."""
         for flat in self.flats:
             flat.module_parameters.unset_views()
 
@@ -496,7 +495,7 @@ class Unit:
             )
 
     def check_originals(self) -> None:
-        """Make sure before a forward that the shards hold the values of all parameters."""
+        """Check before a forward that the shards hold the values of all parameters."""
         self.check_late_parameters()
         for flat in self.flats:
             flat.check_originals()
@@ -516,38 +515,30 @@ class Unit:
         for flat in self.flats:
             flat.module_parameters.write_back()
 
-    def write_back_lacking(self) -> None:
-        """Write back parameters that had no values."""
+    def write_back_uninitialized(self) -> None:
         for flat in self.flats:
-            flat.module_parameters.write_back_lacking()
+            flat.module_parameters.write_back_uninitialized()
 
-    def end_lack(self, module: nn.Module, fqns: Collection[str]) -> None:
-        """Let parameters that had no values be their parts of the shard, to be written.
-
-        Args:
-            module: one of ``modules``.
-            fqns: relative to it; others may be among them.
-        """
+    def materialize(self, module: nn.Module, fqns: Collection[str]) -> None:
+        """Materialize parameters that are among ``fqns``, which are relative to ``module``."""
         for flat in self.flats:
             names = [{self.below(module, site) for *_, site in o.sites} for o in flat.originals]
             found = {i for i, of_one in enumerate(names) if not of_one.isdisjoint(fqns)}
-            flat.module_parameters.end_lack(found)
+            flat.module_parameters.materialize(found)
 
     # -- parameters ------------------------------------------------------------------------
 
     def originals(self) -> list[OriginalParameter]:
-        """All original parameters of the unit."""
         return [original for flat in self.flats for original in flat.originals]
 
 
 # -- training state --------------------------------------------------------------------------------
-# Training states of units and roots, and the one table of legal transitions.
 
 
 class UnitState(Enum):
     """Phase of a unit.
 
-    - ``IDLE``: sharded (unless its strategy keeps it unsharded until the backward).
+    - ``IDLE``: sharded, or kept unsharded until the backward or the next forward.
     - ``FORWARD``: unsharded, inside its forward.
     - ``BACKWARD_PRE``: unsharded, its backward runs.
     - ``BACKWARD_POST``: resharded, its gradient is being reduced.
@@ -560,13 +551,13 @@ class UnitState(Enum):
     BACKWARD_POST = auto()
     SUMMON_FULL_PARAMS = auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and every hook looks a state up
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, and every hook looks a state up
 
 
 class RootState(Enum):
     """Phase of a root.
 
-    - ``IDLE``: nothing, or it waits for the backward of a forward that has ended.
+    - ``IDLE``: between forwards and backwards.
     - ``FORWARD``: the outermost forward runs.
     - ``BACKWARD``: the engine runs; recomputed forwards are part of it.
     """
@@ -581,7 +572,7 @@ class RootState(Enum):
 _U = UnitState
 _R = RootState
 
-# (from, to); `_HINTS` says what the user most likely did where a transition is illegal.
+# (from, to). For illegal transitions, `_HINTS` names the likely mistake by the state requested.
 _LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
     {
         (_U.IDLE, _U.FORWARD),
@@ -589,9 +580,9 @@ _LEGAL: frozenset[tuple[Enum, Enum]] = frozenset(
         (_U.IDLE, _U.BACKWARD_PRE),
         (_U.BACKWARD_PRE, _U.BACKWARD_PRE),  # the backward of a second forward call began
         (_U.BACKWARD_PRE, _U.BACKWARD_POST),
-        (_U.IDLE, _U.BACKWARD_POST),  # none of the outputs carried a hook
+        (_U.IDLE, _U.BACKWARD_POST),  # no output had a hook
         (_U.BACKWARD_POST, _U.BACKWARD_PRE),  # a second forward call of the same step
-        (_U.BACKWARD_POST, _U.FORWARD),  # one is recomputed: activation checkpointing around it
+        (_U.BACKWARD_POST, _U.FORWARD),  # recomputed by activation checkpointing around it
         (_U.BACKWARD_POST, _U.BACKWARD_POST),
         (_U.BACKWARD_POST, _U.IDLE),
         (_U.BACKWARD_PRE, _U.IDLE),  # no parameter of the unit took part in the backward
@@ -620,7 +611,7 @@ StateT = TypeVar("StateT", UnitState, RootState)
 
 
 class StateMachine(Generic[StateT]):
-    """One state; ``advance`` checks the table, ``reset`` does not."""
+    """One state; ``advance`` checks the table of transitions, ``reset`` does not."""
 
     def __init__(self, initial: StateT, fqn: str) -> None:
         self.state: StateT = initial
@@ -628,7 +619,7 @@ class StateMachine(Generic[StateT]):
         self._initial: StateT = initial
 
     def advance(self, wanted: StateT) -> None:
-        """Go to ``wanted``; raises ``FSDPStateError`` where the table has no such transition."""
+        """Change the state to ``wanted``; raise ``FSDPStateError`` if that is illegal."""
         if (self.state, wanted) not in _LEGAL:
             raise FSDPStateError(
                 f"{unit_name(self.fqn)}: expected a state from which {wanted.name} can be reached, "
@@ -637,5 +628,4 @@ class StateMachine(Generic[StateT]):
         self.state = wanted
 
     def reset(self) -> None:
-        """Back to the initial state, after an error or at the end of a pass."""
         self.state = self._initial

@@ -17,17 +17,18 @@ from fsdp_dynamo.pytree import tensors_of
 
 
 class UnitModuleProtocol(Protocol):
-    """A wrapper, or a module of ``fully_shard``, as the hooks and graph modes see it.
+    """A wrapper, or a module of ``fully_shard``, as hooks and graph mode see it.
 
     Attributes:
-        _fsdp_buffer_dtypes: by FQN, the dtypes of the buffers that ``MixedPrecision`` has cast.
+        _fsdp_buffer_dtypes: original dtypes of the buffers that ``MixedPrecision`` has cast, by
+            FQN.
         _fsdp_has_nested: whether there are units below it.
-        _fsdp_gathered: unsharded flat parameters in a trace, where a unit has several modules.
-        _fsdp_compiled_bodies: its body compiled in hooks mode, by the number of the backend.
-        _fsdp_compiled_before: its body as the user has compiled it before it became a unit.
-        _fsdp_hook_tables: where users' hooks inside are, once hooks mode has asked.
-        _fsdp_last_key: number of the backend of its last forward in eager or hooks mode.
-        _fsdp_output_spec: structure of its output as hooks mode traced it last.
+        _fsdp_gathered: unsharded buffers in a trace, where a unit has several modules.
+        _fsdp_compiled_bodies: body compiled in hooks mode, by backend number.
+        _fsdp_compiled_before: body that the user compiled before it became a unit.
+        _fsdp_hook_tables: tables of users' hooks inside, once hooks mode has searched for them.
+        _fsdp_last_key: backend number of its last forward in eager or hooks mode.
+        _fsdp_output_spec: structure of its output in the last trace of hooks mode.
     """
 
     _fsdp_buffer_dtypes: dict[str, torch.dtype]
@@ -41,7 +42,7 @@ class UnitModuleProtocol(Protocol):
 
     @property
     def _fsdp_input_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to now; ``None``: not cast."""
+        """Current dtype to which floating-point inputs are cast; ``None``: no cast."""
 
     @property
     def _fsdp_root(self) -> Any:
@@ -49,16 +50,16 @@ class UnitModuleProtocol(Protocol):
 
     @property
     def _fsdp_unit(self) -> Unit:
-        """Its unit, recovered from a backward that raised."""
+        """Its unit; recovers from a backward that raised."""
 
     def _fsdp_inner(self) -> nn.Module:
-        """The module below the unit's hooks: of a wrapper, what it wraps."""
+        """Return the module below the unit's hooks: the wrapped module of a wrapper."""
 
     def _fsdp_body(self) -> Callable[..., Any]:
-        """The callable between the unit's hooks: the user's module."""
+        """Return the callable between the unit's hooks: the user's module."""
 
     def _fsdp_is_outermost(self) -> bool:
-        """Whether its unit is the root."""
+        """Return whether its unit is the root."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's hooks and its body."""
@@ -69,9 +70,10 @@ _numbers = itertools.count()
 
 
 def register(module: UnitModuleProtocol) -> str:
-    """A name for a unit module in traced code, unique in the process.
+    """Return a name for a unit module in traced code, unique in the process.
 
-    Dynamo would make a number dynamic and would guard on an object; a string is a constant.
+    A string, because Dynamo treats strings as constants. It would make a number dynamic and guard
+    on an object.
     """
     name = f"unit{next(_numbers)}"
     _registered[name] = module
@@ -79,12 +81,12 @@ def register(module: UnitModuleProtocol) -> str:
 
 
 def registered(name: str) -> UnitModuleProtocol:
-    """The unit module of that name."""
+    """Return the unit module of that name."""
     return _registered[name]
 
 
 def alike(name: str) -> list[str]:
-    """Names of the registered unit modules of one root whose modules have the class of one's."""
+    """Names of registered unit modules with the same class and the same root as ``name``."""
     one = _registered[name]
     kind, root = type(one._fsdp_inner()), one._fsdp_root
     return [
@@ -95,7 +97,7 @@ def alike(name: str) -> list[str]:
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a module and of those below it; of a wrapped module, its wrapper's too."""
+    """Return the units of a module and below it; for a wrapped module, its wrapper's unit too."""
     wrapper = wrapper_of(module)
     outer = [] if wrapper is None else [wrapper]
     found: list[UnitModuleProtocol] = [*outer, *(m for _, m in unit_modules(module))]
@@ -103,17 +105,14 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 # -- preserve state --------------------------------------------------------------------------------
-# Steps that leave no trace: gradients, buffers and random states are restored, no hooks called.
 
 
 @contextmanager
 def preserve_state(module: nn.Module, units: Sequence[Unit], values: Any = ()) -> Iterator[None]:
-    """Begin without gradients; restore gradients, buffers and random states at the end.
+    """Start without gradients; restore gradients, buffers and random states at the end.
 
-    Args:
-        module: owner of the parameters and buffers.
-        units: of the module.
-        values: inputs, whose gradients are restored too.
+    Meanwhile no post-accumulate hooks run: they could step an optimizer. ``values`` are inputs,
+    whose gradients are restored too.
     """
     leaves = [t for t in tensors_of(values) if t.is_leaf and t.requires_grad]
     holders = dict.fromkeys([*module.parameters(), *leaves])
@@ -148,7 +147,7 @@ def preserve_state(module: nn.Module, units: Sequence[Unit], values: Any = ()) -
 def clear_gradients(
     holders: Sequence[torch.Tensor] | dict[Any, None], units: Sequence[Unit]
 ) -> None:
-    """Drop gradients of tensors, and those of units that wait for a reduction."""
+    """Drop gradients of tensors, and pending gradients of units."""
     for holder in holders:
         holder.grad = None
     for unit in units:

@@ -1,4 +1,4 @@
-"""The root's schedule and the hooks around each unit's forward, of eager and hooks mode.
+"""The root's schedule and the hooks around each unit's forward, for eager and hooks mode.
 
-Imports: ``core``, ``agreement``.
+Imports: ``core``, ``health``.
 """

@@ -1,4 +1,4 @@
-"""The end of all calls of a unit in a backward, and the sum of the gradients that they give."""
+"""The end of all calls of a unit in a backward, and the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ Grads = list[torch.Tensor | None]
 
 
 class EndOfCalls:
-    """A leaf of autograd's graph that all calls of one unit depend on.
+    """Autograd leaf that all calls of a unit depend on; marks the end of the unit's backward.
 
-    The engine counts which nodes a backward reaches. It runs the leaf's after those of all the
-    unit's calls among them, and at once, as it runs leaves' first. So a unit that is called several
-    times, in one forward or in several, is reduced once, when its gradients are whole.
+    A unit may be called several times, in one forward or in several. The engine counts the
+    dependencies of each node in a backward. So it runs the leaf's node after the nodes of all calls
+    that this backward reaches, and at once, as leaves have the highest priority. The unit is then
+    reduced once, when its gradients are complete.
 
     Args:
-        unit: called.
-        reached: told of the unit at that point; a method, whose object is not kept alive.
+        unit: the unit.
+        reached: method called with the unit at that point; its object is not kept alive.
 
     Attributes:
-        leaf: an input of the node that makes a call's views; without elements, on the device that
-            computes. It never has a gradient.
+        leaf: empty input of the node that makes a call's views, on the computing device. It never
+            has a gradient.
     """
 
     def __init__(self, unit: Unit, reached: Callable[[Unit], None]) -> None:
         self.device = unit.flats[0].device
         self.leaf = torch.empty(0, device=self.device, requires_grad=True)
         self._grads: dict[FlatParameter, Grads] = {}
-        self._stream: Any = None  # where the gradients of this backward are added
+        self._stream: Any = None  # stream on which the gradients of this backward are added
         self._node = get_gradient_edge(self.leaf).node
         unit_ref, method = ref(unit), WeakMethod(reached)
 
@@ -52,7 +53,7 @@ class EndOfCalls:
         self._node.register_hook(tell)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the unit has its own."""
+        """Return nothing: a copy of the unit makes its own."""
 
     def add(self, flat: FlatParameter, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of one call's views of a flat parameter."""
@@ -65,26 +66,26 @@ class EndOfCalls:
         with streams.on(self._stream):
             streams.follow(current)
             self._add(flat, grads)
-        streams.follow(self._stream)  # before the memory of what was added is used again
+        # The gradients' memory belongs to the current stream: do not reuse it before they are read.
+        streams.follow(self._stream)
 
     def _add(self, flat: FlatParameter, grads: Sequence[torch.Tensor | None]) -> None:
         before = self._grads.get(flat)
         self._grads[flat] = list(grads) if before is None else sums(before, grads)
 
     def take(self) -> dict[FlatParameter, Grads]:
-        """The sums by flat parameter; nothing is left."""
         grads, self._grads = self._grads, {}
         return grads
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Issue what is inside on the stream on which the gradients were added."""
+        """Enqueue the work inside on the stream on which the gradients were added."""
         streams = side_streams(self.device)
         if streams is None or self._stream is None:
             return nullcontext()
         return streams.on(self._stream)
 
     def join(self) -> None:
-        """Let the current stream follow that one: the backward is over."""
+        """Make the current stream follow that stream at the end of the backward."""
         streams = side_streams(self.device)
         if streams is not None and self._stream is not None:
             streams.follow(self._stream)
@@ -92,7 +93,7 @@ class EndOfCalls:
 
 
 def sums(totals: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> Grads:
-    """Their sums, one by one; where neither has a value, ``None``."""
+    """Add gradients elementwise; ``None`` where neither has a value."""
     return [
         total if grad is None else grad if total is None else total + grad
         for total, grad in zip(totals, grads, strict=True)
@@ -100,14 +101,13 @@ def sums(totals: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | N
 
 
 # -- calls in a row --------------------------------------------------------------------------------
-# The unit that stays unsharded because it may be called, or be reached by the backward, again.
 
 
 class CallsInARow:
-    """At most one unit, between two of its calls; it is resharded when another one begins.
+    """At most one unit that stays unsharded between two calls, until another unit begins.
 
-    Only units that have been called twice in a row are kept. For the others it would cost memory:
-    the last block would stay whole beside the logits.
+    Only units that were called twice in a row are kept. For all other units this would cost memory:
+    the last block would stay unsharded beside the logits.
     """
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class CallsInARow:
             unit.stay_unsharded()
 
     def begin(self, unit: Unit) -> None:
-        """Before a call of ``unit``: reshard what was kept, unless this is the call."""
+        """Reshard the kept unit before a call of another unit."""
         if self._kept is not None and self._kept[0] is unit:
             self.forget()
         self.end()
 
     def end(self) -> None:
-        """Reshard what was kept: no call follows."""
+        """Reshard the kept unit: no call follows."""
         if self._kept is None:
             return
         unit, phase = self._kept
@@ -140,5 +140,4 @@ class CallsInARow:
             unit.end_backward()
 
     def forget(self) -> None:
-        """Keep nothing, and leave the unit as it is."""
         self._kept = None

@@ -1,6 +1,7 @@
-"""Order in which units run their forwards: recorded in each step, compared with that of the first.
+"""Order of the units' forwards: recorded in each step, compared with the first step's.
 
-Prefetch follows the last step's order, and ranks must agree on it: they issue collectives in it.
+Prefetch follows the order of the last step. Ranks must agree on it, as they issue collectives in
+that order.
 """
 
 from __future__ import annotations
@@ -20,62 +21,60 @@ from fsdp_dynamo.health.comparison import first_difference, require_same
 
 
 class ExecutionOrder:
-    """Units in the order of their forwards; calls of one unit in a row count as one.
+    """Units in the order of their forwards; consecutive calls of one unit count once.
 
     Attributes:
-        fqns: of the first training step, or ``None`` before its end.
-        repeated: units that have been called twice in a row.
+        fqns: FQNs in the order of the first training step; ``None`` before its end.
+        repeated: units that were called twice in a row.
     """
 
     def __init__(self) -> None:
         self.fqns: tuple[str, ...] | None = None
         self.repeated: set[Unit] = set()
-        self._last: list[Unit] = []  # in the order in which forwards began, in the last step
-        self._began: list[Unit] = []  # the same in the step that runs now
-        self._ended: list[Unit] = []  # in the order in which forwards ended, in this step
-        self._agreed: set[tuple[str, ...]] = set()  # calls before backwards with all-reduces
+        self._last: list[Unit] = []  # order in which forwards began, in the last step
+        self._began: list[Unit] = []  # order in which forwards began, in the current step
+        self._ended: list[Unit] = []  # order in which forwards ended, in the current step
+        self._agreed: set[tuple[str, ...]] = set()  # orders that `require_same_calls` has compared
         self._is_paused = False
         self._warned = False
 
     def begin(self) -> None:
-        """Start a step without units."""
         self._began = []
         self._ended = []
 
     def add(self, unit: Unit) -> None:
-        """Take a unit whose forward begins."""
         if self._began and self._began[-1] is unit:
             self.repeated.add(unit)
         else:
             self._began.append(unit)
 
     def following(self) -> Unit | None:
-        """The unit that came after the newest one in the last step, if both were there."""
+        """Return the unit that followed the newest unit in the last step, or ``None``."""
         position = len(self._began)
         if position >= len(self._last) or self._last[position - 1] is not self._began[-1]:
             return None
         return self._last[position]
 
     def end_call(self, call: ForwardCall) -> None:
-        """Take a call whose forward ends and whose backward may follow."""
         if not self._ended or self._ended[-1] is not call.unit:
             self._ended.append(call.unit)
         call.order = len(self._ended) - 1
 
     def ended_before(self, call: ForwardCall) -> Iterator[Unit]:
-        """Units whose forwards ended before a call's, the newest first."""
+        """Yield units whose forwards ended before that of a call, newest first."""
         if call.order <= len(self._ended):
             for position in range(call.order - 1, -1, -1):
                 yield self._ended[position]
 
     def require_same_calls(self) -> None:
-        """Compare, before a backward, the calls of units whose gradients are all-reduced.
+        """Compare ranks' calls of units whose gradients are all-reduced, before a backward.
 
-        All-reduces are the backend's own. Between ranks that issue those of other units, they mix
-        up data or end the process. Calls that ranks have agreed on are not compared again.
+        The backend issues all-reduces by itself. If ranks issued them for different units, data
+        would be mixed up or the process would end. Calls that ranks have agreed on are not compared
+        again.
 
         Raises:
-            DivergenceError: on every rank, if ranks have called other units.
+            DivergenceError: on every rank, if ranks have called different units.
         """
         calls = tuple([unit.fqn for unit in self._ended])
         if calls in self._agreed:
@@ -89,22 +88,17 @@ class ExecutionOrder:
         self._agreed.add(calls)
 
     def forget_calls(self) -> None:
-        """Drop the calls of a step whose backward is done."""
         self._ended = []
 
     def end(self, group: dist.ProcessGroup, is_training: bool) -> None:
-        """Keep the step's order for the next one; in training, check it.
-
-        Raises:
-            DivergenceError: see ``_check``.
-        """
+        """Keep the step's order for the next step; in training, check it (see ``_check``)."""
         self._last = self._began
         if is_training and torch.is_grad_enabled():
             self._check(tuple([unit.fqn for unit in self._began]), group)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Check no order inside the context: another method than the forward runs."""
+        """Check no order inside the context: a method other than the forward runs."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -112,14 +106,10 @@ class ExecutionOrder:
             self._is_paused = before
 
     def _check(self, order: tuple[str, ...], group: dist.ProcessGroup) -> None:
-        """Record the first order.
+        """Record the first order; in debug mode check later orders, as FSDP1 does.
 
-        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (upstream's condition, too) warn once of another
-        one, and compare each that is new between ranks.
-
-        Args:
-            order: FQNs of units in the order in which their forwards began.
-            group: the ranks that compare.
+        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` warn once if the order changes, and compare each new
+        order between the ranks of ``group``.
 
         Raises:
             DivergenceError: ranks run their units in different orders.
@@ -128,7 +118,7 @@ class ExecutionOrder:
             return
         if self.fqns is None:
             self.fqns = order
-        if get_debug_level() != DebugLevel.DETAIL:  # pybind's enums are no singletons
+        if get_debug_level() != DebugLevel.DETAIL:  # `is not` fails: pybind enums are no singletons
             return
         require_same(group, "order of units in the forward", " ".join(map(repr, order)))
         if order != self.fqns and not self._warned:

@@ -1,4 +1,4 @@
-"""One forward call of a unit: its parameter views, tied into autograd, and its backward's state."""
+"""One forward call of a unit: its parameter views in autograd, and the state of its backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_dynamo.core.flat_parameter import FlatParameter
-from fsdp_dynamo.core.module_parameters import put_version_back
+from fsdp_dynamo.core.module_parameters import restore_version
 from fsdp_dynamo.core.unit import Unit
 from fsdp_dynamo.dynamo.private_api import never_compiled_itself
 from fsdp_dynamo.dynamo.untraced import BY_AUTOGRAD, untraced
@@ -28,19 +28,19 @@ class ForwardCall:
     """One forward call of a unit, with the state that its backward needs.
 
     Attributes:
-        unit: the unit called.
-        trainable: its flat parameters of which something is trained.
-        views: the parameter views of this call, one list per flat parameter.
-        order: position in the order in which the forwards ended.
-        backward_id: the backward pass in which the pre-backward ran last; 0 for none.
-        graph_task: the engine's number of that pass; reentrant checkpointing runs the backward of
-            each of its segments as another pass, within it.
-        segment_grads: gradients of the views that segments have given in this backward.
-        is_tracked: whether the views are tied into autograd.
+        unit: the called unit.
+        trainable: its flat parameters with a trained parameter.
+        views: parameter views of this call, one list per flat parameter.
+        order: position in the order in which forwards ended.
+        backward_id: number of the backward that ran the pre-backward last; 0: none.
+        graph_task: the engine's number of that backward. Reentrant checkpointing runs the backward
+            of each segment as a nested backward with its own number.
+        segment_grads: gradients of the views from segments of the current backward.
+        is_full_precision: whether the views have the dtype of the shards.
+        is_tracked: whether autograd tracks the views.
         left: modules of the unit that have not run yet.
-        is_full_precision: whether its views are in the dtype of the shards.
         began: position in the order in which the forwards of the process began.
-        step: of which it is a part.
+        step: step of the call.
     """
 
     unit: Unit
@@ -57,56 +57,49 @@ class ForwardCall:
     step: Step | None = field(default_factory=current_step)
 
     def show_views(self) -> None:
-        """Let the unit's modules see the views of this call."""
         for flat, views in zip(self.unit.flats, self.views, strict=True):
             flat.module_parameters.set_views(views)
 
     def grads_by_flat(
         self, grads: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[FlatParameter, Sequence[torch.Tensor | None]]]:
-        """The gradients of the views of each trainable flat parameter."""
-        position = 0
+        """Yield each trainable flat parameter with the gradients of its views."""
+        remaining = iter(grads)
         for flat in self.trainable:
-            end = position + len(flat.originals)
-            yield flat, grads[position:end]
-            position = end
+            yield flat, [*itertools.islice(remaining, len(flat.originals))]
 
     def add_segment(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients that one segment gives the views."""
         before = self.segment_grads
         self.segment_grads = list(grads) if before is None else sums(before, grads)
 
 
 class Schedule(Protocol):
-    """Receiver of the end of a unit's backward."""
+    """Receiver of the end of a call's backward."""
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of all views of trainable parameters (``None`` where there is none)."""
+        """Take the gradients of all views of trainable flat parameters; ``None``: no gradient."""
 
 
 def begin_call(
     unit: Unit, schedule: Schedule, end: EndOfCalls | None, left: Iterable[nn.Module] | None = None
 ) -> ForwardCall:
-    """Show the modules of an unsharded unit views of its flat parameters, tied into autograd.
+    """Show the modules of an unsharded unit new views of its unsharded buffers.
 
     Args:
         unit: an unsharded unit.
-        schedule: told when the last gradient of the views has come.
-        end: of the unit; ``None`` ties nothing into autograd.
-        left: modules of the unit that this call is for; all.
+        schedule: receiver of the views' gradients.
+        end: end of the unit's calls; ``None``: autograd does not track the views.
+        left: modules of the unit that this call is for; default: all.
     """
     call = ForwardCall(unit, unit.trainable, is_full_precision=unit.wants_full_precision)
     call.left = set(unit.modules if left is None else left)
-    tracked: tuple[torch.Tensor, ...] = ()
+    tracked: Iterator[torch.Tensor] = iter(())
     if call.trainable and end is not None:
         call.is_tracked = True
-        tracked = _UnshardedViews.apply(call, schedule, end.leaf)  # type: ignore[no-untyped-call]
-    position = 0
+        tracked = iter(_UnshardedViews.apply(call, schedule, end.leaf))  # type: ignore[no-untyped-call]
     for flat in unit.flats:
-        if tracked and flat.is_trainable:
-            after = position + len(flat.originals)
-            views = list(tracked[position:after])
-            position = after
+        if call.is_tracked and flat.is_trainable:
+            views = [*itertools.islice(tracked, len(flat.originals))]
             if flat.module_parameters.frozen:
                 untracked = flat.make_views()
                 for index in flat.module_parameters.frozen:
@@ -120,11 +113,11 @@ def begin_call(
 
 
 class _UnshardedViews(torch.autograd.Function):
-    """Forward: the parameter views. Backward: all their gradients at once.
+    """Autograd node that makes the parameter views of a call and gets all their gradients.
 
-    The engine runs the backward when every use of every view has given its gradient: that is
-    the end of the call's backward. (Reentrant checkpointing has one more for each segment.) The
-    parameters' own gradients are set by the reduction later, so none is returned.
+    The engine runs its backward once every use of every view has given its gradient: that is the
+    end of the call's backward. (Reentrant checkpointing runs one more node for each segment.) It
+    returns no gradients: the reduction sets the parameters' ``.grad`` later.
     """
 
     @staticmethod
@@ -132,10 +125,9 @@ class _UnshardedViews(torch.autograd.Function):
         ctx: Any, call: ForwardCall, schedule: Schedule, end: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Weak: the call holds the views, whose grad_fn is this node. What keeps the call and the
-        # schedule alive until the backward are the hooks on the unit's outputs. They keep the unit,
-        # too, which shows the views to its module: held here, none of it would go after a failed
-        # backward.
+        # Weak references, because the call and the unit hold the views, whose grad_fn is this node:
+        # after a failed backward this cycle would never be freed. Until the backward, the hooks on
+        # the unit's outputs keep call, schedule and unit alive.
         ctx.call = ref(call)
         ctx.unit = ref(call.unit)
         ctx.schedule = ref(schedule)
@@ -152,18 +144,17 @@ class _UnshardedViews(torch.autograd.Function):
 
 
 # -- parametrizations ------------------------------------------------------------------------------
-# Parametrizations that a forward registers on the views that its modules hold.
-#
-# ``ParametrizationList`` calls ``set_()`` on the view, with itself. That writes nothing, but
-# counts as a write, after which autograd refuses all views of the buffer: its version is put
-# back.
+# A forward may register a parametrization on a view. ``ParametrizationList`` then calls
+# ``view.set_(view)``. That changes nothing but raises the version counter, after which autograd
+# would refuse all views of the buffer. So the version is reset.
 
 
 @functools.cache
 def let_forwards_register_parametrizations() -> None:
-    """Let parametrizations be registered on views, from now on.
+    """Support parametrizations of views, from now on.
 
-    Graphs of other models in which buffers are registered go through the hook and stay whole.
+    The hook is never compiled itself: graphs of other models in which buffers are registered stay
+    whole.
     """
     register_module_buffer_registration_hook(_buffer_registered)
 
@@ -177,4 +168,4 @@ def _buffer_registered(module: nn.Module, name: str, tensor: torch.Tensor | None
 @untraced("Dynamo traces no registration of a parametrization")
 def _registered(tensor: torch.Tensor) -> None:
     if tensor._base is not None:
-        put_version_back(tensor._base)
+        restore_version(tensor._base)

@@ -40,20 +40,14 @@ def run_unit(
     kwargs: dict[str, Any],
     input_dtype: torch.dtype | None,
 ) -> Any:
-    """Run a unit's forward between its hooks.
+    """Run the forward of one of a unit's modules between the unit's hooks.
 
-    Args:
-        root: the schedule of the unit.
-        unit: whose forward it is.
-        module: which of its modules runs.
-        body: the module, or its compiled form.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        input_dtype: floating-point inputs are cast to it; ``None`` casts nothing.
+    ``body`` is the module or its compiled form. Floating-point inputs are cast to ``input_dtype``,
+    if there is one.
     """
     if root.in_backward and unit.machine.state is UnitState.BACKWARD_PRE:
-        # Activation checkpointing recomputes: the pre-backward has unsharded the unit and set
-        # its views already.
+        # Activation checkpointing recomputes: the pre-backward has already unsharded the unit and
+        # shown its views.
         args, kwargs = prepare_inputs(unit.device, input_dtype, args, kwargs)
         with views_while_traced(unit):
             return cast_output(unit.output_dtype, body(*args, **kwargs))
@@ -74,7 +68,7 @@ def run_unit(
         with profiler_range("forward", unit.fqn), views_while_traced(unit):
             output = cast_output(unit.output_dtype, body(*args, **kwargs))
         unit.require_kept_views()
-        output = _in_memory_of_its_own(unit, output)
+        output = _clone_freed_outputs(unit, output)
     except BaseException as error:
         cause = shared_inputs(error, unit.fqn)
         root.fail_forward(unit)
@@ -88,8 +82,8 @@ def run_unit(
     return output
 
 
-def _in_memory_of_its_own(unit: Unit, output: Any) -> Any:
-    """Copies, with their gradients, of what lies in memory that is freed behind the forward."""
+def _clone_freed_outputs(unit: Unit, output: Any) -> Any:
+    """Clone outputs, differentiably, that lie in memory that is freed after the forward."""
     storages = [storage for flat in unit.flats for storage in flat.storages_to_free()]
     freed = [range(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
     for tensor in tensors_of(output):
@@ -104,7 +98,7 @@ def _lies_in(tensor: torch.Tensor, memory: Sequence[range]) -> bool:
         return any(_lies_in(getattr(tensor, name), memory) for name in names)
     try:
         address = tensor.data_ptr()
-    except (NotImplementedError, RuntimeError):  # no memory of its own
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
         return False
     return any(address in addresses for addresses in memory)
 
@@ -112,8 +106,8 @@ def _lies_in(tensor: torch.Tensor, memory: Sequence[range]) -> bool:
 def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
     """Start the unit's backward with the first gradient of an output.
 
-    Where the caller changes a view in place, autograd gives it another node, and the view's own is
-    never run; that of its base is.
+    If the caller changes an output in place that is a view, autograd gives it a new node and never
+    runs the old one. It does run that of the view's base.
     """
     hook = partial(_pre_backward, root, call)
     for tensor in tensors_of(output):
@@ -127,9 +121,9 @@ def _register_pre_backward(root: Root, call: ForwardCall, output: Any) -> None:
 
 def _reverse_mode_error(unit: Unit) -> UnsupportedError:
     return UnsupportedError(
-        f"{unit_name(unit.fqn)}: expected a backward that starts the unit's own: loss.backward() "
-        "or torch.autograd.grad(), got torch.func.grad, vjp or jacrev, whose backward runs none of "
-        "its hooks. Call torch.autograd.grad() in its place, or use torch.func.jvp or jacfwd."
+        f"{unit_name(unit.fqn)}: expected loss.backward() or torch.autograd.grad(), which run the "
+        "unit's hooks, got torch.func.grad, vjp or jacrev, which run none. Call "
+        "torch.autograd.grad() instead, or use torch.func.jvp or jacfwd."
     )
 
 
@@ -144,7 +138,7 @@ def prepare_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move inputs to ``device`` and cast floating-point ones to ``dtype`` (``None``: do not)."""
+    """Move inputs to ``device`` and cast floating-point inputs to ``dtype`` (``None``: do not)."""
     if dtype is None and device is None:
         return args, kwargs
 
@@ -168,21 +162,16 @@ def cast_output(dtype: torch.dtype | None, output: Any) -> Any:
 
 
 def keep_module_precision(module: nn.Module, own: torch.dtype) -> None:
-    """Let one module of a mixed-precision unit compute in its own data type.
-
-    Its floating-point inputs are cast to ``own``, its outputs back to the dtype of the inputs.
-    """
+    """Make one module of a mixed-precision unit compute in ``own``; cast inputs and outputs."""
     casts = _Casts(own)
     module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
     module.register_forward_hook(casts.output)
 
 
 class _Casts:
-    """Forward hooks of a module that computes in a dtype of its own."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.given: torch.dtype | None = None  # the dtype of the last call's inputs
+        self.given: torch.dtype | None = None  # dtype of the last call's inputs
 
     def inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

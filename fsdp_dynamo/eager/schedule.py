@@ -5,8 +5,8 @@ One ``Root`` serves all units below the outermost wrapper. Order of a step for u
     forward:   AG(1) [AG(2) F(1)] [AG(3) F(2)] ... F(L)
     backward:  AG(L) [AG(L-1) B(L)] RS(L) [AG(L-2) B(L-1)] RS(L-1) ...
 
-A bracket is a collective that runs beside a computation. At most one unit is unsharded ahead
-of the one that computes, and a few gradients are being reduced (``ReduceQueue``).
+Brackets contain a collective that runs beside a computation. At most one unit is unsharded ahead of
+the unit that computes, and at most ``MAX_REDUCES`` gradients are being reduced (``ReduceQueue``).
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class Root:
     """Schedule of all units under one outermost wrapper.
 
     Args:
-        units: every unit with its modules' FQNs, in left-to-right depth-first order; the first is
+        units: every unit with its modules' paths, in left-to-right depth-first order; the first is
             the outermost.
 
     Attributes:
-        secondary: the secondary shards of its units.
-        trained: which parameters are trained, one after the other, as text, as of the beginning of
-            the forward. Compiled code in which units are leaves is guarded by it: what a leaf
-            returns has a gradient, or none. ``None``: there is no such code yet.
-        variable: registered names of unit modules that are no leaves: their output varies.
-        ends_backward_by_hand: whether that is left to ``finalize_backward``.
+        secondary: secondary shards of the units.
+        trained: which parameters were trained when the forward began, one character each; ``None``:
+            no code depends on it. Guards of compiled code in which units are leaves read it,
+            because it decides which outputs of a leaf require gradients.
+        variable: registered names of unit modules that cannot be leaves, as their output varies.
+        changes_state: whether a trace has seen the forward change Python state.
+        ends_backward_by_hand: whether ``finalize_backward`` ends backwards.
     """
 
     def __init__(self, units: Sequence[tuple[UnitPaths, Unit]]) -> None:
@@ -60,14 +61,14 @@ class Root:
         self.changes_state = False  # its forward changes Python state, seen in a trace
         self.ends_backward_by_hand = False
         self._depth = 0
-        self._around: events.Step | None = None  # of another model, which calls this one
-        self._step: events.Step | None = None  # the newest whose backward has begun
+        self._around: events.Step | None = None  # step of another model that calls this one
+        self._step: events.Step | None = None  # newest step whose backward has begun
         self._backward_id = 0
-        self._creates_graph = False  # of the gradients, in the backward that runs
-        self._stays_unsharded = False  # for the backward of such a graph
+        self._creates_graph = False  # the current backward runs with create_graph=True
+        self._stays_unsharded = False  # such a backward was run: its graph needs the parameters
         self._reduces = ReduceQueue()
-        self._open: dict[Unit, ForwardCall] = {}  # calls of units of several modules
-        self._waiting: list[ForwardCall] = []  # calls of which a segment has been done
+        self._open: dict[Unit, ForwardCall] = {}  # open calls of units with several modules
+        self._waiting: list[ForwardCall] = []  # calls with a finished segment
         self._ends: dict[Unit, EndOfCalls] = {}
         self._in_a_row = CallsInARow()
         self.execution_order = ExecutionOrder()
@@ -82,82 +83,77 @@ class Root:
         self.accumulation.refresh()
         self.secondary = SecondaryShards(self.units, self.accumulation)
 
-    def note_trained(self) -> None:
-        """Set ``trained``."""
+    def record_trained(self) -> None:
         originals = (original for unit in self.units for original in unit.originals())
         self.trained = "".join(["01"[original.param.requires_grad] for original in originals])
         if self.variable:
             self.trained += f", without {', '.join(self.variable)}"
 
-    def note_variable(self, names: Sequence[str]) -> None:
-        """Let graphs of hooks mode end at unit modules from now on: their output varies.
-
-        Args:
-            names: as they are registered.
-        """
+    def record_variable(self, names: Sequence[str]) -> None:
+        """Make graphs of hooks mode end at these unit modules from now on: their output varies."""
         self.variable = list(dict.fromkeys([*self.variable, *names]))
-        self.note_trained()
+        self.record_trained()
 
     @property
     def is_outside(self) -> bool:
-        """Whether neither a forward nor a backward is under way."""
         return self.machine.state is RootState.IDLE
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward is under way."""
         return self.machine.state is RootState.BACKWARD
 
-    def _settle(self) -> None:
-        """Let gathers to come follow what is enqueued now; free what was retired."""
+    def _sync_gathers(self) -> None:
+        """Make later gathers wait for all work enqueued so far; free retired storage."""
         for unit in self.units:
             if unit.flats:
-                unit.settle()
+                unit.sync_gathers()
                 return
 
     # -- forward -----------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
-        """Unshard ``unit``, start the prefetch of the next one, show the views.
+        """Unshard ``unit``, prefetch the next one, show the views.
 
-        A call of a unit of several modules begins with the first of them and ends with the last.
+        If the unit has several modules, one call spans all of them: only the first begins it.
         """
         if unit in self._open and not self.in_backward:
             self._depth += 1
-            return self._join(unit)
+            return self._continue_call(unit)
         recomputes = self.in_backward
         if self.is_outside:
             self._begin_forward()
         if not recomputes:
             self._in_a_row.begin(unit)
             unit.drop_outdated()
-        if not recomputes and (unit.is_ahead or not unit.is_unsharded):
-            unit.check_originals()
+            # A prefetched unit was checked when its gather was issued.
+            if unit.is_ahead or not unit.is_unsharded:
+                unit.check_originals()
         unit.machine.advance(UnitState.FORWARD)
         unit.set_full_precision(unit.wants_full_precision)
         unit.issue_unshard("forward")
         unit.wait_unshard()
         if not recomputes:
             self.execution_order.add(unit)
+            # After the wait, so that the two gathers do not share the link; before the unit
+            # computes, so that the next gather runs beside it.
             self._prefetch_forward(unit)
-        call = begin_call(unit, self, self._tie(unit))
+        call = begin_call(unit, self, self._end_if_tracked(unit))
         if len(unit.modules) > 1 and not recomputes:
             self._open[unit] = call
         unit.event = events.begin(unit.fqn, "forward", "forward")
-        self._depth += 1  # where something has failed above, the unit is not in its forward
+        self._depth += 1  # last: after an error above, no `fail_forward` follows for this unit
         return call
 
-    def _join(self, unit: Unit) -> ForwardCall:
-        """The open call of a unit of which another module runs."""
+    def _continue_call(self, unit: Unit) -> ForwardCall:
+        """Return the open call of a unit with several modules for its next module."""
         call = self._open[unit]
         if call.is_tracked or not torch.is_grad_enabled():
-            call.show_views()  # a trace may have hidden them
+            call.show_views()  # a trace may have replaced them
             return call
-        call = self._open[unit] = begin_call(unit, self, self._tie(unit), call.left)
+        call = self._open[unit] = begin_call(unit, self, self._end_if_tracked(unit), call.left)
         return call
 
-    def _tie(self, unit: Unit) -> EndOfCalls | None:
-        """Record that ties a call of the unit into autograd, if it is to be tied."""
+    def _end_if_tracked(self, unit: Unit) -> EndOfCalls | None:
         return self._end_of_calls(unit) if torch.is_grad_enabled() and unit.flats else None
 
     def _end_of_calls(self, unit: Unit) -> EndOfCalls:
@@ -167,7 +163,7 @@ class Root:
         return end
 
     def post_forward(self, unit: Unit, call: ForwardCall, module: nn.Module) -> None:
-        """End the forward of one of the unit's modules, which may be that of the unit."""
+        """End the forward of one of the unit's modules; the last one ends the unit's call."""
         self._depth -= 1
         recomputes, outermost = self.in_backward, self._depth == 0
         if unit in self._open and not recomputes:
@@ -176,7 +172,7 @@ class Root:
                 return
         self._end_call(unit, call, outermost)
         if outermost and not recomputes:
-            for left in [*self._open]:  # a module of theirs was not called
+            for left in [*self._open]:  # one of their modules was not called
                 self._end_call(left, self._open[left], outermost=False)
             self._end_forward()
 
@@ -192,7 +188,7 @@ class Root:
                 self.execution_order.end_call(call)
             if self._reshards_after_forward(unit, outermost):
                 if torch.is_grad_enabled():
-                    unit.keep_pieces()
+                    unit.keep_shards()
                 self._in_a_row.keep(unit, "forward", unit in self.execution_order.repeated)
             else:
                 unit.stay_unsharded()
@@ -205,14 +201,14 @@ class Root:
         self._around = events.begin_forward(self.accumulation.model)
         self.execution_order.begin()
         if self.trained is not None:
-            self.note_trained()
+            self.record_trained()
         self.secondary.begin_forward()
         for unit in self.units:
             reduce_frozen(unit.flats)
-            unit.drop_pieces()  # left over from a forward that no backward followed
+            unit.drop_kept_shards()  # left over from a forward that no backward followed
             if not unit.outlives_forwards and not self._stays_unsharded:
                 unit.reshard("forward")
-        self._settle()  # shards are as the optimizer left them
+        self._sync_gathers()  # gathers must see what the optimizer wrote on the computing stream
         self.secondary.gather()
 
     def _end_forward(self) -> None:
@@ -220,8 +216,8 @@ class Root:
         self._in_a_row.end()
         root = self.units[0]
         self.secondary.end_forward()
-        if not torch.is_grad_enabled():  # no backward begins with the last unit
-            self._settle()
+        if not torch.is_grad_enabled():  # else the last unit's storage is kept for its backward
+            self._sync_gathers()
         self.execution_order.end(root.config.groups.shard, root.modules[0].training)
         events.end_forward(self._around)
 
@@ -235,7 +231,7 @@ class Root:
         return unit.config.strategy.reshards_after_forward and not outermost
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        """Issue the all-gathers that the user wants, or of what came next in the last forward."""
+        """Issue the all-gathers that the user chose, or that of the next unit in the last step."""
         chosen = unit.settings.forward_prefetch
         if not chosen and unit.config.forward_prefetch is not False:
             following = self.execution_order.following()
@@ -250,7 +246,7 @@ class Root:
     # -- backward ----------------------------------------------------------------------------
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """Unshard a unit whose output's gradient has come, and prefetch the next one."""
+        """Unshard a unit whose output has got a gradient, and prefetch the next unit."""
         if call.trainable:
             self.accumulation.require_whole_backward(call.unit.settings, call.unit.fqn)
         if not self.in_backward:
@@ -259,7 +255,7 @@ class Root:
         if self._step is None or (call.step and call.step.number > self._step.number):
             self._step = call.step
         if call.backward_id == self._backward_id:
-            return
+            return  # another output of the call has got a gradient before
         self._finish_segments(call)
         unit = call.unit
         self._in_a_row.begin(unit)
@@ -278,7 +274,7 @@ class Root:
         unit.event = events.begin(unit.fqn, "backward", "backward")
 
     def post_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of a unit's views have come: its backward, or a segment of it, is done."""
+        """End the backward of a call, or of a segment of it, with the gradients of its views."""
         if not self.in_backward:
             self._begin_backward()
         if self._creates_graph:
@@ -296,11 +292,11 @@ class Root:
         self._finish_backward(call, grads)
 
     def _finish_segments(self, reached: ForwardCall | None = None) -> None:
-        """Finish calls with segments that began after one that the backward has reached.
+        """Finish calls with segments that began after the call that the backward has reached.
 
-        The engine goes from the newest node of the graph to the oldest: of what came after a node
-        that it runs, it has run all. So units are reduced in one order on every rank, whether they
-        have segments there or not.
+        The engine runs newer nodes before older ones. So all segments of a call have run when a
+        call that began earlier is reached. This makes the order of reductions equal on all ranks,
+        whether a rank has segments or not.
         """
         while self._waiting:
             call = max(self._waiting, key=lambda waiting: waiting.began)
@@ -312,13 +308,13 @@ class Root:
             self.reached_end_of_calls(call.unit)
 
     def _finish_backward(self, call: ForwardCall, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reshard a unit whose backward is done, and take its gradients."""
+        """Reshard a unit whose backward is done, and add its gradients to the unit's sum."""
         unit = call.unit
         events.enter_backward(call.step)
         events.finish(unit.event)
         if unit.machine.state is UnitState.BACKWARD_PRE:
             unit.pending_calls -= 1
-        if unit.pending_calls <= 0:
+        if unit.pending_calls <= 0:  # no other call of the unit is in its backward
             unit.machine.advance(UnitState.BACKWARD_POST)
             unit.use_sharded_views()
             if not self._stays_unsharded:
@@ -329,7 +325,7 @@ class Root:
             self._end_of_calls(unit).add(flat, own)
 
     def _begin_backward(self) -> None:
-        # Before any state changes: it may raise.
+        # Everything that may raise comes before any change of state.
         if in_compiled_autograd():
             raise UnsupportedError(
                 "eager and hooks mode: expected a backward that autograd runs, got one that "
@@ -340,7 +336,7 @@ class Root:
         if any(unit.settings.reduces for unit in self.units):
             self.execution_order.require_same_calls()
         self.machine.advance(RootState.BACKWARD)
-        self._creates_graph = torch.is_grad_enabled()  # the engine sets it so
+        self._creates_graph = torch.is_grad_enabled()  # the engine enables it for create_graph
         self._stays_unsharded |= self._creates_graph
         self._backward_id += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
@@ -348,24 +344,24 @@ class Root:
     @untraced(BY_AUTOGRAD)
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """The engine's last callback: all reductions done, all units sharded and idle."""
+        """Finish all reductions; make all units sharded and idle. The engine's last callback."""
         self._finish_segments()
         events.enter_backward(self._step)
         self._in_a_row.forget()
         if self.accumulation.is_last_backward and not self.ends_backward_by_hand:
             self._reduces.finish()
-        for end in filter(None, self._ends.values()):  # none yet in a copy
+        for end in filter(None, self._ends.values()):  # a deep copy has `None` there
             end.join()
         self._stays_unsharded = self._creates_graph
         for unit in self.units:
-            unit.use_sharded_views()
+            unit.use_sharded_views()  # also of units whose outputs got gradients and views none
             if not self._stays_unsharded:
                 unit.end_backward()
             unit.pending_calls = 0
-            unit.drop_pieces()
+            unit.drop_kept_shards()
             unit.machine.advance(UnitState.IDLE)
         self.secondary.end_backward()
-        self._settle()
+        self._sync_gathers()
         if not self._stays_unsharded:
             self.execution_order.forget_calls()
         self.accumulation.refresh()
@@ -373,7 +369,7 @@ class Root:
         events.enter_backward(None)
 
     def _prefetch_backward(self, call: ForwardCall) -> None:
-        """Issue the all-gathers that the user wants, or of what ended before in the forward."""
+        """Issue the all-gathers that the user chose, or that of the unit that ran before."""
         chosen = call.unit.settings.backward_prefetch
         for unit in chosen or self.execution_order.ended_before(call):
             if not unit.needs_unshard or not unit.settings.unshards_in_backward:
@@ -381,16 +377,16 @@ class Root:
             if chosen:
                 unit.issue_unshard("backward")
             elif unit is not call.unit and not unit.is_ahead:
-                unit.issue_unshard("backward")  # of the nearest: it may have been issued before
+                unit.issue_unshard("backward")  # no effect if it was issued before
                 return
 
     @torch.no_grad()
     def reached_end_of_calls(self, unit: Unit) -> None:
-        """Start to reduce the sums of the gradients of a unit's calls, if there are any."""
-        events.enter_backward(self._step)  # it holds the calls of all forwards
+        """Reduce the sum of the gradients of a unit's calls, or keep it without sync."""
+        events.enter_backward(self._step)  # newest step: the sum is of calls in all forwards
         end = self._end_of_calls(unit)
         with end.on_stream():
-            self._reduces.advance()
+            self._reduces.advance()  # second collectives of earlier units go first
             for flat, grads in without_frozen(end.take()):
                 if flat.grad_sum.settings.reduces:
                     self._reduces.make_room()  # before the next flat gradient is made
@@ -402,7 +398,7 @@ class Root:
     # -- errors and contexts -----------------------------------------------------------------
 
     def fail_forward(self, unit: Unit) -> None:
-        """A unit's forward raised: undo what was done for it; at the outermost, for all."""
+        """Undo a unit's forward that raised; at the outermost unit, reset everything."""
         self._depth -= 1
         self._open.pop(unit, None)
         unit.use_sharded_views()
@@ -412,12 +408,12 @@ class Root:
             self.reset()
 
     def reset(self) -> None:
-        """Drop everything in flight; all units sharded and idle."""
+        """Drop everything in flight; make all units sharded and idle."""
         if self.machine.state is RootState.FORWARD:
             events.end_forward(self._around)
         self._waiting = []
         self._open = {}
-        for end in filter(None, self._ends.values()):  # none yet in a copy
+        for end in filter(None, self._ends.values()):  # a deep copy has `None` there
             end.take()
             end.join()
         self._in_a_row.forget()
@@ -426,10 +422,10 @@ class Root:
         for unit in self.units:
             unit.use_sharded_views()
             unit.abandon()
-            unit.drop_pieces()
+            unit.drop_kept_shards()
             unit.pending_calls = 0
             unit.machine.reset()
-        self._settle()
+        self._sync_gathers()
         self.execution_order.begin()
         self._depth = 0
         self.machine.reset()
@@ -441,7 +437,7 @@ class Root:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Sum unsharded gradients locally, without communication, while open."""
+        """Sum unsharded gradients locally, without communication, inside the context."""
         before = [(unit, unit.settings.reduces) for unit in self.units]
         self.set_sync_gradients(False, self.units)
         try:
@@ -453,19 +449,19 @@ class Root:
 
     @torch.no_grad()
     def reduce_sums(self) -> None:
-        """Reduce what steps under ``no_sync()`` have left; every rank must call it."""
+        """Reduce gradients that steps under ``no_sync()`` have left; every rank must call it."""
         if self.accumulation.has_sums:
             with events.continued(self._step):
                 for unit in self.units:
                     for flat in unit.flats:
                         self._reduces.issue_sum(flat)
         self._reduces.finish()
-        self.secondary.drop()  # summon_full_params() and clipping begin with this
+        self.secondary.drop()  # summon_full_params() calls this first, and may change parameters
         self.accumulation.refresh()
 
     @torch.no_grad()
     def finalize_backward(self) -> None:
-        """Start what backwards have left to do since they are ended by hand: see ``wait_ended``."""
+        """Do the work that backwards leave when they are ended by hand; ``wait_ended`` waits."""
         with events.continued(self._step):
             for unit in reversed(self.units):
                 for flat in unit.flats if unit.settings.reduces else ():
@@ -474,17 +470,16 @@ class Root:
 
     @torch.no_grad()
     def wait_ended(self) -> None:
-        """Finish the reductions of ``finalize_backward``."""
         self._reduces.finish()
         self.secondary.drop()
         self.accumulation.refresh()
 
     def set_sync_gradients(self, wanted: bool, units: Iterable[Unit]) -> None:
-        """Reduce the units' gradients in the steps to come, or sum them unsharded."""
+        """Choose whether later steps reduce the units' gradients or sum them unsharded."""
         if not self.is_outside:
             raise FSDPStateError(
-                f"{unit_name('')}: expected gradients to be reduced or not for whole steps, got a "
-                f"change in state {self.machine.state.name}. Enter and leave no_sync(), or call "
+                f"{unit_name('')}: expected gradient synchronization to change between steps, got "
+                f"a change in state {self.machine.state.name}. Enter and leave no_sync(), or call "
                 "set_requires_gradient_sync(), before the forward or after the backward."
             )
         for unit in units:
@@ -495,78 +490,64 @@ class Root:
 def _graph_of_grads_error(unit: Unit) -> UnsupportedError:
     return UnsupportedError(
         f"{unit_name(unit.fqn)}: expected gradients of inputs only, where they are to be "
-        "differentiated again, got create_graph=True in a backward that reaches parameters, which "
-        "are reduced. Take gradients of inputs or activations: torch.autograd.grad(loss, inputs, "
-        "create_graph=True), and call backward() without create_graph."
+        "differentiated again, got create_graph=True in a backward that reaches parameters, whose "
+        "gradients are reduced. Use torch.autograd.grad(loss, inputs, create_graph=True) for "
+        "inputs or activations, and call backward() without create_graph."
     )
 
 
 # -- secondary shards ------------------------------------------------------------------------------
-# When the secondary shards of a root's units are gathered between nodes, and when they are freed.
-#
-# They live from the beginning of a forward to the end of the backward that reduces gradients, as
-# what may follow is a step of the optimizer. Steps that only accumulate gradients share them,
+# Secondary shards live from the beginning of a forward to the end of the backward that reduces
+# gradients, because an optimizer step may follow. Steps that only accumulate gradients share them,
 # unless parameters change in between: in place, by a state dict or in ``summon_full_params()``.
-# What is written through ``param.data`` there leaves no trace, and is seen by the next
-# accumulation. A forward without gradients has its own, so that weights can be swapped for it in
-# any way.
+# Writes through ``param.data`` cannot be detected, and count from the next accumulation on. A
+# forward without gradients gathers its own, so that weights may be swapped for it in any way.
 #
-# All ranks must decide alike, but see versions of their own parameters only. So one that has
-# changed in any unit lets all units gather anew.
+# All ranks must decide alike, but each sees the versions of its own parameters only. So a changed
+# parameter in any unit makes all units gather anew.
 
 
 class SecondaryShards:
-    """Secondary shards of all units of a root.
-
-    Args:
-        units: of the root; those without a hierarchy of ranks are left alone.
-        accumulation: of the root.
-    """
+    """Secondary shards of all units of a root; units without a hierarchy have none."""
 
     def __init__(self, units: Sequence[Unit], accumulation: Accumulation) -> None:
         self._accumulation = accumulation
         self._units = [unit for unit in units if unit.config.groups.hierarchy is not None]
 
     def begin_forward(self) -> None:
-        """Free those that may be out of date."""
         accumulates = self._accumulation.has_sums or not self._accumulation.sync
         keeps = accumulates and torch.is_grad_enabled()
         if not (keeps and all(unit.is_secondary_current for unit in self._units)):
             self.drop()
 
     def gather(self) -> None:
-        """Start to gather those that are missing, for all units: the link is never idle."""
+        """Start to gather missing secondary shards of all units, so that the link is never idle."""
         for unit in self._units:
             unit.gather_secondary()
 
     def end_forward(self) -> None:
-        """Free those of an evaluation."""
         if not torch.is_grad_enabled():
             self.drop()
 
     def end_backward(self) -> None:
-        """Free those of units whose gradients are reduced."""
         for unit in self._units:
             if unit.settings.reduces:
                 unit.drop_secondary()
 
     def abandon(self) -> None:
-        """Free all after an error, with gathers in any state."""
         for unit in self._units:
             unit.abandon()
 
     def drop(self) -> None:
-        """Free all."""
         for unit in self._units:
             unit.drop_secondary()
 
 
-# -- planner only ----------------------------------------------------------------------------------
-# Arguments that only graph mode, which has a planner, can follow.
+# -- arguments for graph mode only -----------------------------------------------------------------
 
 
 def unit_with_planner(units: Iterable[Unit]) -> Unit | None:
-    """The first unit whose formats are for exposed collectives only, which a planner must find."""
+    """Return the first unit that compresses exposed collectives only, which needs graph mode."""
     for unit in units:
         precisions = [flat.collective_precision for flat in unit.flats]
         if any(one is not None and one.only_where_exposed for one in precisions):
@@ -575,7 +556,7 @@ def unit_with_planner(units: Iterable[Unit]) -> Unit | None:
 
 
 def no_planner_error(unit: Unit) -> UnsupportedError:
-    """The error of a forward of this unit in eager or hooks mode."""
+    """Make the error of a forward of such a unit in eager or hooks mode."""
     return UnsupportedError(
         f"collective_precision of {unit_name(unit.fqn)}: expected graph mode, whose planner knows "
         "which collectives it cannot hide, got a forward in eager or hooks mode with "

@@ -1,10 +1,10 @@
-"""Parameter views while Dynamo traces code of a unit's forward: no two share a storage.
+"""Parameter views while Dynamo traces a unit's forward: no two share a storage.
 
 Operators with bodies (``torch.cond``, ``scan``, ``nested_compile_region``) refuse inputs that share
-a storage, and Dynamo makes an input of everything that a body reads. So Dynamo sees stand-ins,
-which are in the memory of the views but have storages of their own. They go when the
-trace ends: compiled code finds the views where it looks for inputs, and nothing is copied. Units
-whose code names no such operator are traced with their views.
+a storage, and Dynamo makes an input of every tensor that a body reads. So Dynamo sees stand-ins:
+same memory as the views, separate storage objects. They are removed when the trace ends. Compiled
+code finds the views where it looks for inputs, and nothing is copied. Units whose code names no
+such operator are traced with their views.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NO_CHANGE = nullcontext()
 
 
 def views_while_traced(unit: Unit) -> AbstractContextManager[None]:
-    """Let Dynamo see stand-ins for a unit's views if its code may call operators with bodies."""
+    """Return a context with stand-ins for the views, if the unit may call operators with bodies."""
     return ViewsWhileTraced(unit) if may_call_operators(unit) else _NO_CHANGE
 
 
 def may_call_operators(unit: Unit) -> bool:
-    """Whether functions of the unit's modules, or what these call, name an operator with bodies."""
+    """Whether functions of the unit's modules, or their callees, name an operator with bodies."""
     if unit.may_call_operators is None:
         unit.may_call_operators = _names_operators(unit)
     return unit.may_call_operators
@@ -54,17 +54,13 @@ def _names_operators(unit: Unit) -> bool:
 
 
 def _is_operator(value: Any) -> bool:
-    """Whether a global is such an operator, whatever the code calls it."""
+    """Whether a global is such an operator, under any name."""
     is_torchs = str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
     return is_torchs and getattr(value, "__name__", "") in _OPERATORS
 
 
 class ViewsWhileTraced:
-    """A context in which Dynamo sees stand-ins for a unit's views.
-
-    Args:
-        unit: its views are shown.
-    """
+    """A context in which Dynamo sees stand-ins for a unit's views."""
 
     def __init__(self, unit: Unit) -> None:
         self._shown = [flat.module_parameters for flat in unit.flats]
@@ -75,15 +71,15 @@ class ViewsWhileTraced:
         callback_handler.register_end_callback(self._end)
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ValueError):  # torch.compiler.reset() has forgotten both
+        with suppress(ValueError):  # torch.compiler.reset() removes callbacks
             callback_handler.remove_start_callback(self._begin)
             callback_handler.remove_end_callback(self._end)
         self._hide()
 
     @untraced(UNDER_LOCK)
     def _begin(self, args: CallbackArgs) -> None:
-        # While another thread compiles, this one computes, and saves views for the backward. A
-        # stand-in that is saved would not see the second gather.
+        # Another thread may compile while this one computes and saves views for the backward. A
+        # saved stand-in would not see the second gather.
         if args.callback_trigger is CallbackTrigger.DYNAMO and get_ident() == self._thread:
             for shown in self._shown:
                 shown.show_stand_ins(_stand_in_for)
@@ -99,7 +95,7 @@ class ViewsWhileTraced:
 
 
 def _stand_in_for(view: torch.Tensor) -> torch.Tensor:
-    if type(view) is not torch.Tensor:  # of tensor parallelism
+    if type(view) is not torch.Tensor:  # a DTensor of tensor parallelism
         return view
     with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
         stand_in: torch.Tensor = _StandIn.apply(view)  # type: ignore[no-untyped-call]
@@ -107,7 +103,7 @@ def _stand_in_for(view: torch.Tensor) -> torch.Tensor:
 
 
 class _StandIn(torch.autograd.Function):
-    """To Dynamo's guards the output is as the view: not a leaf, and as far into its storage."""
+    """Makes a tensor that is like the view to Dynamo's guards: not a leaf, same storage offset."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -121,12 +117,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
-    """Error in place of torch's about inputs that share a storage; ``None`` for other errors.
-
-    Args:
-        error: of a unit's forward.
-        fqn: the unit's FQN.
-    """
+    """Return our error in place of torch's about inputs that share a storage, else ``None``."""
     if "Input-to-input aliasing" not in str(error):
         return None
     return UnsupportedError(
@@ -138,20 +129,20 @@ def shared_inputs(error: BaseException, fqn: str) -> UnsupportedError | None:
 
 
 # -- code names ------------------------------------------------------------------------------------
-# Names that the user's code uses, to learn without running it what it may do.
+# Names that the user's code uses: what it may call, found without running it.
 
 
 _OWN = ("torch", "fsdp_dynamo")
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Names of globals and attributes that code uses, with functions made in it."""
+    """Return the names of globals and attributes that code and its nested functions use."""
     inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def function_of(value: Any) -> FunctionType | None:
-    """Python function behind a global or an attribute; ``None`` if there is none."""
+    """Return the Python function behind a global or an attribute, or ``None``."""
     if isinstance(value, property):
         value = value.fget
     if isinstance(value, functools.partial):
@@ -175,7 +166,7 @@ def _package_of(definition: Any) -> str:
 
 
 def functions_of(classes: Iterable[type]) -> list[FunctionType]:
-    """Forwards of the user's classes, and functions that these name, in these classes' packages."""
+    """Return forwards of the user's classes, and functions of the same packages that they name."""
     own = {base for kind in classes for base in kind.__mro__ if is_the_users(base)}
     packages = {_package_of(base) for base in own}
     waiting = [vars(base).get("forward") for base in own]
@@ -194,20 +185,8 @@ def functions_of(classes: Iterable[type]) -> list[FunctionType]:
 
 
 def contents_of(cell: CellType) -> list[Any]:
-    """Value of a closure's cell, in a list that is empty where the cell is."""
+    """Return the value of a closure's cell in a list, which is empty if the cell is."""
     try:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-__all__ = [
-    "contents_of",
-    "function_of",
-    "functions_of",
-    "is_the_users",
-    "may_call_operators",
-    "names_in",
-    "shared_inputs",
-    "views_while_traced",
-]

@@ -209,7 +209,7 @@ def _begin_backward(
         waiting = flat.grad_sum
         if flat.is_trainable:
             waiting.accumulation.require_whole_backward(waiting.settings, flat.unit_fqn)
-        waiting.drop_dropped()
+        waiting.remove_dropped()
 
 
 def _unfrozen_error(flat: FlatParameter) -> FSDPStateError:

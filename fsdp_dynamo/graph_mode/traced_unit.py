@@ -363,7 +363,7 @@ class SecondaryInputs:
                     root.secondary.begin_forward()
                 root.secondary.gather()
             for position, flat in self._flats.items():
-                piece = flat.take_piece()
+                piece = flat.kept_shard_to_gather()
                 assert piece is not None
                 arguments[position] = piece[0]
         except BaseException:

@@ -108,7 +108,7 @@ def _compiled_body(module: UnitModuleProtocol, key: int) -> Callable[..., Any]:
     body = module._fsdp_compiled_bodies.get(key)
     nested = module._fsdp_has_nested
     if nested and module._fsdp_root.trained is None:
-        module._fsdp_root.note_trained()
+        module._fsdp_root.record_trained()
     if body is None:
         refuse_cuda_graphs(module, backend_of(key))
         backend = _segment_backend(key) if nested else backend_of(key)
@@ -272,7 +272,7 @@ def _is_as_assumed(tensor: torch.Tensor, facts: _Facts) -> bool:
 def _refused(leaf_id: str, expected: str) -> FSDPStateError:
     """The error of a unit that did what the graph around it does not expect; the next one will."""
     module = registered(leaf_id)
-    module._fsdp_root.note_variable(alike(leaf_id))
+    module._fsdp_root.record_variable(alike(leaf_id))
     return FSDPStateError(
         f"{unit_name(module._fsdp_unit.fqn)}: expected {expected} when the graph around the unit "
         "was made, got another one, though its inputs are alike. Pass what decides it as an "

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers, and what ``torch.distributed.checkpoint`` needs of them.
+"""State dicts of models and optimizers, and support for ``torch.distributed.checkpoint``.
 
-Imports: ``core``, ``agreement``.
+Imports: ``core``, ``health``.
 """

@@ -1,4 +1,4 @@
-"""Conversion of parameters, and of equally large states, between local and unsharded tensors."""
+"""Conversion of parameters and parameter-like states between local and unsharded tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fsdp_dynamo.health.store import exchange_device
 
 
 def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """Unsharded original parameters in their own dtype; gathered when the first one is taken.
+    """Yield unsharded original parameters in their own dtype; the first ``next`` gathers.
 
-    Every rank must take the first one. They share the memory of one unsharded flat parameter: copy
-    those that must outlive it.
+    Every rank must take the first one. All share the memory of one unsharded buffer: copy those
+    that must outlive it.
     """
     return _gathered(flat, flat.shard_on_device())
 
@@ -35,15 +35,10 @@ def gather_params(flat: FlatParameter) -> Iterator[torch.Tensor]:
 def gather_states(
     flat: FlatParameter, parts: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Gather states as large as their original parameters, with one all-gather for each dtype.
+    """Gather states of their parameters' shapes, with one all-gather per dtype.
 
-    They share memory as those of ``gather_params`` do.
-
-    Args:
-        parts: by the parameter's number, this rank's part; ranks have the same numbers and dtypes.
-
-    Yields:
-        Number and unsharded state.
+    ``parts`` are this rank's parts by parameter index; ranks have the same indices and dtypes.
+    Yields index and unsharded state, which share memory as in ``gather_params``.
     """
     for dtype in dict.fromkeys(part.dtype for part in parts.values()):
         own = {number: part for number, part in parts.items() if part.dtype == dtype}
@@ -60,24 +55,21 @@ def _gathered(flat: FlatParameter, shard: torch.Tensor) -> Iterator[torch.Tensor
 
 
 def as_value(flat: FlatParameter, index: int, local: torch.Tensor) -> torch.Tensor:
-    """A tensor as large as this rank's part of a parameter, as a DTensor of the whole one.
-
-    Memory is shared. Of a parameter without elements, a plain tensor.
-    """
+    """Wrap this rank's part in a DTensor, without a copy; an empty parameter gives a tensor."""
     if not flat.layout.slots[index].numel:
         return local_of(local).view(flat.layout.slots[index].shape)
-    return flat.originals[index].placing.without_address(local_of(local))
+    return flat.originals[index].placing.for_state_dict(local_of(local))
 
 
 def mark_rank_local(flat: FlatParameter, value: Any) -> Any:
-    """Mark the tensors of a value as rank-local, if other ranks have different ones."""
+    """Mark the tensors of a value as rank-local, unless all ranks have the same."""
     if not flat.is_sharded:
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(RankLocalTensor), value)
 
 
 def from_rank_local(flat: FlatParameter, index: int, value: Any) -> Any:
-    """A value that ``mark_rank_local`` marked; a DTensor where it is this rank's part of one."""
+    """Remove the marks of ``mark_rank_local``; make a DTensor of this rank's part of one."""
     value = tree_map_only(RankLocalTensor, lambda tensor: tensor.as_subclass(torch.Tensor), value)
     part, original = flat.shard_layout.ranges[index], flat.originals[index]
     is_part = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == part.shape
@@ -85,9 +77,9 @@ def from_rank_local(flat: FlatParameter, index: int, value: Any) -> Any:
 
 
 def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str) -> torch.Tensor:
-    """The DTensor of an unsharded tensor, without communication.
+    """Return the DTensor for an unsharded tensor, without communication.
 
-    Of a ShardedTensor, or a DTensor that is placed otherwise, too: all ranks gather it together.
+    ShardedTensors and DTensors of other placements are accepted; all ranks gather these together.
 
     Raises:
         FSDPValueError: the shape is a different one; names ``key``.
@@ -102,19 +94,18 @@ def extract_local(flat: FlatParameter, index: int, value: torch.Tensor, key: str
             f"key '{key}': expected a tensor of shape {wanted}, got {shape}. Load a full state "
             "dict of the same model."
         )
-    # Loads the value of a file that is read as it is needed.
+    # detach() also loads a value whose file is read lazily.
     return original.as_param(original.placing.part_of(torch.detach(value)))
 
 
 # -- rank local ------------------------------------------------------------------------------------
-# Values of LOCAL_STATE_DICT, which torch.distributed.checkpoint must not take for whole ones.
 
 
 class RankLocalTensor(torch.Tensor):
-    """A tensor in a local state dict; other ranks have different tensors of the same name.
+    """Tensor in a local state dict; other ranks have different tensors of the same name.
 
-    torch.distributed.checkpoint takes tensors of one name to be the same on all ranks and would
-    keep one rank's, so it is refused. Otherwise this is a plain tensor, and is pickled as one.
+    torch.distributed.checkpoint takes tensors of one name for replicas and would keep one rank's,
+    so this class refuses to be saved by it. Otherwise it is a plain tensor, and is pickled as one.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -141,25 +132,20 @@ def _local(where: str) -> UnsupportedError:
 
 
 # -- torch shards ----------------------------------------------------------------------------------
-# Whole tensors of torch's own sharded values: ShardedTensor and DTensor.
-#
-# State dicts that FSDP1 and FSDP2 wrote hold these, and so does what
-# ``torch.distributed.checkpoint.optimizer`` reads. They may be split otherwise than ours, so one
-# value at a time is gathered while it is loaded.
+# ShardedTensor and DTensor values come from state dicts of FSDP1 and FSDP2, and from
+# ``torch.distributed.checkpoint.optimizer``. Their placements may differ from ours, so they are
+# gathered one at a time while they are loaded.
 
 
 def whole_tensor(value: Any) -> Any:
-    """The whole tensor of a ShardedTensor or DTensor; anything else as it is.
-
-    All ranks that share the value must call this together.
-    """
+    """Gather the whole of a ShardedTensor or DTensor, on all its ranks; return other values."""
     if isinstance(value, DTensor):
         return whole_of(value)
     return _gathered_shards(value) if isinstance(value, ShardedTensor) else value
 
 
 def _gathered_shards(value: ShardedTensor) -> torch.Tensor:
-    """All shards in one tensor, on the device where their group communicates."""
+    """Gather all shards into one tensor, on the device where their group communicates."""
     group = value._process_group
     by_rank: dict[int, list[ShardMetadata]] = {}
     for shard in value.metadata().shards_metadata:
@@ -185,7 +171,7 @@ def _gathered_shards(value: ShardedTensor) -> torch.Tensor:
 def _places(
     buffer: torch.Tensor, shards: Sequence[ShardMetadata]
 ) -> Iterator[tuple[torch.Tensor, ShardMetadata]]:
-    """Views of a 1-D buffer that holds some shards, one behind the other."""
+    """Yield views of a 1-D buffer that contains the shards one after the other."""
     begin = 0
     for shard in shards:
         end = begin + math.prod(shard.shard_sizes)
@@ -194,18 +180,17 @@ def _places(
 
 
 # -- broadcast -------------------------------------------------------------------------------------
-# Broadcast of nested states from the first rank, one tensor at a time.
 
 
 _USE = "loading what the first rank has"
 
 
 def broadcast_from_first(value: Any, groups: Sequence[dist.ProcessGroup] | None = None) -> Any:
-    """The first rank's value on every rank of some groups, with its tensors on the CPU.
+    """Broadcast a nested value from the first rank of the groups; its tensors arrive on the CPU.
 
     Args:
         value: nested dicts, lists and tuples of tensors and other values; ignored on other ranks.
-        groups: a unit's shard group and the one of its replicas; by default, the default group.
+        groups: a unit's shard group and that of its replicas; default: the default group.
     """
     if not dist.is_initialized():
         return value

@@ -1,13 +1,12 @@
 """Support for our units in ``torch.distributed.checkpoint.state_dict``.
 
-``get_state_dict``, ``set_state_dict`` and related functions know only torch's own wrappers and take
-any other optimizer's states for unsharded ones: they would save one rank's elements as the whole
-tensor. All of them use four internal functions, which are replaced here; the replacements call
-torch's own function for a model without our units.
+``get_state_dict``, ``set_state_dict`` and related functions know torch's own wrappers only. For any
+other model they take an optimizer's states for unsharded: they would save one rank's elements as
+the whole tensor. All of them use four internal functions, which this module replaces. The
+replacements call torch's own function for a model without our units.
 
-A planner gives DTensors on the meta device memory before it loads into them, by a division that
-ours do not follow. Ours get theirs before it looks. It also ignores what a file has and the state
-dict has not, such as states of frozen parameters.
+``DefaultLoadPlanner`` ignores values that a file has and the state dict lacks, such as states of
+frozen parameters. Its set-up is replaced by one that raises.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fsdp_dynamo.api import (
     StateDictType,
 )
 from fsdp_dynamo.comm.process_groups import is_first_of
-from fsdp_dynamo.core.dtensors import is_given
+from fsdp_dynamo.core.dtensors import is_state_dict_value
 from fsdp_dynamo.core.unit_modules import units_in
 from fsdp_dynamo.errors import FSDPStateError, FSDPValueError, UnsupportedError
 from fsdp_dynamo.module_tree import plain_fqn
@@ -46,7 +45,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 @contextmanager
 def _configured(model: nn.Module, info: Any) -> Iterator[None]:
-    """While open, state dicts have the form that torch's ``StateDictOptions`` ask for."""
+    """Set the form of state dicts that torch's ``StateDictOptions`` ask for inside the context."""
     to_cpu = info.cpu_offload
     form: Any = (
         StateDictType.SHARDED_STATE_DICT,
@@ -113,11 +112,11 @@ def _optim_state(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[st
 
 @contextmanager
 def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While open, an optimizer without states has those of its first step, and no gradients."""
+    """Give an optimizer without states those of its first step, inside the context only."""
     if optimizer.state or _needs_closure(optimizer):
         yield
         return
-    with _without_gradients(optimizer):  # where there are some, torch makes no states
+    with _without_gradients(optimizer):  # torch makes no states if there are gradients
         try:
             torch_state_dict._init_optim_state(optimizer)
             yield
@@ -148,18 +147,19 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
 
     Raises:
         FSDPStateError: it has gradients: a step that was to follow would find the states.
-        UnsupportedError: it makes no step without a closure.
+        UnsupportedError: its step needs a closure.
     """
     if not optimizer.state and _needs_closure(optimizer):
         raise UnsupportedError(
-            f"{type(optimizer).__name__}: expected an optimizer that has made a step, or makes one "
-            "without a closure, got no states, and no step without a closure. Load with "
+            f"{type(optimizer).__name__}: expected an optimizer that has states or whose step() "
+            "works without a closure, got no states and a step() that needs one. Load with "
             "fsdp_dynamo.checkpoint, or set a full state dict."
         )
     of_units = [place for _, _, place in named.of(optimizer) if place.flat is not None]
     with_grad = [place for place in of_units if place.param.grad is not None]
     if optimizer.state or not with_grad:
-        with _without_gradients(optimizer):  # others' differ between ranks
+        # Only some ranks may have gradients of parameters that no unit holds.
+        with _without_gradients(optimizer):
             torch_state_dict._init_optim_state(optimizer)
         return
     with _first_states(optimizer):
@@ -167,8 +167,8 @@ def _make_states(optimizer: torch.optim.Optimizer, named: optim_state.NamedParam
             raise FSDPStateError(
                 f"{type(optimizer).__name__}, parameter '{with_grad[0].fqn}': expected an "
                 "optimizer that has made a step, or parameters without gradients, got gradients "
-                "and no states, which would be missing in the state dict. Call "
-                "optimizer.zero_grad() before, or optimizer.step()."
+                "and no states: the state dict would lack the states. Call optimizer.zero_grad() "
+                "or optimizer.step() first."
             )
 
 
@@ -194,14 +194,15 @@ def _load_optim_state(
                 "state": {fqn: state for fqn, state in given["state"].items() if fqn in fqns},
                 "param_groups": given["param_groups"],
             }
-            may_lack = not info.strict
-            ready.append(optim_state.load(named, optimizer, own, settings, may_lack=may_lack))
+            allows_missing = not info.strict
+            ready.append(
+                optim_state.load(named, optimizer, own, settings, allows_missing=allows_missing)
+            )
     for optimizer, loaded in zip(optimizers, ready, strict=True):
         optimizer.load_state_dict(loaded)
 
 
 def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
-    """Raise where a flat state dict does not say in which optimizer a group is."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if len(optimizers) > 1 and not all(group["params"] for group in groups):
         raise FSDPValueError(
@@ -214,7 +215,7 @@ def _refuse_empty_groups_of_several(optimizers: Optimizers) -> None:
 def _require_states(
     optimizer: torch.optim.Optimizer, states: dict[str, Any], named: optim_state.NamedParams
 ) -> None:
-    """Refuse, as torch does, a checkpoint without the state of a trained parameter."""
+    """Raise, as torch does, if a checkpoint lacks the state of a trained parameter."""
     for _, _, place in named.of(optimizer):
         if optimizer.state.get(place.param) and place.fqn not in states:
             raise FSDPValueError(
@@ -225,7 +226,6 @@ def _require_states(
 
 
 def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
-    """The state dict of this rank, or of the model's first if the options ask for a broadcast."""
     if not info.broadcast_from_rank0:
         return state_dict
     received: dict[str, Any] = broadcast_from_first(state_dict, _groups_of(model))
@@ -233,12 +233,10 @@ def _received(model: nn.Module, state_dict: dict[str, Any], info: Any) -> dict[s
 
 
 def _is_first(model: nn.Module) -> bool:
-    """Whether this is the first of all ranks of a model."""
     return is_first_of(_groups_of(model))
 
 
 def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """Groups that make up all ranks of a model."""
     units = units_in(model)
     if any(original.parallel for unit in units for original in unit.originals()):
         assert dist.group.WORLD is not None
@@ -266,17 +264,14 @@ _replace("_load_optim_state_dict", _load_optim_state)
 
 
 def _require_all_states(template: Any, saved: Any) -> None:
-    """Raise if a file has states of a parameter that a template of ours lacks.
+    """Raise if a file has states of a parameter that the template lacks.
 
-    torch reads what the template has. It has no state of a parameter that is frozen where the
-    template is made, and was trained when the file was written.
+    torch reads only the template's states. A parameter that is frozen when the template is made has
+    none there, though the file may have some: the optimizer would go on without them.
 
     Args:
         template: nested dicts that torch reads into.
-        saved: the names in the file, nested as the template.
-
-    Raises:
-        FSDPValueError: the optimizer would go on without the state.
+        saved: names in the file, nested as the template.
     """
     if not (isinstance(template, dict) and isinstance(saved, dict)):
         return
@@ -288,17 +283,16 @@ def _require_all_states(template: Any, saved: Any) -> None:
     if not (isinstance(states, dict) and isinstance(groups, list)):
         return
     values = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
-    is_ours = any(map(is_given, values))
+    is_ours = any(map(is_state_dict_value, values))
     members = {fqn for group in groups if is_ours for fqn in group["params"]}
     for fqn, state in saved.get("state", {}).items():
         lost = set(state) - set(states.get(fqn, ())) if fqn in members else ()
         if lost:
             raise FSDPValueError(
-                f"parameter '{fqn}': expected all states that the file has of a parameter, got no "
-                f"{sorted(map(str, lost))} in the optimizer's state dict that is read into: the "
-                "parameter was frozen, perhaps. Call requires_grad_(True) on it while the state "
-                "dict is made, load with fsdp_dynamo.checkpoint, or pass "
-                "DefaultLoadPlanner(allow_partial_load=True)."
+                f"parameter '{fqn}': expected the optimizer's state dict to have all states in the "
+                f"file, got none for {sorted(map(str, lost))}; the parameter may be frozen. Call "
+                "requires_grad_(True) on it while the state dict is made, load with "
+                "fsdp_dynamo.checkpoint, or pass DefaultLoadPlanner(allow_partial_load=True)."
             )
 
 
@@ -322,14 +316,13 @@ _planners.set_up_planner = _set_up_for_ours
 # -- flattened -------------------------------------------------------------------------------------
 # Optimizer state dicts with one key per value, for ``flatten_optimizer_state_dict=True``.
 #
-# The keys are those of torch: ``state.FQN.NAME`` and, for each parameter,
-# ``param_groups.FQN.SETTING``. torch drops groups without parameters; here the settings of the
-# k-th are ``param_groups..k.SETTING``, which is no parameter's key, since no FQN begins with a
-# dot.
+# The keys are torch's: ``state.FQN.NAME`` and, for each parameter, ``param_groups.FQN.SETTING``.
+# torch drops groups without parameters. Here the k-th of them has keys ``param_groups..k.SETTING``,
+# which are no parameter's, since no FQN begins with a dot.
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat form of ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``."""
+    """Flatten ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``."""
     flat: dict[str, Any] = dict(_leaves("state", nested["state"]))
     num_empty = 0
     for group in nested["param_groups"]:
@@ -352,12 +345,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
-    """Nested form of a flat state dict, with a group for each parameter.
-
-    Args:
-        flat: a state dict in the flat form, of any parameters.
-        fqns: the parameters of the result; keys of others are ignored.
-    """
+    """Nest a flat state dict, with one group per parameter; drop keys not of ``fqns``."""
     states: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -380,13 +368,13 @@ def unflatten(flat: Mapping[str, Any], fqns: Collection[str]) -> dict[str, Any]:
 
 
 def fqns_of(flat: Mapping[Any, Any]) -> set[str]:
-    """Parameters in the groups of a flat state dict; none of any other dict."""
+    """Return the parameters in the groups of a flat state dict; empty for any other dict."""
     groups = [str(key).partition(".") for key in flat]
     return {rest.rpartition(".")[0] for kind, _, rest in groups if kind == "param_groups"} - {""}
 
 
 def _owner_of(key: str, fqns: Collection[str]) -> str | None:
-    """Prefix of a key that is a parameter's FQN, or stands for a group without parameters."""
+    """Return the prefix of a key that is an FQN, or that stands for a group without parameters."""
     parts = key.split(".")
     if not parts[0]:
         return ".".join(parts[:2])

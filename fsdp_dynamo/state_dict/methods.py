@@ -1,4 +1,4 @@
-"""State dicts of the model's units and of optimizers, by upstream's names."""
+"""State dicts of units and optimizers by FSDP1's names."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the form in which all units in ``module`` write their state dicts.
+    """Choose the form of the state dicts of all units in ``module``.
 
     Args:
-        module: units, or a module that has them.
+        module: a unit, or a module that contains units.
         state_dict_type: the form.
-        state_dict_config: its options, of the class of that form; ``None``: their defaults.
-        optim_state_dict_config: the same, for optimizers.
+        state_dict_config: options of that form's class; ``None``: defaults.
+        optim_state_dict_config: options for optimizers; ``None``: defaults.
 
     Returns:
-        What was chosen before.
+        The previous settings.
 
     Raises:
         FSDPTypeError: a configuration of another form.
@@ -58,7 +58,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The form in which the units in ``module`` write their state dicts.
+    """Return the settings of state dicts that all units in ``module`` share.
 
     Raises:
         FSDPStateError: units in ``module`` have different settings, or it has none.
@@ -83,14 +83,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` while open, with the same arguments and errors.
-
-    Args:
-        module: units, or a module that has them.
-        state_dict_type: the form.
-        state_dict_config: its options.
-        optim_state_dict_config: its options for optimizers.
-    """
+    """Choose the form of state dicts inside the context; see ``set_state_dict_type``."""
     before = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
     )
@@ -107,24 +100,24 @@ def optim_state_dict(
     optim_state_dict: Mapping[str, Any] | None = None,
     group: object = None,
 ) -> dict[str, Any]:
-    """The state of an optimizer of ``model`` with plain FQNs for keys; all ranks must call it.
+    """Return the state of an optimizer with plain FQNs for keys; all ranks must call it.
 
-    Its form is that of the model's ``state_dict_type``.
+    Its form is the model's ``state_dict_type``.
 
     Args:
-        model: units, or a module that has them.
+        model: a unit, or a module that contains units.
         optim: an optimizer of parameters of ``model``.
-        optim_state_dict: in place of ``optim.state_dict()``; it may lack ``"param_groups"``.
-        group: accepted; the units' own groups are used.
+        optim_state_dict: replaces ``optim.state_dict()``; it may lack ``"param_groups"``.
+        group: ignored: the units' own groups are used.
 
     Returns:
         ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Entries of the
         state that belong to no parameter are copied.
 
     Raises:
-        DivergenceError: ranks have states of different parameters, or one that is not as
-            large as its parameter and not the same on all ranks.
-        FSDPValueError: the optimizer has a parameter that the model has not, or ``model`` is a
+        DivergenceError: ranks have states of different parameters, or a state that is neither
+            placed as its parameter nor equal on all ranks.
+        FSDPValueError: the optimizer has a parameter that the model lacks, or ``model`` is a
             part of a unit.
     """
     settings = get_state_dict_type(model)
@@ -141,21 +134,20 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Convert a result of ``optim_state_dict`` to what ``optim.load_state_dict`` takes.
+    """Convert a result of ``optim_state_dict`` to the argument of ``optim.load_state_dict``.
 
-    A full one may be of any sharding, the others of this one.
-
-    There is no communication, unless the model's ``FullOptimStateDictConfig`` has ``rank0_only``:
-    then every rank must call it, and gets what rank 0 has.
+    A full state dict may come from any sharding, other forms only from this one. There is no
+    communication, unless the model's ``FullOptimStateDictConfig`` has ``rank0_only``: then every
+    rank must call it, and rank 0's state dict is broadcast.
 
     Args:
-        model: units, or a module that has them.
+        model: a unit, or a module that contains units.
         optim: an optimizer of parameters of ``model``.
         optim_state_dict: in the form of the model's ``state_dict_type``; it may lack
             ``"param_groups"``.
-        is_named_optimizer: keep names instead of numbers, for an optimizer that loads these.
-        load_directly: load the result into ``optim``, too.
-        group: with ``rank0_only``, whose first rank has the states; by default, the model's.
+        is_named_optimizer: keep names instead of numbers, for an optimizer that loads names.
+        load_directly: also load the result into ``optim``.
+        group: with ``rank0_only``, the group whose first rank has the states; default: the model's.
 
     Returns:
         ``{"state": {number: {...}}, "param_groups": [...]}`` with this rank's parts.
@@ -177,13 +169,12 @@ def optim_state_dict_to_load(
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model inside a compiled one, whose prefix is in no key."""
+    """Return the model inside a compiled one, whose prefix is in no key."""
     inner: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
     return inner
 
 
-# -- optim variants --------------------------------------------------------------------------------
-# Optimizer state dicts by upstream's older names, one for each form and direction.
+# -- FSDP1's older names, one for each form and direction ------------------------------------------
 
 
 _FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -209,17 +200,17 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: object = None,
 ) -> dict[str, Any]:
-    """Whole states on the CPU, on rank 0 alone (``{}`` elsewhere) or on all ranks.
+    """Return whole states on the CPU, on rank 0 alone (``{}`` elsewhere) or on all ranks.
 
     Args:
         model: the outermost unit.
-        optim: made of its parameters.
-        optim_input: accepted; ``optim`` says it.
-        rank0_only: whether the other ranks get an empty one.
-        group: accepted; nothing depends on it here.
+        optim: an optimizer of its parameters.
+        optim_input: ignored: ``optim`` has it.
+        rank0_only: give other ranks an empty dict.
+        group: ignored.
 
     Returns:
-        By plain FQN; see ``optim_state_dict``.
+        States by plain FQN; see ``optim_state_dict``.
     """
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
     with state_dict_type(model, _FULL, None, config):
@@ -229,16 +220,7 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, group: object = None
 ) -> dict[str, Any]:
-    """This rank's parts, for torch.distributed.checkpoint.
-
-    Args:
-        model: the outermost unit.
-        optim: made of its parameters.
-        group: accepted; nothing depends on it here.
-
-    Returns:
-        By plain FQN; see ``optim_state_dict``.
-    """
+    """Return this rank's parts, for torch.distributed.checkpoint; see ``full_optim_state_dict``."""
     with state_dict_type(model, _SHARDED):
         return optim_state_dict(model, optim)
 
@@ -249,14 +231,14 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """From whole states, which every rank has, to what ``optim.load_state_dict`` takes.
+    """Convert whole states, which every rank has, to the argument of ``optim.load_state_dict``.
 
     Args:
-        full_optim_state_dict: by plain FQN.
+        full_optim_state_dict: states by plain FQN.
         model: the outermost unit.
-        optim_input: what the optimizer was made of, where ``optim`` is not given; by default,
+        optim_input: argument of the optimizer's constructor, if ``optim`` is not given; default:
             ``model.parameters()``.
-        optim: made of the model's parameters.
+        optim: an optimizer of the model's parameters.
 
     Raises:
         FSDPValueError: see ``optim_state_dict_to_load``.
@@ -275,15 +257,10 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: Given, model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """From this rank's parts to what ``optim.load_state_dict`` takes.
+    """Convert this rank's parts to the argument of ``optim.load_state_dict``.
 
-    Args:
-        sharded_optim_state_dict: by plain FQN.
-        model: the outermost unit.
-        optim: made of its parameters.
-
-    Raises:
-        FSDPValueError: see ``optim_state_dict_to_load``.
+    They are the result of ``sharded_optim_state_dict``. For other arguments and errors
+    see ``shard_full_optim_state_dict``.
     """
     with state_dict_type(model, _SHARDED):
         return optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
@@ -296,19 +273,10 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """From whole states, which rank 0 alone has, to what ``optim.load_state_dict`` takes.
+    """Convert whole states, which rank 0 alone has, to the argument of ``optim.load_state_dict``.
 
-    Every rank must call it.
-
-    Args:
-        full_optim_state_dict: by plain FQN; what other ranks than the first pass is ignored.
-        model: the outermost unit.
-        optim_input: see ``shard_full_optim_state_dict``.
-        optim: made of the model's parameters.
-        group: whose first rank has the states; by default, the model's.
-
-    Raises:
-        FSDPValueError: see ``optim_state_dict_to_load``.
+    Every rank must call it. The first rank of ``group`` has the states; default: of the model's
+    groups. For other arguments and errors see ``shard_full_optim_state_dict``.
     """
     groups = units_in(model)[0].config.groups.all if group is None else (group,)
     given = broadcast_from_first(full_optim_state_dict, groups)
@@ -322,16 +290,16 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Whole states by name instead of by number, or the other way; of a plain model, too.
+    """Convert whole states between keys by name and by number, also of a plain model.
 
-    So a plain optimizer loads what a sharded one has saved: by number, as its own.
+    A plain optimizer can then load what a sharded one has saved: by number, as its own.
 
     Args:
         optim_state_dict: whole states, by plain FQN or by number.
-        optim_state_key_type: what the result is to have; upstream's is accepted.
-        model: whose parameters they are.
+        optim_state_key_type: kind of keys of the result; FSDP1's enum is accepted.
+        model: owner of the parameters.
         optim_input: see ``shard_full_optim_state_dict``.
-        optim: the optimizer of ``model`` whose numbers are meant.
+        optim: optimizer of ``model`` that defines the numbers.
 
     Returns:
         A new dict of the same states. In each group, parameters are sorted.
@@ -352,7 +320,7 @@ def rekey_optim_state_dict(
     def new(key: Any) -> Any:
         if key not in known:
             if key in (ids if by_name else range(len(names))):
-                return key  # it is one already
+                return key  # of the wanted kind already
             raise _unknown_key(repr(key), "a parameter of the model and its optimizer")
         return known[key]
 
@@ -361,7 +329,7 @@ def rekey_optim_state_dict(
 
 
 def _rekeyed_groups(given: Given, new: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Groups with other keys, in order: an optimizer finds states of saved numbers by that."""
+    """Return copies of the groups with sorted new keys: optimizers match saved numbers by order."""
     return [
         {**copied(group, is_deep=True), "params": sorted(new(key) for key in group["params"])}
         for group in given["param_groups"]
@@ -378,7 +346,7 @@ def _unknown_key(got: str, expected: str) -> FSDPValueError:
 def _optimizer(
     model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """The optimizer, or one that numbers the same parameters as it does."""
+    """Return the optimizer, or one that numbers the same parameters alike."""
     if optim is not None:
         return optim
     given = model.parameters() if optim_input is None else optim_input
@@ -388,7 +356,6 @@ def _optimizer(
 
 
 def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
-    """Plain FQNs of an optimizer's parameters, by number."""
     by_param = {param: plain_fqn(name) for name, param in model.named_parameters()}
     return [by_param[param] for group in optim.param_groups for param in group["params"]]
 

@@ -1,14 +1,14 @@
 """Model state dicts through module hooks, with plain FQNs.
 
-Saving: the default code writes local parameters under wrapped names; the post-hook replaces them by
-values of the chosen form under plain names. For full state dicts it gathers each flat parameter
-once, in its original dtype. Loading: the pre-hook cuts this rank's part out of each value, and the
-default code copies it in place; this needs no communication.
+Saving: torch's code writes local parameters under wrapped names. The post-hook replaces them by
+values of the chosen form under plain names; for full state dicts it gathers each flat parameter
+once, in its original dtype. Loading: the pre-hook cuts this rank's part out of each value, without
+communication, and torch's code copies it in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +59,8 @@ def save_unit(
 ) -> None:
     """Replace a unit's local parameters by values of the chosen form, under plain names.
 
-    Args:
-        unit: whose they are.
-        module: the module of the unit that is saved.
-        state_dict: with the module's local parameters.
-        prefix: the module's, in the keys.
-        is_root: also remove the names that ``torch.compile`` has inserted from ``prefix``.
-        buffer_dtypes: dtypes that buffers had before mixed precision, by FQN; they are restored.
+    ``module`` is the saved module of the unit. For the root, names that ``torch.compile`` has
+    inserted are removed from ``prefix`` too. Buffers get back their dtypes before mixed precision.
     """
     if unit.machine.state is not UnitState.IDLE and not unit.is_summoned:
         raise FSDPStateError(
@@ -83,7 +78,7 @@ def save_unit(
     unit.check_late_parameters()
     unit.write_back()
     for flat in unit.flats:
-        values = _VALUES[settings.state_dict_type](flat)
+        values = _values(flat, settings.state_dict_type)
         for original in flat.originals:
             value = _value_to_keep(next(values), flat, settings)
             for _, _, fqn in original.sites:
@@ -93,7 +88,6 @@ def save_unit(
 
 
 def _value_to_keep(value: torch.Tensor, flat: FlatParameter, settings: StateDictSettings) -> Any:
-    """A value as the settings require it; ``None`` if they require none on this rank."""
     config = settings.state_dict_config
     if _is_omitted(flat.groups, config):
         return None
@@ -126,26 +120,15 @@ def finish_save(units: Sequence[Unit], state_dict: dict[str, Any], prefix: str) 
             state_dict[key] = state_dict[key].to("cpu", copy=True)
 
 
-def _sharded(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """The DTensor of each original parameter."""
-    for index, original in enumerate(flat.originals):
-        yield as_value(flat, index, original.part)
-
-
-def _local(flat: FlatParameter) -> Iterator[torch.Tensor]:
-    """The local parameters as they are."""
-    return (mark_rank_local(flat, original.part) for original in flat.originals)
-
-
-_VALUES: dict[StateDictType, Callable[[FlatParameter], Iterator[torch.Tensor]]] = {
-    StateDictType.FULL_STATE_DICT: gather_params,
-    StateDictType.SHARDED_STATE_DICT: _sharded,
-    StateDictType.LOCAL_STATE_DICT: _local,
-}
+def _values(flat: FlatParameter, form: StateDictType) -> Iterator[torch.Tensor]:
+    if form is StateDictType.FULL_STATE_DICT:
+        return gather_params(flat)
+    if form is StateDictType.LOCAL_STATE_DICT:
+        return (mark_rank_local(flat, original.part) for original in flat.originals)
+    return (as_value(flat, i, original.part) for i, original in enumerate(flat.originals))
 
 
 def _plain_prefix(prefix: str) -> str:
-    """A prefix (empty or ending in a dot) without the names of wrappers."""
     name = plain_fqn(prefix.rstrip("."))
     return f"{name}." if name else ""
 
@@ -153,12 +136,9 @@ def _plain_prefix(prefix: str) -> str:
 def load_unit(
     unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> dict[str, str]:
-    """Replace values by this rank's part of them, for the default code to load.
+    """Replace values by this rank's part of them, for torch's code to load; return keys by FQN.
 
     Inside ``summon_full_params`` parameters take whole values.
-
-    Returns:
-        The keys below ``prefix``, by plain FQNs.
     """
     is_local = unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     keys = {plain_fqn(key[len(prefix) :]): key for key in state_dict if key.startswith(prefix)}
@@ -180,24 +160,19 @@ def load_unit(
     return keys
 
 
-def end_lack(
+def materialize(
     unit: Unit,
     module: nn.Module,
     modules: Iterable[tuple[str, nn.Module]],
     state_dict: dict[str, Any],
     keys: Mapping[str, str],
 ) -> None:
-    """Give memory to parameters and buffers on the meta device for which there are values.
+    """Materialize parameters and buffers on the meta device for which there are values.
 
-    Args:
-        unit: whose they are.
-        module: the module of the unit that is loaded.
-        modules: those below it with their FQNs.
-        state_dict: with this rank's values.
-        keys: its keys by plain FQNs.
+    ``modules`` are those below ``module``, with FQNs; ``keys`` are the state dict's, by plain FQN.
     """
     given = {fqn for fqn, key in keys.items() if not getattr(state_dict[key], "is_meta", True)}
-    unit.end_lack(module, given)
+    unit.materialize(module, given)
     for prefix, holder in modules:
         for name, buffer in holder._buffers.items():
             if buffer is not None and buffer.is_meta and join_fqn(prefix, name) in given:
@@ -212,20 +187,13 @@ def assign_in_place(
     keys: Mapping[str, str],
     buffer_dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Do what ``assign=True`` asks for, and let the default code assign parameters to themselves.
+    """Copy values for ``assign=True``, and let torch's code assign parameters to themselves.
 
-    They cannot be other objects: they are views of the shard, and optimizers hold them. So their
-    values are copied. Those of another shape are left to the default code, which reports them.
-
-    Args:
-        modules: those of a unit with their FQNs.
-        state_dict: with this rank's values.
-        keys: its keys by plain FQNs.
-        buffer_dtypes: dtypes that buffers had before mixed precision, by FQN.
+    Parameters must stay the same objects: they are views of the shard, and optimizers hold them.
+    Values of another shape are left to torch's code, which reports them.
 
     Raises:
-        FSDPValueError: a value has another dtype, which assigning would give the model, or none
-            at all (meta).
+        FSDPValueError: a value has another dtype, or is on the meta device.
     """
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for fqn, tensor in _tensors_of(modules):
@@ -233,7 +201,7 @@ def assign_in_place(
         value: Any = None if key is None else state_dict[key]
         if key is None or not is_tensor_like(value) or value.shape != tensor.shape:
             continue
-        value = torch.detach(value)  # loads the value of a file that is read as it is needed
+        value = torch.detach(value)  # also loads a value whose file is read lazily
         dtype = buffer_dtypes.get(fqn, tensor.dtype)
         if value.dtype != dtype or value.is_meta:
             raise FSDPValueError(
@@ -252,7 +220,7 @@ def assign_in_place(
 
 
 def _tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by FQN, for every place."""
+    """Yield every parameter and buffer with its FQN, tied ones at every place."""
     for prefix, module in modules:
         for name, tensor in (
             *module.named_parameters(recurse=False, remove_duplicate=False),
@@ -262,7 +230,7 @@ def _tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str,
 
 
 def _refuse_flat_parameters(keys: Iterable[str]) -> None:
-    """Raise if a key is that of a flat parameter, as FSDP1's local state dicts have them."""
+    """Raise for keys of flat parameters, which FSDP1's local state dicts contain."""
     for key in keys:
         if key.rpartition(".")[2] == "_flat_param":
             raise UnsupportedError(
@@ -273,14 +241,14 @@ def _refuse_flat_parameters(keys: Iterable[str]) -> None:
 
 
 def drop_compiled_prefix(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take the name that ``torch.compile`` puts first out of the keys below ``prefix``."""
+    """Remove the name that ``torch.compile`` puts first from the keys below ``prefix``."""
     named = f"{prefix}{COMPILED}."
     for key in [key for key in state_dict if key.startswith(named)]:
         state_dict[prefix + key[len(named) :]] = state_dict.pop(key)
 
 
 def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: str) -> None:
-    """Put ``inserted`` into the keys below ``prefix`` that lack it."""
+    """Insert ``inserted`` into the keys below ``prefix`` that lack it."""
     for key in [k for k in state_dict if k.startswith(prefix)]:
         rest = key[len(prefix) :]
         if not rest.startswith(f"{inserted}."):
@@ -290,10 +258,7 @@ def plain_names_before_load(state_dict: dict[str, Any], prefix: str, inserted: s
 def plain_names_after_load(prefix: str, keys: Sequence[list[str]], messages: list[str]) -> None:
     """Rename keys below ``prefix`` in the report of ``load_state_dict``, in place.
 
-    Args:
-        prefix: of the module whose hook runs.
-        keys: lists of missing and of unexpected keys.
-        messages: error messages that name keys.
+    ``keys`` are the lists of missing and of unexpected keys, ``messages`` errors that name keys.
     """
     for names in keys:
         names[:] = [plain_fqn(name) if name.startswith(prefix) else name for name in names]

@@ -1,8 +1,8 @@
 """Optimizer state dicts with the plain model's FQNs for keys.
 
-An optimizer holds DTensors, by number. A state that is placed as its parameter is saved as the
-parameter is: as the unsharded tensor, as a DTensor, or as this rank's part of it. Other states
-(step counts, sums over rows of the unsharded parameter) stay as they are, the same on all ranks.
+An optimizer holds DTensors, by number. A state placed as its parameter is saved as the parameter
+is: unsharded, as a DTensor, or as this rank's part. All other states (step counts, row sums of the
+unsharded parameter) are saved unchanged, and are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from fsdp_dynamo.api import StateDictSettings, StateDictType
 from fsdp_dynamo.comm.process_groups import is_first_of
-from fsdp_dynamo.core.dtensors import local_of, note_copy
+from fsdp_dynamo.core.dtensors import local_of, mark_copy
 from fsdp_dynamo.core.flat_parameter import FlatParameter
 from fsdp_dynamo.core.optimizers import SCALAR_STATES
 from fsdp_dynamo.core.original_parameter import owner_of
@@ -43,7 +43,7 @@ from fsdp_dynamo.state_dict.conversion import (
 )
 
 Compare = Callable[[Sequence[dist.ProcessGroup], str], None]
-"""Raises if ranks of one of the groups have different texts."""
+"""Function that raises if ranks of one of the groups have different texts."""
 
 _WHERE = "optimizer state dict"
 STATES_NAME = "optimizer states"
@@ -55,14 +55,7 @@ SAME_STATES_FIX = (
 
 @dataclass(frozen=True, eq=False)
 class ParamPlace:
-    """Place of an optimizer's parameter in the model.
-
-    Attributes:
-        fqn: its plain FQN.
-        param: the parameter.
-        flat: the flat parameter that holds it; ``None`` if no unit does.
-        index: its position in the flat parameter.
-    """
+    """Place of an optimizer's parameter; ``flat`` holds it, ``None`` if no unit does."""
 
     fqn: str
     param: nn.Parameter
@@ -78,7 +71,7 @@ class NamedParams:
     flats: Sequence[FlatParameter]
 
     def of(self, optim: torch.optim.Optimizer) -> Iterator[tuple[int, int, ParamPlace]]:
-        """Group number, number among all parameters, and place of each optimizer parameter."""
+        """Yield group number, overall number and place of each optimizer parameter."""
         number = 0
         for group_number, group in enumerate(optim.param_groups):
             for param in group["params"]:
@@ -93,11 +86,7 @@ class NamedParams:
 
 
 def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
-    """Find every parameter of a model under its plain FQN, tied ones under their first FQN.
-
-    Raises:
-        FSDPValueError: a parameter is held by a unit that is not among ``units``.
-    """
+    """Find every parameter under its first plain FQN; raise if an unknown unit holds one."""
     for unit in units:
         unit.write_back()
     flats = [flat for unit in units for flat in unit.flats]
@@ -117,20 +106,22 @@ def named_places(model: nn.Module, units: Sequence[Unit]) -> NamedParams:
 # -- saving --------------------------------------------------------------------------------------
 
 
+def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
+    for group in groups:
+        require_same(group, STATES_NAME, text, fix=SAME_STATES_FIX)
+
+
 def save(
     named: NamedParams,
     optim: torch.optim.Optimizer,
     given: Mapping[str, Any],
     settings: StateDictSettings,
-    compare: Compare | None = None,
+    compare: Compare = _compare_through_store,
 ) -> dict[str, Any]:
-    """``given``, an ``optim.state_dict()``, under FQNs in the form of the settings.
+    """Convert ``given``, an ``optim.state_dict()``, to FQNs and the form of the settings.
 
-    Args:
-        compare: compares states that must be the same on all ranks, those of units; by default,
-            through the store.
+    ``compare`` compares units' states that must be equal on all ranks.
     """
-    compare = compare or _compare_through_store
     places = list(named.of(optim))
     states = {place: _state_of(given, number, place) for _, number, place in places}
     form = settings.state_dict_type
@@ -150,7 +141,6 @@ def save(
 
 
 def _state_of(given: Mapping[str, Any], number: int, place: ParamPlace) -> Mapping[str, Any]:
-    """A parameter's state; of a named optimizer, by its name."""
     states = given["state"]
     found: Mapping[str, Any] = states[number] if number in states else states.get(place.fqn, {})
     return found
@@ -172,7 +162,6 @@ def _groups_to_save(
 def _states_by_rank(
     states: Mapping[ParamPlace, Mapping[str, Any]], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Sharded or local states."""
     result: dict[str, Any] = {}
     to_cpu = settings.optim_state_dict_config.offload_to_cpu
     for place, state in states.items():
@@ -188,7 +177,7 @@ def _states_of_no_parameter(
     places: Sequence[tuple[int, int, ParamPlace]],
     settings: StateDictSettings,
 ) -> dict[Any, Any]:
-    """Entries that users have put beside those of the parameters: saved as they are."""
+    """Return entries that users have added beside those of parameters, unchanged."""
     known = {key for _, number, place in places for key in (number, place.fqn)}
     others = {key: value for key, value in given["state"].items() if key not in known}
     if others:
@@ -201,13 +190,9 @@ def save_several(
     named: NamedParams,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: StateDictSettings,
-    compare: Compare | None = None,
+    compare: Compare = _compare_through_store,
 ) -> dict[str, Any]:
-    """States of several optimizers in one state dict, as ``save`` gives them.
-
-    Raises:
-        FSDPValueError: two optimizers have the same parameter.
-    """
+    """Save several optimizers in one state dict; raise if two have the same parameter."""
     fqns = [place.fqn for optim in optimizers for _, _, place in named.of(optim)]
     twice = sorted(fqn for fqn, count in Counter(fqns).items() if count > 1)
     if twice:
@@ -239,12 +224,12 @@ def _value_to_save(place: ParamPlace, value: Any, form: StateDictType) -> Any:
 
 
 def copied(value: Any, to_cpu: bool = False, *, is_deep: bool = False) -> Any:
-    """A nested value with copies of its tensors; with ``is_deep``, of its other values as well."""
+    """Copy a nested value's tensors; with ``is_deep``, its other values too."""
 
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             own = leaf.detach().to("cpu" if to_cpu else leaf.device, copy=True)
-            return note_copy(own, leaf)
+            return mark_copy(own, leaf)
         return copy.deepcopy(leaf) if is_deep else leaf
 
     return tree_map(copy_leaf, value)
@@ -255,10 +240,9 @@ def _full_state(
     states: Mapping[ParamPlace, Mapping[str, Any]],
     settings: StateDictSettings,
 ) -> dict[str, Any] | None:
-    """Unsharded states, gathered for one flat parameter, kind of state and dtype at a time.
+    """Gather unsharded states, one flat parameter, name and dtype at a time.
 
-    Returns:
-        ``None`` on ranks that are to have none.
+    Returns ``None`` on ranks that are to have no states.
     """
     config = settings.optim_state_dict_config
     to_cpu = config.offload_to_cpu
@@ -273,7 +257,7 @@ def _full_state(
             having = {i: m for i, m in enumerate(members) if m is not None and name in states[m]}
             values = {number: states[m][name] for number, m in having.items()}
             parts = {n: v for n, v in values.items() if _is_like_param(having[n], v)}
-            # In a comprehension, as a variable would keep this buffer while the next is gathered.
+            # A comprehension: a loop variable would keep this buffer while the next is gathered.
             whole = {n: copied(v, to_cpu) for n, v in gather_states(flat, parts) if wanted}
             for number, value in values.items() if wanted else ():
                 kept = whole[number] if number in whole else copied(value, to_cpu)
@@ -287,7 +271,7 @@ def _full_state(
 def _states_by_groups(
     named: NamedParams, states: Mapping[ParamPlace, Mapping[str, Any]]
 ) -> dict[tuple[dist.ProcessGroup, ...], dict[ParamPlace, Mapping[str, Any]]]:
-    """States of units, by the groups that share them, in an order that all ranks have."""
+    """Group the states of units by the groups that share them, in an order equal on all ranks."""
     result: dict[Any, dict[ParamPlace, Mapping[str, Any]]] = {
         flat.groups.all: {} for flat in named.flats
     }
@@ -297,16 +281,11 @@ def _states_by_groups(
     return result
 
 
-def _compare_through_store(groups: Sequence[dist.ProcessGroup], text: str) -> None:
-    for group in groups:
-        require_same(group, STATES_NAME, text, fix=SAME_STATES_FIX)
-
-
 def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
-    """Text that all ranks must have in common, as JSON.
+    """Canonical JSON text that must be equal on all ranks.
 
-    It has the names of all states, the dtypes of this rank's parts, and fingerprints of the other
-    states: another sharding can use these only if they are the same on all ranks.
+    It contains the names of all states, the dtypes of this rank's parts, and fingerprints of all
+    other states: another sharding can use these only if they are the same on all ranks.
     """
     numbers = _scalar_values(v for state in states.values() for v in state.values())
 
@@ -321,11 +300,11 @@ def _comparison_text(states: Mapping[ParamPlace, Mapping[str, Any]]) -> str:
 
 
 def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
-    """Values of all tensors of one element, by ``id``, with one copy per device."""
+    """Read all one-element tensors with one copy per device; keyed by ``id``."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for value in values:
         if isinstance(value, DTensor):
-            continue  # a part, of one element in all
+            continue  # a parameter of one element
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             by_device.setdefault(value.device, []).append(value)
     result: dict[int, float] = {}
@@ -336,7 +315,6 @@ def _scalar_values(values: Iterable[Any]) -> dict[int, float]:
 
 
 def _fingerprint(value: Any, numbers: Mapping[int, float]) -> Any:
-    """A JSON value that differs between different values."""
     if isinstance(value, DTensor):
         raise UnsupportedError(
             f"{_WHERE}: expected states that are placed as the parameter, or plain tensors, got a "
@@ -366,15 +344,12 @@ def load(
     settings: StateDictSettings,
     is_named: bool = False,
     *,
-    may_lack: bool = False,
+    allows_missing: bool = False,
 ) -> dict[str, Any]:
-    """A state dict under FQNs, converted to numbers and this rank's parts.
+    """Convert a state dict under FQNs to the argument of ``optim.load_state_dict``.
 
-    The result is what ``optim.load_state_dict`` takes.
-
-    Args:
-        is_named: FQNs instead of numbers, for an optimizer that loads these.
-        may_lack: accept parameters that are in no saved group.
+    ``is_named`` keeps FQNs instead of numbers. ``allows_missing`` accepts parameters that are in no
+    saved group.
     """
     if "state" not in given:
         raise _mismatch_error("a state dict with 'state'", f"{sorted(map(str, given))}")
@@ -392,13 +367,14 @@ def load(
             else _loaded(place, name, value, optim.state.get(place.param, {}), settings)
             for name, value in given["state"][place.fqn].items()
         }
+        # Sorted: ranks may gather values, so all need one order.
         for place in sorted((place for _, _, place in places), key=lambda place: place.fqn)
-        if place.fqn in given["state"]  # in one order on all ranks, which may gather
+        if place.fqn in given["state"]
     }
     result: dict[str, Any] = {"state": {**state, **copied(others)}}
     if "param_groups" in given:
         saved = given["param_groups"]
-        result["param_groups"] = _groups(places, keys, optim, saved, may_lack)
+        result["param_groups"] = _groups(places, keys, optim, saved, allows_missing)
     return result
 
 
@@ -411,7 +387,7 @@ def _loaded(
         is_part = _is_like_param(place, own.get(name)) and value.numel() > 1
         if is_part or _is_like_whole(place, name, tuple(value.shape)):
             placing = place.flat.originals[place.index].placing
-            # Else the whole tensor, of which the part may be a view, would stay.
+            # The part may be a view: without a copy it would keep the whole tensor alive.
             copies = copies or not (isinstance(value, DTensor) and placing.holds(value))
             part = extract_local(place.flat, place.index, value, f"{place.fqn}.{name}")
             return copied(part) if copies else part
@@ -420,7 +396,6 @@ def _loaded(
 
 
 def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a saved state is as large as its unsharded parameter."""
     if place.flat is None or shape != place.flat.originals[place.index].placing.shape:
         return False
     return math.prod(shape) > 1 or name not in SCALAR_STATES
@@ -429,13 +404,7 @@ def _is_like_whole(place: ParamPlace, name: str, shape: tuple[int, ...]) -> bool
 def empty_like_saved(
     place: ParamPlace, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Memory for a saved state: for this rank's part of it if it is as large as its parameter.
-
-    Args:
-        place: of the parameter.
-        name: of the state.
-        shape, dtype: of the saved, unsharded state.
-    """
+    """Allocate a saved state, or this rank's part if it has the shape of its parameter."""
     if place.flat is None or not _is_like_whole(place, name, shape):
         return torch.empty(shape, dtype=dtype)
     local = torch.empty_like(place.param, dtype=dtype, requires_grad=False)
@@ -447,15 +416,14 @@ def _groups(
     keys: Mapping[str, str | int],
     optim: torch.optim.Optimizer,
     saved: Sequence[Mapping[str, Any]],
-    may_lack: bool,
+    allows_missing: bool,
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the settings that were saved for them."""
     fqns: list[list[str]] = [[] for _ in optim.param_groups]
     for group_number, _, place in places:
         fqns[group_number].append(place.fqn)
     settings = [_settings(group) for group in saved]
     are_saved = {fqn for group in saved for fqn in group["params"]}
-    looked_up = [[f for f in own if f in are_saved or not may_lack] for own in fqns]
+    looked_up = [[f for f in own if f in are_saved or not allows_missing] for own in fqns]
     sources = _sources(looked_up, saved, settings)
     result: list[dict[str, Any]] = []
     for own, group, source in zip(fqns, optim.param_groups, sources, strict=True):
@@ -466,7 +434,7 @@ def _groups(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters and their names, which are the optimizer's own."""
+    """Return a group without its parameters and their names, which are the optimizer's own."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
@@ -475,17 +443,11 @@ def _sources(
     saved: Sequence[Mapping[str, Any]],
     settings: Sequence[Mapping[str, Any]],
 ) -> list[int | None]:
-    """Number of the saved group that has the settings of each of the optimizer's groups.
+    """Return, for each of the optimizer's groups, the number of the saved group with its settings.
 
-    A group has those of its parameters. A group without parameters has those of the saved one in
-    its place, counted from the optimizer's other groups, as groups of other optimizers may precede
-    them; where groups were reordered, the k-th of the optimizer's has those of the k-th saved one.
-    ``None``: no group without parameters was saved.
-
-    Args:
-        fqns: parameters of each of the optimizer's groups.
-        saved: groups of the optimizer, perhaps of others too.
-        settings: settings of the saved groups.
+    A group takes the settings of the saved group that contains its parameters; a group without
+    parameters those of a saved group without parameters, or ``None`` if there is none. ``saved``
+    may contain groups of other optimizers.
 
     Raises:
         FSDPValueError: a parameter is in no saved group, or settings do not belong to one group.
@@ -502,21 +464,33 @@ def _sources(
             )
     empty = [number for number, source in enumerate(sources) if source is None]
     saved_empty = [number for number, group in enumerate(saved) if not group["params"]]
-    if not empty or not saved_empty:
-        return sources
+    if empty and saved_empty:
+        is_alone = holder.keys() <= {fqn for own in fqns for fqn in own}
+        found = _empty_sources(sources, empty, saved_empty, is_alone)
+        for number, source in zip(empty, found, strict=True):
+            sources[number] = source
+    return sources
+
+
+def _empty_sources(
+    sources: Sequence[int | None], empty: list[int], saved_empty: list[int], is_alone: bool
+) -> list[int]:
+    """Match the optimizer's groups without parameters to saved groups without parameters.
+
+    The two have the same distance as all other groups of the optimizer from theirs: groups of other
+    optimizers may precede them. If groups were reordered, the k-th matches the k-th, provided that
+    the saved groups are this optimizer's alone.
+    """
     shifts = {s - number for number, s in enumerate(sources) if s is not None} or {0}
     in_place = [number + max(shifts) for number in empty]
-    if len(shifts) > 1 or not set(in_place) <= set(saved_empty):
-        is_alone = holder.keys() <= {fqn for own in fqns for fqn in own}
-        if not is_alone or len(empty) != len(saved_empty):
-            raise _mismatch_error(
-                "a saved group without parameters for each of the optimizer's",
-                f"{len(saved_empty)} for {len(empty)}, which are not in the same places",
-            )
-        in_place = saved_empty
-    for number, source in zip(empty, in_place, strict=True):
-        sources[number] = source
-    return sources
+    if len(shifts) == 1 and set(in_place) <= set(saved_empty):
+        return in_place
+    if is_alone and len(empty) == len(saved_empty):
+        return saved_empty
+    raise _mismatch_error(
+        "a saved group without parameters for each of the optimizer's",
+        f"{len(saved_empty)} for {len(empty)}, which are not in the same places",
+    )
 
 
 def _mismatch_error(expected: str, got: str) -> FSDPValueError:

@@ -202,9 +202,9 @@ def build_units(
     owned = planned.owned
     for originals in owned.values():
         for original in originals:
-            original.take_local()
+            original.unwrap_dtensor()
             if has_gather_hooks(original.param):
-                original.take_class()
+                original.unwrap_subclass()
     built = {
         owner: _build_unit(owner, owned[owner], config_of(owner), planned.late, values.device)
         for owner in values.in_order_of_completion(owned)

@@ -109,7 +109,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     arguments.check_inference(module)
     strategy = strategy_of(given.sharding_strategy)
     check_budget(given.unsharded_budget_bytes, strategy)
-    is_given = dist.is_initialized()  # otherwise, making a group warns
+    is_state_dict_value = dist.is_initialized()  # otherwise, making a group warns
     groups = groups_of(
         given.process_group,
         given.device_mesh,
@@ -117,7 +117,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
         is_hybrid=strategy.is_hybrid,
         is_hierarchical=strategy.is_hierarchical,
     )
-    if is_given:
+    if is_state_dict_value:
         arguments.warn_of_one_rank(strategy, groups)
     arguments.check_init_fn(given.param_init_fn)
     device_id = arguments.device_of(given.device_id)

@@ -283,7 +283,7 @@ class UnitModule(UserMethods):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for param, kept in attributes:  # a DTensor was swapped for another, with what it said
             param.__dict__.update(kept)
-        unit.write_back_lacking()
+        unit.write_back_uninitialized()
         for flat, total in zip(unit.flats, sums, strict=True):
             numbered = enumerate(flat.originals)
             left_alone = [i for i, one in numbered if not self._fsdp_reaches(one, recurse)]
@@ -431,7 +431,7 @@ def _load_shards(
     inner = module._fsdp_inner()
     keys = model.load_unit(module._fsdp_unit, inner, source, prefix)
     managed = list(build.managed_modules(inner, module._fsdp_ignored, remove_duplicate=False))
-    model.end_lack(module._fsdp_unit, inner, managed, source, keys)
+    model.materialize(module._fsdp_unit, inner, managed, source, keys)
     if local_metadata.get("assign_to_params_buffers", False):
         model.assign_in_place(managed, source, keys, module._fsdp_buffer_dtypes)
 

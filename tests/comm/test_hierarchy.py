@@ -143,7 +143,7 @@ def _in_low_precision(rank: int, world_size: int) -> tuple[Any, ...]:
         with model.no_sync():
             loss_of(model, batch(rank, 0)).backward()
         loss = loss_of(model, batch(rank, 1))
-        pieces = [flat.piece for unit in model._fsdp_root.units for flat in unit.flats]
+        pieces = [flat.kept_shard for unit in model._fsdp_root.units for flat in unit.flats]
         dtypes = {piece.tensor.dtype for piece in pieces if piece is not None}
         loss.backward()
         results.append((loss.item(), float(model.clip_grad_norm_(1e9)), dtypes))
@@ -281,7 +281,7 @@ def _counts(rank: int, world_size: int, mode: str) -> list[Any]:
     with torch.no_grad():
         run(batch(rank, 0))
     found.append(counts())
-    left = [flat.piece for unit in model._fsdp_root.units for flat in unit.flats]
+    left = [flat.kept_shard for unit in model._fsdp_root.units for flat in unit.flats]
     return [*found, left]
 
 

@@ -65,7 +65,9 @@ def _note(found: list[int], flats: Sequence[Any], *_: object) -> None:
 
 
 def _kept(flats: Sequence[Any]) -> int:
-    return sum(flat.piece.tensor.untyped_storage().nbytes() for flat in flats if flat.piece)
+    return sum(
+        flat.kept_shard.tensor.untyped_storage().nbytes() for flat in flats if flat.kept_shard
+    )
 
 
 @pytest.mark.parametrize("low", [False, True])

@@ -243,7 +243,7 @@ def _after_an_error(rank: int, world_size: int) -> list[float]:
     else:
         raise AssertionError
     block.module.forward = body
-    left = [flat.piece for unit in model._fsdp_root.units for flat in unit.flats]
+    left = [flat.kept_shard for unit in model._fsdp_root.units for flat in unit.flats]
     assert left == [None] * len(left)
     loss = loss_of(model, batch(rank, 0))
     loss.backward()

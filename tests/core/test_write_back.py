@@ -150,7 +150,7 @@ def _objects(rank: int, world_size: int) -> dict[str, bool]:
         "it has the values": torch.equal(taken, torch.full_like(whole, 2.0)),
         "it has the gradient": old.grad is not None and old.grad.shape == old.shape,
         "it is trained": not torch.equal(whole, taken),
-        "an optimizer of the other one is refused": "in whose place a DTensor is" in refused,
+        "an optimizer of the other one is refused": "that a DTensor has replaced" in refused,
         "the other one keeps its values": torch.equal(new, torch.full_like(new, 2.0)),
     }
 

@@ -447,12 +447,12 @@ def _finish_without_waiting(pending: PendingReduce) -> Any:
 
 
 def _take_without_waiting(flat: FlatParameter) -> Any:
-    assert flat.piece is not None
-    return flat.piece.tensor, flat.piece.group
+    assert flat.kept_shard is not None
+    return flat.kept_shard.tensor, flat.kept_shard.group
 
 
 COPY, WAIT_GATHERS, ISSUE = SideStreams.copy_to_host, Unit._wait_gathers, Unit._issue_gathers
-SETTLE, INIT, FINISH = Root._settle, InFlight.__init__, PendingReduce.finish
+SETTLE, INIT, FINISH = Root._sync_gathers, InFlight.__init__, PendingReduce.finish
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gather is not waited for": ("sharded", _replace(Unit, "_wait_gathers", _wait_only_beside)),
@@ -463,7 +463,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "unsharded parameters are freed at once": (
         "sharded", _replace(SideStreams, "retire", _free_at_once)),
     "a first gather does not wait for the optimizer": (
-        "sharded", _replace(Root, "_settle", _settle_but_at_the_start)),
+        "sharded", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "unsharded parameters are of the computing stream's pool": (
         "by demand", _replace(Unit, "_issue_gathers", _allocate_on_the_computing_stream)),
     "a cast is not waited for": (
@@ -475,13 +475,13 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a gradient is given back while it is sent": (
         "sharded", _replace(InFlight, "__init__", _forget_buffers)),
     "replicas: the gradient is given back while it is sent": (
-        "hybrid", _replace(PendingReduce, "advance_beside", _advance_without_holding)),
+        "hybrid", _replace(PendingReduce, "advance_on_side_stream", _advance_without_holding)),
     "replicas: the reduce-scatter is not waited for": (
         "hybrid", _replace(PendingReduce, "advance", _advance_without_waiting)),
     "nodes: a secondary shard is not waited for": (
-        "on nodes", _replace(FlatParameter, "take_piece", _take_without_waiting)),
+        "on nodes", _replace(FlatParameter, "kept_shard_to_gather", _take_without_waiting)),
     "nodes: a secondary shard is gathered before the optimizer is done": (
-        "on nodes", _replace(Root, "_settle", _settle_but_at_the_start)),
+        "on nodes", _replace(Root, "_sync_gathers", _settle_but_at_the_start)),
     "offload: a copy does not wait for the gradient": (
         "offloaded", _replace(SideStreams, "copy_to_host", _copy_without_waiting)),
     "offload: the gradient is given back while it is copied": (

@@ -123,7 +123,9 @@ def _real(rank: int, world_size: int, mode: str) -> dict[str, int]:
     tokens = torch.randint(DIM, (2, 8))
     with record_events() as log:
         loss = run(tokens).sum()
-        secondary = sum(f.piece.tensor.untyped_storage().nbytes() for f in flats if f.piece)
+        secondary = sum(
+            f.kept_shard.tensor.untyped_storage().nbytes() for f in flats if f.kept_shard
+        )
         loss.backward()
     optimizer.step()
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
@@ -132,7 +134,7 @@ def _real(rank: int, world_size: int, mode: str) -> dict[str, int]:
         "optimizer": sum(local_of(state).nbytes for state in states),
         "secondary": secondary,
         "unsharded": log.peak_unsharded_bytes(),
-        "left": sum(flat.piece is not None for flat in flats),
+        "left": sum(flat.kept_shard is not None for flat in flats),
     }
 
 

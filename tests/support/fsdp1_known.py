@@ -333,7 +333,7 @@ KNOWN = (
     Known(
         "replaced parameters",
         r"raised by FSDP1: (.*; by ours: nothing|nothing; by ours: FSDPStateError: .*expected "
-        "parameters of the sharded model, got one of shape .* in whose place a DTensor is now)",
+        "parameters of the sharded model, got one of shape .* that a DTensor has replaced)",
         lambda place: place.was_called("replace"),
         ends=True,
     ),

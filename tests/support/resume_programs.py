@@ -75,7 +75,7 @@ class ResumeProgram:
         return [
             *(["in one of 2 optimizers"] if is_unclear else ()),
             *(lacks if self.added is not None else ()),
-            *(["was frozen"] if loses else ()),
+            *(["may be frozen"] if loses else ()),
         ]
 
 

@@ -97,10 +97,12 @@ def _counts(rank: int, world_size: int, num_ranks: int | bool, hybrid: bool) -> 
     groups = {"all": group, "few": part_of(group, 2)}
     before = {name: len(collective_log.recent(one, 1000)) for name, one in groups.items()}
     loss = loss_of(model, batch(rank, 1))
-    kept = sum(flat.piece.tensor.numel() for flat in unit.flats if flat.piece is not None)
+    kept = sum(flat.kept_shard.tensor.numel() for flat in unit.flats if flat.kept_shard is not None)
     with record_events() as events:
         loss.backward()
-    left = [flat for one in model._fsdp_root.units for flat in one.flats if flat.piece is not None]
+    left = [
+        flat for one in model._fsdp_root.units for flat in one.flats if flat.kept_shard is not None
+    ]
     used = Counter(
         (name, entry.use)
         for name, one in groups.items()
@@ -123,7 +125,7 @@ def test_the_backward_gathers_among_few(ranks: RankPool) -> None:
 
 def _kept(model: Any) -> int:
     units = model._fsdp_root.units
-    return sum(flat.piece is not None for unit in units for flat in unit.flats)
+    return sum(flat.kept_shard is not None for unit in units for flat in unit.flats)
 
 
 def _states(rank: int, world_size: int) -> list[int]:

@@ -131,7 +131,7 @@ def test_an_optimizer_of_what_the_next_forward_takes_values_from_raises(rank: in
     model[0].weight = nn.Parameter(torch.full((6, 6), 0.5))
     too_early = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(FSDPStateError, match="after the forward that takes it"):
+    with pytest.raises(FSDPStateError, match="after the next forward"):
         too_early.step()
     assert torch.equal(model[0].weight.full_tensor(), torch.full((6, 6), 0.5))
     torch.optim.SGD(model.parameters(), lr=0.1).step()
